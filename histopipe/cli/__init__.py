@@ -1,0 +1,82 @@
+"""The command line: one module a command, each parses, makes one library call, and prints.
+
+Commands are imported when they are called, so that `--help` and wrong flags answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import traceback
+from types import MappingProxyType
+
+import click
+
+from histopipe._version import __version__
+from histopipe.errors import ExitCode, HistopipeError
+
+COMMANDS = MappingProxyType(
+    {
+        "ingest": "Tile slides into a store.",
+        "info": "Tell what a store holds.",
+        "train": "Train a patch model on a store.",
+    }
+)
+"""Every command with its line in `histopipe --help`. The module of each has its name."""
+
+
+class _Commands(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"{__name__}.{cmd_name}").command
+        assert isinstance(command, click.Command)  # noqa: S101 - our own modules, not a user's input
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="histopipe")
+def histopipe() -> None:
+    """From whole-slide images to a trained patch model.
+
+    `histopipe ingest slides/` tiles slides into patches.lmdb; `histopipe train` trains on it.
+    Results go to standard output, progress and messages to standard error.
+
+    Exit codes: 0 done, 2 wrong command line or CSV, 3 partly done, 4 nothing could be done,
+    5 damaged store, 6 out of disk or memory, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Entry point of the `histopipe` script."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
+    try:
+        sys.exit(histopipe.main(standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(ExitCode.USAGE)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(ExitCode.USAGE)
+    except HistopipeError as error:
+        if error.exit_code is ExitCode.BUG:
+            traceback.print_exc()
+        click.echo(f"histopipe: {error}", err=True)
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        click.echo(
+            "histopipe: interrupted; what was complete stays, run the same command to go on",
+            err=True,
+        )
+        sys.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output went away: nothing to say, nobody to say it to
+        sys.exit(ExitCode.DONE)

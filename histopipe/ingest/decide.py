@@ -1,0 +1,96 @@
+"""What to do with each slide asked for, given what the store already holds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from histopipe.geometry import Mpp
+from histopipe.slides.discovery import SlideFile
+from histopipe.slides.identity import Fingerprint
+from histopipe.slides.scale import MppSource
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
+
+
+class Action(StrEnum):
+    """What becomes of a slide in this run."""
+
+    INGEST = "ingest"
+    KEEP = "keep"
+    """Complete already."""
+    REFUSE = "refuse"
+    """Complete, but no longer what was ingested."""
+    STILL_FAILED = "still failed"
+    """Failed before, and nothing changed since."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An action with its reason, which is empty for what needs none."""
+
+    action: Action
+    reason: str = ""
+
+
+def decide(
+    slide: SlideFile,
+    now: Fingerprint,
+    record: SlideRecord | None,
+    *,
+    from_csv: Mpp | None = None,
+    default: Mpp | None = None,
+    force: bool = False,
+    retry_failed: bool = False,
+) -> Decision:
+    """What to do with a slide.
+
+    Args:
+        slide: the slide as it was found.
+        now: its files' size and time.
+        record: what the store holds of it.
+        from_csv, default: scales the user gives now.
+        force: ingest again what was replaced.
+        retry_failed: try again files that were bad.
+    """
+    if record is None or record.state is SlideState.PENDING:
+        return Decision(Action.INGEST)
+    changed = _changed(now, record)
+    if record.state is SlideState.FAILED:
+        if retry_failed or changed or record.error_kind is FailureKind.OPTION:
+            return Decision(Action.INGEST)
+        return Decision(Action.STILL_FAILED, record.error or "unknown reason")
+    why = changed or _rescaled(record, from_csv, default)
+    if why is None:
+        return Decision(Action.KEEP)
+    if force:
+        return Decision(Action.INGEST)
+    return Decision(
+        Action.REFUSE,
+        f"{slide.path} {why} since it was ingested; pass --force to ingest it again",
+    )
+
+
+def find_record(
+    slide: SlideFile, resolved: str, records: Mapping[int, SlideRecord]
+) -> SlideRecord | None:
+    """The record of a slide by its id, else by the path it really has: one file under two names is one slide."""
+    by_id = {record.id: record for record in records.values()}
+    by_path = {record.resolved_path: record for record in records.values()}
+    return by_id.get(slide.id) or by_path.get(resolved)
+
+
+def _changed(now: Fingerprint, record: SlideRecord) -> str | None:
+    if now.size_bytes != record.size_bytes:
+        return f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)"
+    if now.mtime_ns != record.mtime_ns:
+        return "was written to (its modification time is another)"
+    return None
+
+
+def _rescaled(record: SlideRecord, from_csv: Mpp | None, default: Mpp | None) -> str | None:
+    given: dict[str | None, Mpp | None] = {MppSource.CSV: from_csv, MppSource.DEFAULT: default}
+    used = given.get(record.mpp_source)
+    if used is not None and used != record.mpp:
+        return f"was given another mpp ({used:g}, {record.mpp:g} before)"
+    return None

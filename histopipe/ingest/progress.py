@@ -1,0 +1,132 @@
+"""How an ingest shows what it is doing: bars on a terminal, plain lines elsewhere, always on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+from histopipe.ingest.outcome import SlideOutcome, Status
+
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+class Progress(Protocol):
+    """What an ingest tells while it runs."""
+
+    def begin(self, slides: int) -> None:
+        """So many slides are asked for."""
+
+    def planned(self, slide: str, patches: int) -> None:
+        """A slide will have so many patches."""
+
+    def advanced(self, slide: str, patches: int) -> None:
+        """So many more patches of it are stored."""
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        """A slide is done, however it ended."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+def choose_progress(stream: TextIO | None = None) -> Progress:
+    """Bars if the stream (standard error) is a terminal, else lines."""
+    stream = stream or sys.stderr
+    return Bars(stream) if stream.isatty() else Lines(stream)
+
+
+class Bars:
+    """One bar for the run, one a slide in work."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._slides: dict[str, tqdm[None]] = {}
+        self._all: tqdm[None] | None = None
+        self._done = self._count = 0
+
+    def begin(self, slides: int) -> None:
+        self._count = slides
+        self._all = tqdm(total=0, unit=" patches", file=self._stream, desc=self._title())
+
+    def planned(self, slide: str, patches: int) -> None:
+        if self._all is not None:
+            self._all.total += patches
+            self._all.refresh()
+        if patches:
+            self._slides[slide] = tqdm(
+                total=patches, unit=" patches", file=self._stream, desc=f"  {slide[-40:]}", leave=False
+            )
+
+    def advanced(self, slide: str, patches: int) -> None:
+        for bar in (self._all, self._slides.get(slide)):
+            if bar is not None:
+                bar.update(patches)
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        bar = self._slides.pop(outcome.id, None)
+        if bar is not None:
+            if self._all is not None and bar.total > bar.n:  # a slide that failed half-way
+                self._all.total -= int(bar.total - bar.n)
+            bar.close()
+        if outcome.status is Status.FAILED:
+            tqdm.write(_line(outcome), file=self._stream)
+        self._done += 1
+        if self._all is not None:
+            self._all.set_description(self._title())
+
+    def close(self) -> None:
+        for bar in (*self._slides.values(), self._all):
+            if bar is not None:
+                bar.close()
+
+    def _title(self) -> str:
+        return f"slides {self._done}/{self._count}"
+
+
+class Lines:
+    """A line a slide that ends, and one now and then while none does."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._start = self._last = time.monotonic()
+        self._slides = self._done = self._planned = self._stored = 0
+
+    def begin(self, slides: int) -> None:
+        self._slides = slides
+        self._start = self._last = time.monotonic()
+
+    def planned(self, slide: str, patches: int) -> None:
+        self._planned += patches
+
+    def advanced(self, slide: str, patches: int) -> None:
+        self._stored += patches
+        now = time.monotonic()
+        if now - self._last > _SECONDS_BETWEEN_LINES:
+            self._last = now
+            rate = self._stored / (now - self._start)
+            left = (self._planned - self._stored) / rate
+            self._say(
+                f"{self._stored}/{self._planned} patches, {rate:.0f}/s, "
+                f"about {left:.0f} s for the slides begun"
+            )
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        self._done += 1
+        self._say(f"[{self._done}/{self._slides}] {_line(outcome)}")
+
+    def close(self) -> None:
+        pass
+
+    def _say(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+
+def _line(outcome: SlideOutcome) -> str:
+    if outcome.status is Status.FAILED:
+        return f"failed {outcome.id}: {outcome.reason}"
+    lost = f", {outcome.unreadable} unreadable" if outcome.unreadable else ""
+    notes = "".join(f" ({note})" for note in outcome.notes)
+    return f"{outcome.status} {outcome.id}: {outcome.patches} patches{lost}{notes}"

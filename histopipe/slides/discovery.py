@@ -1,0 +1,191 @@
+"""Which files under the user's arguments are slides, and what each is called."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from histopipe.errors import NothingToDo, UsageError
+
+SUFFIXES = frozenset(
+    ".bif .czi .dcm .mrxs .ndpi .scn .svs .svslide .tif .tiff .vms .vmu".split()
+)
+"""File name endings of the formats that OpenSlide reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideFile:
+    """One slide on disk.
+
+    Attributes:
+        id: its name in stores, tables and messages.
+        path: the file that OpenSlide opens, as the user gave it.
+        files: every file that belongs to it, `path` included.
+        subfolder: first folder below the user's argument, a class name for some users; None at the top.
+        problem: why it cannot even be tried; None for almost all.
+    """
+
+    id: str
+    path: Path
+    files: tuple[Path, ...]
+    subfolder: str | None = None
+    problem: str | None = None
+
+
+def discover(arguments: Iterable[Path]) -> list[SlideFile]:
+    """The slides in files and folders, sorted by id, each once however often it is reached.
+
+    Raises:
+        UsageError: an argument does not exist, or two slides cannot be told apart by name.
+        NothingToDo: there is no slide.
+
+    Example:
+        >>> [slide.id for slide in discover([Path("slides")])]  # doctest: +SKIP
+        ['CMU-1-Small-Region', 'dicom/j2k/camelyon16-overview']
+    """
+    roots = list(dict.fromkeys(arguments))
+    for root in roots:
+        if not root.exists():
+            raise UsageError(
+                f"{root} does not exist", todo="check the path, and that its disk is mounted"
+            )
+    folders = [root for root in roots if root.is_dir()]
+    slides: list[SlideFile] = []
+    for root in roots:
+        prefix = f"{_folder_name(root)}/" if len(folders) > 1 and root.is_dir() else ""
+        slides += [replace(slide, id=prefix + slide.id) for slide in _slides_of(root)]
+    slides = _distinct(_first_of_each_path(slides))
+    if not slides:
+        raise NothingToDo(
+            f"no slide in {', '.join(map(str, roots))}",
+            found=_what_is_there(roots),
+            expected="files ending in " + " ".join(sorted(SUFFIXES)),
+            todo="give the folder that holds the slides",
+        )
+    return sorted(slides, key=lambda slide: slide.id)
+
+
+def _slides_of(root: Path) -> Iterator[SlideFile]:
+    paths = sorted(_walk(root)) if root.is_dir() else [root]
+    candidates = [path for path in paths if _is_candidate(path)]
+    if root.is_file() and not candidates:
+        candidates = [root]  # named by the user: tried whatever its suffix
+    base = root if root.is_dir() else root.parent
+    dicom = [path for path in candidates if path.suffix.lower() == ".dcm"]
+    for path in candidates:
+        if path.suffix.lower() != ".dcm":
+            yield _slide(path, base, (path, *_companions(path)))
+    yield from _dicom_slides(dicom, base)
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    seen: set[str] = set()
+    for folder, names, files in os.walk(root, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            names.clear()
+            continue
+        seen.add(real)
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        yield from (Path(folder, name) for name in files)
+
+
+def _is_candidate(path: Path) -> bool:
+    return (
+        path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.is_dir()
+    )
+
+
+def _companions(path: Path) -> tuple[Path, ...]:
+    """The other files of a MIRAX slide, which lie in a folder of its name."""
+    if path.suffix.lower() != ".mrxs":
+        return ()
+    folder = path.with_suffix("")
+    return tuple(sorted(folder.iterdir())) if folder.is_dir() else ()
+
+
+def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
+    """One slide a DICOM series: OpenSlide gathers a series from the files of one folder."""
+    series: dict[tuple[Path, str], list[Path]] = defaultdict(list)
+    for path in paths:
+        series[path.parent, _series_uid(path) or path.name].append(path)
+    large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
+    for (folder, _), files in series.items():
+        slide = _slide(files[0], base, tuple(files))
+        if len(files) > 1 and large[folder] == 1:
+            name = folder.name if folder == base else folder.relative_to(base).as_posix()
+            slide = replace(slide, id=_text(name or folder.resolve().name)[0])
+        yield slide
+
+
+def _series_uid(path: Path) -> str | None:
+    # Late: pydicom is only wanted where there are DICOM files.
+    import pydicom
+    from pydicom.errors import InvalidDicomError
+
+    try:
+        header = pydicom.dcmread(
+            path, stop_before_pixels=True, specific_tags=["SeriesInstanceUID"]
+        )
+    except (InvalidDicomError, OSError, ValueError, KeyError, NotImplementedError, EOFError):
+        return None  # opening it will give the reason
+    return str(header.get("SeriesInstanceUID", "")) or None
+
+
+def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
+    relative = PurePosixPath(path.relative_to(base).as_posix())
+    name, problem = _text(relative.with_suffix("").as_posix())
+    subfolder = _text(relative.parts[0])[0] if len(relative.parts) > 1 else None
+    return SlideFile(name, path, files, subfolder, problem)
+
+
+def _text(name: str) -> tuple[str, str | None]:
+    """A name as it may be stored: Unicode NFC, undecodable bytes escaped, with what is wrong with it."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
+        return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
+    return unicodedata.normalize("NFC", name), None
+
+
+def _first_of_each_path(slides: list[SlideFile]) -> list[SlideFile]:
+    first: dict[str, SlideFile] = {}
+    for slide in sorted(slides, key=lambda slide: slide.id):
+        first.setdefault(os.path.realpath(slide.path), slide)
+    return list(first.values())
+
+
+def _distinct(slides: list[SlideFile]) -> list[SlideFile]:
+    count = Counter(slide.id for slide in slides)
+    slides = [
+        replace(slide, id=slide.id + slide.path.suffix) if count[slide.id] > 1 else slide
+        for slide in slides
+    ]
+    paths: dict[str, Path] = {}
+    for slide in slides:
+        if slide.id in paths:
+            raise UsageError(
+                f"two slides would both be called {slide.id!r}",
+                found=f"{paths[slide.id]} and {slide.path}",
+                todo="give their common parent folder instead, or rename one",
+            )
+        paths[slide.id] = slide.path
+    return slides
+
+
+def _folder_name(folder: Path) -> str:
+    return _text(folder.name or folder.resolve().name)[0]
+
+
+def _what_is_there(roots: list[Path]) -> str:
+    names = [path for root in roots if root.is_dir() for path in _walk(root)]
+    if not names:
+        return "nothing" if any(root.is_dir() for root in roots) else "no folder"
+    kinds = Counter(path.suffix.lower() or "no suffix" for path in names)
+    listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common(5))
+    return f"{len(names)} other files ({listed})"

@@ -1,0 +1,114 @@
+"""How many micrometres a slide's pixel is, and how that is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from histopipe.errors import ScaleError
+from histopipe.geometry import Mpp, same_scale
+from histopipe.slides.slide import SlideInfo
+
+PLAUSIBLE_MPP = (0.05, 50.0)
+MAGNIFICATION_MPP = 10.0
+"""An objective of power m is taken as 10/m µm a pixel: 20× is 0.5, 40× is 0.25."""
+
+_SCREEN_DPI = {72: 352.78, 96: 264.58}
+
+
+class MppSource(StrEnum):
+    """Where a slide's mpp came from, best first."""
+
+    PROPERTIES = "properties"
+    CSV = "mpp-csv"
+    OBJECTIVE = "objective-power"
+    DEFAULT = "default-mpp"
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedMpp:
+    """A slide's scale at level 0.
+
+    Attributes:
+        mpp: micrometres per level-0 pixel.
+        source: where it came from. `OBJECTIVE` means estimated.
+        note: what a person should know about it; None if nothing.
+    """
+
+    mpp: Mpp
+    source: MppSource
+    note: str | None = None
+
+
+def resolve_mpp(
+    name: str,
+    info: SlideInfo,
+    *,
+    from_csv: Mpp | None = None,
+    default: Mpp | None = None,
+) -> ResolvedMpp:
+    """The scale of a slide: its properties, else the CSV, else its objective power, else the default.
+
+    Args:
+        name: slide id, for messages.
+        info: the slide's header.
+        from_csv: the user's value for this slide.
+        default: the user's value for slides that have none.
+
+    Raises:
+        ScaleError: none of them gives a plausible one, or the pixels are not square.
+    """
+    stated, rejected = _from_properties(name, info)
+    if stated is not None:
+        note = None
+        if from_csv is not None and not same_scale(stated, from_csv):
+            note = f"the slide says {stated:g} mpp, which was used; the CSV says {from_csv:g}"
+        return ResolvedMpp(stated, MppSource.PROPERTIES, note)
+    if from_csv is not None:
+        return ResolvedMpp(from_csv, MppSource.CSV, rejected)
+    power = _number(info.objective_power)
+    if power and _implausible(MAGNIFICATION_MPP / power) is None:
+        note = f"mpp estimated from the objective power {power:g}"
+        return ResolvedMpp(Mpp(MAGNIFICATION_MPP / power), MppSource.OBJECTIVE, note)
+    if default is not None:
+        return ResolvedMpp(default, MppSource.DEFAULT, rejected)
+    raise ScaleError(
+        f"{name} has no usable mpp",
+        found=rejected or "neither an mpp nor an objective power in its header",
+        todo="give one with --mpp-csv (columns slide,mpp) or --default-mpp, or use --level",
+    )
+
+
+def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None]:
+    """The header's mpp, or why it does not count."""
+    values = [value for value in map(_number, (info.mpp_x, info.mpp_y)) if value is not None]
+    if not values:
+        return None, None
+    for value in values:
+        why = _implausible(value)
+        if why is not None:
+            return None, f"{value:g} mpp in its header, rejected: {why}"
+    if not same_scale(Mpp(values[0]), Mpp(values[-1])):
+        raise ScaleError(
+            f"{name} has pixels that are not square",
+            found=f"{values[0]:g} by {values[-1]:g} mpp",
+            expected="at most 2 % difference",
+            todo="leave it out, or use --level to take its pixels as they are",
+        )
+    return Mpp(sum(values) / len(values)), None
+
+
+def _implausible(mpp: float) -> str | None:
+    for dpi, tag in _SCREEN_DPI.items():
+        if abs(mpp - tag) < 0.5:
+            return f"that is a {dpi}-dpi screen resolution, not a scanner's"
+    low, high = PLAUSIBLE_MPP
+    return None if low <= mpp <= high else f"not between {low:g} and {high:g}"
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else None
+    except ValueError:
+        return None
+    return value if value and 0 < value < float("inf") else None

@@ -1,0 +1,201 @@
+"""A slide opened with OpenSlide: what it says of itself, and its pixels.
+
+The only module that calls OpenSlide, so that its errors become ours in one place. Label and macro images, which may show
+a patient's name, are never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import openslide
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Level, PointL0, RegionL0, Size
+
+WHITE = (255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class SlideInfo:
+    """What a slide's header says.
+
+    Attributes:
+        vendor: OpenSlide's name of the format.
+        levels: the pyramid, largest first.
+        bounds: the part of level 0 that was scanned; all of it where the file does not say.
+        mpp_x, mpp_y: the header's own text; None where missing.
+        objective_power: likewise.
+        quickhash: OpenSlide's `quickhash-1`; None where it makes none. It is no content hash.
+        has_icc_profile: whether a colour profile is there. It is not applied.
+    """
+
+    vendor: str
+    levels: tuple[Level, ...]
+    bounds: RegionL0
+    mpp_x: str | None
+    mpp_y: str | None
+    objective_power: str | None
+    quickhash: str | None
+    has_icc_profile: bool
+
+    @property
+    def size(self) -> Size:
+        """Size of level 0."""
+        return self.levels[0].size
+
+
+class Slide:
+    """An open slide.
+
+    Args:
+        path: the file to open.
+
+    Raises:
+        SlideUnreadable: it is no slide, or broken.
+
+    Example:
+        >>> with Slide(Path("CMU-1.svs")) as slide:  # doctest: +SKIP
+        ...     pixels = slide.read_region(PointL0(0, 0), 0, Size(256, 256))
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: openslide.OpenSlide | None = _open(path)
+        properties = self._handle.properties
+        self._background = _colour(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR))
+        self.info = _info(path, self._handle)
+
+    def read_region(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
+        """Pixels of one level, transparency laid on the slide's background colour.
+
+        Args:
+            origin: top left corner, in level-0 pixels.
+            level: number of the level.
+            size: pixels of that level.
+
+        Returns:
+            (H, W, 3) uint8 RGB.
+
+        Raises:
+            SlideUnreadable: the file is damaged there. The slide can go on being read elsewhere.
+        """
+        if self._handle is None:
+            self._handle = _open(self.path)
+        try:
+            image = self._handle.read_region(
+                (origin.x, origin.y), level, (size.width, size.height)
+            )
+        except openslide.OpenSlideError as error:
+            self.close()  # OpenSlide's errors latch: the handle is dead, the next read opens another
+            raise SlideUnreadable(
+                f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
+                found=str(error),
+            ) from error
+        return _on_background(image, self._background)
+
+    def close(self) -> None:
+        """Give the file back; the next read opens it again."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+    def __enter__(self) -> Slide:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _open(path: Path) -> openslide.OpenSlide:
+    try:
+        return openslide.OpenSlide(path)
+    except openslide.OpenSlideUnsupportedFormatError as error:
+        raise SlideUnreadable(
+            f"{path} is not a slide that OpenSlide knows",
+            found=_first_bytes(path),
+            todo="check that it was copied whole, and that its format is one OpenSlide reads",
+        ) from error
+    except openslide.OpenSlideError as error:
+        raise SlideUnreadable(f"{path} cannot be opened", found=str(error)) from error
+    except OSError as error:
+        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
+
+
+def _first_bytes(path: Path) -> str:
+    """What such a file most often is, in words."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(200)
+    except OSError as error:
+        return str(error)
+    if not head:
+        return "an empty file"
+    if head.startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer (fetch the file itself with `git lfs pull`)"
+    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        return "a TIFF that is not a tiled slide"
+    if b"\0" not in head and head.isascii():
+        return "a text file"
+    return "unknown data"
+
+
+def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
+    try:
+        levels = tuple(
+            Level(number, Size(*size), downsample)
+            for number, (size, downsample) in enumerate(
+                zip(handle.level_dimensions, handle.level_downsamples, strict=True)
+            )
+        )
+    except openslide.OpenSlideError as error:
+        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
+    properties = handle.properties
+    return SlideInfo(
+        vendor=properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown"),
+        levels=levels,
+        bounds=_bounds(properties, levels[0].size),
+        mpp_x=properties.get(openslide.PROPERTY_NAME_MPP_X),
+        mpp_y=properties.get(openslide.PROPERTY_NAME_MPP_Y),
+        objective_power=properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER),
+        quickhash=properties.get(openslide.PROPERTY_NAME_QUICKHASH1),
+        has_icc_profile="openslide.icc-size" in properties,
+    )
+
+
+def _bounds(properties: Mapping[str, str], size: Size) -> RegionL0:
+    """The scanned part of level 0, cut to the slide."""
+    x = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_X, 0)))
+    y = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_Y, 0)))
+    width = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_WIDTH, size.width))
+    height = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_HEIGHT, size.height))
+    return RegionL0(
+        PointL0(x, y),
+        Size(max(0, min(width, size.width - x)), max(0, min(height, size.height - y))),
+    )
+
+
+def _colour(text: str | None) -> tuple[int, int, int]:
+    if text is None or len(text) != 6:
+        return WHITE
+    red, green, blue = bytes.fromhex(text)
+    return red, green, blue
+
+
+def _on_background(image: Image.Image, colour: tuple[int, int, int]) -> NDArray[np.uint8]:
+    low, _ = image.getchannel("A").getextrema()
+    if low == 255:
+        return np.asarray(image.convert("RGB"))
+    ground = Image.new("RGBA", image.size, (*colour, 255))
+    return np.asarray(Image.alpha_composite(ground, image).convert("RGB"))

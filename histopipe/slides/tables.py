@@ -1,0 +1,231 @@
+"""CSV files that say something about slides: labels, scales, lists. Names in them are matched to slide ids."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from histopipe.errors import UsageError
+from histopipe.geometry import Mpp
+from histopipe.slides.discovery import SUFFIXES
+from histopipe.slides.scale import PLAUSIBLE_MPP
+
+_LABEL_COLUMNS = ("slide", "label", "patient", "site")
+_SURVIVAL_WORDS = {"time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor"}
+
+
+@dataclass(frozen=True, slots=True)
+class SlideLabel:
+    """One row of a labels file; None where a cell is empty or a column missing."""
+
+    label: str | None
+    patient: str | None = None
+    site: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    line: int
+    slide: str
+    cells: dict[str, str]
+
+
+class SlideNames:
+    """Finds slide ids by the names people write: the id, with or without suffix, or its last part where unique."""
+
+    def __init__(self, ids: Iterable[str]) -> None:
+        self._ids: dict[str, set[str]] = defaultdict(set)
+        self._last: dict[str, set[str]] = defaultdict(set)
+        for name in ids:
+            for form in {name, _bare(name)}:
+                self._ids[form].add(name)
+                self._last[PurePosixPath(form).name].add(name)
+
+    def find(self, written: str, *, where: str) -> str | None:
+        """The id meant, or None.
+
+        Raises:
+            UsageError: several slides fit.
+        """
+        written = unicodedata.normalize("NFC", written.strip())
+        for table in (self._ids, self._last):
+            for form in (written, _bare(written)):
+                ids = table.get(form, set())
+                if len(ids) > 1:
+                    raise UsageError(
+                        f"{where}: {written!r} fits several slides",
+                        found=", ".join(sorted(ids)),
+                        expected="the name of one",
+                        todo="write the whole id",
+                    )
+                if ids:
+                    return next(iter(ids))
+        return None
+
+    def nearest(self, written: str) -> str:
+        """A hint for a message: the id most like it."""
+        near = difflib.get_close_matches(written, list(self._ids), n=1, cutoff=0.3)
+        return near[0] if near else next(iter(sorted(self._ids)), "none")
+
+
+def read_labels(
+    path: Path, names: SlideNames, *, allow_extra: bool = False
+) -> dict[str, SlideLabel]:
+    """Labels by slide id, from a CSV with the columns slide,label[,patient][,site].
+
+    Raises:
+        UsageError: the file, its header or a row is wrong, or a row names no slide (unless `allow_extra`).
+    """
+    rows = _rows(path, required=("slide", "label"), allowed=_LABEL_COLUMNS)
+    matched = _matched(path, rows, names, allow_extra=allow_extra)
+    labels = {
+        name: SlideLabel(*(row.cells.get(column) or None for column in _LABEL_COLUMNS[1:]))
+        for name, row in matched.items()
+    }
+    _refuse_regression(path, labels.values())
+    return labels
+
+
+def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:
+    """Level-0 scales by slide id, from a CSV with the columns slide,mpp.
+
+    Raises:
+        UsageError: the file is wrong, or a value is not between 0.05 and 50.
+    """
+    rows = _rows(path, required=("slide", "mpp"), allowed=("slide", "mpp"))
+    return {
+        name: _mpp(path, row)
+        for name, row in _matched(path, rows, names, allow_extra=allow_extra).items()
+    }
+
+
+def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False) -> set[str]:
+    """Slide ids named in a CSV with the column slide.
+
+    Raises:
+        UsageError: the file is wrong.
+    """
+    rows = _rows(path, required=("slide",), allowed=None)
+    return set(_matched(path, rows, names, allow_extra=allow_extra))
+
+
+def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None) -> list[_Row]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist", todo="check the path") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path} cannot be read", found=str(error), expected="a CSV file in UTF-8"
+        ) from error
+    lines = list(csv.reader(text.splitlines()))
+    header = [cell.strip().lower() for cell in lines[0]] if lines else []
+    _check_header(path, header, required=required, allowed=allowed)
+    rows = []
+    for number, cells in enumerate(lines[1:], start=2):
+        if not any(cell.strip() for cell in cells):
+            continue
+        if len(cells) > len(header):
+            raise UsageError(
+                f"{path}, line {number}",
+                found=f"{len(cells)} cells",
+                expected=f"{len(header)} ({','.join(header)})",
+                todo="quote cells that contain a comma",
+            )
+        named = dict(zip(header, (cell.strip() for cell in cells), strict=False))
+        rows.append(_Row(number, named["slide"], named))
+    return rows
+
+
+def _check_header(
+    path: Path, header: list[str], *, required: Sequence[str], allowed: Sequence[str] | None
+) -> None:
+    missing = [name for name in required if name not in header]
+    unknown = [name for name in header if allowed is not None and name not in allowed]
+    if not missing and not unknown and len(set(header)) == len(header):
+        return
+    expected = ",".join(required) + "".join(f"[,{n}]" for n in allowed or () if n not in required)
+    hint = "name the columns so, separated by commas"
+    if _SURVIVAL_WORDS & set(unknown):
+        hint = "this looks like a survival table: survival is not supported, only classes"
+    elif sum(name.startswith("label") for name in header) > 1:
+        hint = "this looks like a multi-label table: only one label a slide is supported"
+    raise UsageError(
+        f"{path}: wrong header",
+        found=",".join(header) or "an empty file",
+        expected=expected,
+        todo=hint,
+    )
+
+
+def _matched(
+    path: Path, rows: list[_Row], names: SlideNames, *, allow_extra: bool
+) -> dict[str, _Row]:
+    matched: dict[str, _Row] = {}
+    unknown: list[_Row] = []
+    for row in rows:
+        name = names.find(row.slide, where=f"{path}, line {row.line}")
+        if name is None:
+            unknown.append(row)
+        elif name in matched and _values(matched[name]) != _values(row):
+            raise UsageError(
+                f"{path}: {name} stands in lines {matched[name].line} and {row.line}",
+                found=f"{_values(matched[name])} and {_values(row)}",
+                expected="one row a slide (several labels a slide are not supported)",
+                todo="remove one",
+            )
+        else:
+            matched.setdefault(name, row)
+    if unknown and not allow_extra:
+        first = unknown[0]
+        more = f" and {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
+        raise UsageError(
+            f"{path}, line {first.line}: {first.slide!r}{more} names no slide",
+            expected=f"a slide's id, such as {names.nearest(first.slide)!r}",
+            todo="correct the name, or pass --allow-extra-rows to ignore such rows",
+        )
+    return matched
+
+
+def _values(row: _Row) -> dict[str, str]:
+    return {column: cell for column, cell in row.cells.items() if column != "slide"}
+
+
+def _mpp(path: Path, row: _Row) -> Mpp:
+    low, high = PLAUSIBLE_MPP
+    try:
+        value = float(row.cells.get("mpp", ""))
+    except ValueError:
+        value = float("nan")
+    if not low <= value <= high:
+        raise UsageError(
+            f"{path}, line {row.line}: mpp of {row.slide}",
+            found=repr(row.cells.get("mpp", "")),
+            expected=f"a number from {low:g} to {high:g}",
+        )
+    return Mpp(value)
+
+
+def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:
+    values = [label.label for label in labels if label.label]
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return
+    if any(number != int(number) for number in numbers if abs(number) < 1e15):
+        raise UsageError(
+            f"{path}: the labels are measurements",
+            found=", ".join(values[:4]),
+            expected="classes",
+            todo="regression is not supported: make classes of the values",
+        )
+
+
+def _bare(name: str) -> str:
+    path = PurePosixPath(name)
+    return path.with_suffix("").as_posix() if path.suffix.lower() in SUFFIXES else name

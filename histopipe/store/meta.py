@@ -1,0 +1,81 @@
+"""Reading a store's `meta` and `slides` databases, for reader and writer alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
+from histopipe.store.format import (
+    FORMAT_NAME,
+    KNOWN_FEATURES,
+    META,
+    SLIDES,
+    VERSION,
+    from_json,
+    slide_number,
+)
+from histopipe.store.record import SlideRecord
+
+
+def read_meta(
+    transaction: lmdb.Transaction, databases: Mapping[bytes, Any], name: str, path: Path
+) -> Any:
+    """One entry of `meta`, once the format's name, version and features are known ones.
+
+    Raises:
+        NothingToDo: an LMDB environment, but none of histopipe's.
+        UnknownVersion: of a later version, or with a feature not known here.
+        DamagedStore: the entry is missing or no JSON.
+    """
+    if databases.get(META) is None:
+        raise NothingToDo(f"{path} is an LMDB environment, but no histopipe store")
+    _check_format(transaction, databases[META], path)
+    return _entry(transaction, databases[META], name, path)
+
+
+def read_records(
+    transaction: lmdb.Transaction, databases: Mapping[bytes, Any], path: Path
+) -> dict[int, SlideRecord]:
+    """Every slide record by number, in order."""
+    records = {}
+    with transaction.cursor(db=databases[SLIDES]) as cursor:
+        for key, value in cursor:
+            if len(key) != 4:
+                raise DamagedStore(f"{path}: a key of `slides`", found=bytes(key))
+            number = slide_number(bytes(key))
+            where = f"{path}, slide {number}"
+            records[number] = SlideRecord.from_json(from_json(value, where=where), where=where)
+    return records
+
+
+def _check_format(transaction: lmdb.Transaction, database: Any, path: Path) -> None:
+    found = _entry(transaction, database, "format", path)
+    name = found.get("name") if isinstance(found, dict) else None
+    if name != FORMAT_NAME:
+        raise DamagedStore(f"{path}: format", found=repr(name), expected=FORMAT_NAME)
+    if found.get("version") != VERSION:
+        raise UnknownVersion(
+            f"{path}: store format version",
+            found=found.get("version"),
+            expected=VERSION,
+            todo="use the histopipe version that wrote it, or a later one",
+        )
+    features = _entry(transaction, database, "required_features", path)
+    unknown = sorted(set(features) - KNOWN_FEATURES)
+    if unknown:
+        raise UnknownVersion(
+            f"{path} needs a feature not known to this version",
+            found=", ".join(unknown),
+            todo="use a later histopipe",
+        )
+
+
+def _entry(transaction: lmdb.Transaction, database: Any, name: str, path: Path) -> Any:
+    value = transaction.get(name.encode(), db=database)
+    if value is None:
+        raise DamagedStore(f"{path}: meta has no entry {name!r}")
+    return from_json(value, where=f"{path}, meta {name!r}")

@@ -1,0 +1,261 @@
+"""Reading a store: slide records, index columns, and patches by slide and row."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.store.environment import Environment, open_environment
+from histopipe.store.format import (
+    INDEX,
+    PATCHES,
+    THUMBNAILS,
+    decode_index,
+    patch_key,
+    slide_key,
+    thumbnail_key,
+    value_crc,
+)
+from histopipe.store.meta import read_meta, read_records
+from histopipe.store.record import SlideRecord, SlideState
+
+ReadValue = Callable[[int, int], memoryview]
+
+
+class Store:
+    """A store open for reading. Only complete slides can be seen as patches.
+
+    Args:
+        path: the store's folder.
+
+    Raises:
+        NothingToDo: there is none.
+        DamagedStore, UnknownVersion: it cannot be used.
+
+    Attributes:
+        records: every slide's record by number, whatever its state.
+        spec: how its patches were made, as `meta` holds it.
+        uuid: new for every store.
+
+    Example:
+        >>> with Store(Path("patches.lmdb")) as store:  # doctest: +SKIP
+        ...     store.read("CMU-1", 7).shape
+        (256, 256, 3)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._environment: Environment = open_environment(path)
+        try:
+            with self._environment.read() as transaction:
+                databases = self._environment.databases
+                self.uuid: str = read_meta(transaction, databases, "uuid", path)
+                self.spec: Mapping[str, Any] = read_meta(transaction, databases, "spec", path)
+                self.classes: list[str] = read_meta(transaction, databases, "classes", path)
+                self.created: str = read_meta(transaction, databases, "created", path)
+                self.records: dict[int, SlideRecord] = read_records(transaction, databases, path)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        """Patches that can be read."""
+        return sum(record.stored for record in self.complete.values())
+
+    @property
+    def slides(self) -> list[SlideRecord]:
+        """Every slide's record, in the order of their numbers."""
+        return list(self.records.values())
+
+    @property
+    def complete(self) -> dict[int, SlideRecord]:
+        """Records of the slides that can be read, by number."""
+        return {n: r for n, r in self.records.items() if r.state is SlideState.COMPLETE}
+
+    @property
+    def patch_size(self) -> int:
+        """Side of every patch, pixels."""
+        return int(self.spec["patch_size"])
+
+    def number(self, slide_id: str) -> int:
+        """The number of a complete slide.
+
+        Raises:
+            UsageError: there is no such slide, or it is not complete.
+        """
+        for number, record in self.records.items():
+            if record.id == slide_id:
+                if record.state is SlideState.COMPLETE:
+                    return number
+                raise UsageError(f"slide {slide_id!r} of {self.path} is {record.state}")
+        raise UsageError(f"{self.path} has no slide {slide_id!r}")
+
+    def index(self, slide: int) -> dict[str, NDArray[Any]]:
+        """A slide's columns, (N,) each, one row a patch.
+
+        Raises:
+            DamagedStore: the block is missing, damaged, or not of the length its record says.
+        """
+        record, where = self.records[slide], f"{self.path}, slide {self.records[slide].id}"
+        with self._environment.read() as transaction:
+            block = transaction.get(slide_key(slide), db=self._environment.databases[INDEX])
+            if block is None:
+                raise DamagedStore(f"{where}: its index is missing")
+            columns = decode_index(bytes(block), where=where)
+        rows = len(columns["crc"])
+        if rows != record.planned:
+            raise DamagedStore(f"{where}: rows of its index", found=rows, expected=record.planned)
+        return columns
+
+    @contextmanager
+    def values(self) -> Iterator[ReadValue]:
+        """One read transaction: a function from slide number and row to the encoded patch.
+
+        The views must not outlive the block.
+        """
+        database = self._environment.databases[PATCHES]
+        with self._environment.read() as transaction:
+
+            def read(slide: int, row: int) -> memoryview:
+                value = transaction.get(patch_key(slide, row), db=database)
+                if value is None:
+                    raise DamagedStore(
+                        f"{self.path}, slide {self.records[slide].id}: patch {row} is missing"
+                    )
+                return memoryview(value)
+
+            yield read
+
+    def value(self, slide: int, row: int) -> bytes:
+        """A patch's file, JPEG or PNG; empty if it was unreadable when ingested."""
+        with self.values() as read:
+            return bytes(read(slide, row))
+
+    def read(self, slide_id: str, row: int) -> NDArray[np.uint8]:
+        """A patch's pixels, checked against its CRC.
+
+        Args:
+            slide_id: a complete slide.
+            row: the patch's number, 0 to `planned` - 1.
+
+        Returns:
+            (H, W, 3) uint8 RGB.
+
+        Raises:
+            UsageError: no such slide or row, or the patch was unreadable when ingested.
+            DamagedStore: the value is not what was written.
+        """
+        # Late: only looking at single patches needs it.
+        from PIL import Image
+
+        slide = self.number(slide_id)
+        where = f"{self.path}, slide {slide_id}: patch {row}"
+        if not 0 <= row < self.records[slide].planned:
+            raise UsageError(where, expected=f"0 to {self.records[slide].planned - 1}")
+        value = self.value(slide, row)
+        if not value:
+            raise UsageError(f"{where} could not be read from the slide when it was ingested")
+        if value_crc(patch_key(slide, row), value) != self.index(slide)["crc"][row]:
+            raise DamagedStore(f"{where} is not what was written", todo="ingest the slide again")
+        with Image.open(io.BytesIO(value)) as image:
+            return np.asarray(image.convert("RGB"))
+
+    def thumbnail(self, slide: int, kind: str = "thumb") -> bytes | None:
+        """A slide's `thumb` (JPEG) or `mask` (PNG) file; None where there is none."""
+        with self._environment.read() as transaction:
+            value = transaction.get(
+                thumbnail_key(slide, kind), db=self._environment.databases[THUMBNAILS]
+            )
+            return None if value is None else bytes(value)
+
+    def close(self) -> None:
+        """Give the environment back. No view of it may be touched afterwards."""
+        self._environment.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class StoreSet:
+    """Several stores read as one; a slide id must be in one of them only.
+
+    Raises:
+        UsageError: none is given, or their patch sizes differ.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        if not paths:
+            raise UsageError("no store given")
+        self.stores: list[Store] = []
+        try:
+            for path in paths:
+                self.stores.append(Store(path))
+            check_patch_sizes(self.stores)
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return sum(map(len, self.stores))
+
+    @property
+    def slides(self) -> list[SlideRecord]:
+        """Every slide's record, store by store."""
+        return [record for store in self.stores for record in store.slides]
+
+    def read(self, slide_id: str, row: int) -> NDArray[np.uint8]:
+        """As `Store.read`, in the one store that has the slide."""
+        holders = [s for s in self.stores if any(r.id == slide_id for r in s.complete.values())]
+        if len(holders) != 1:
+            raise UsageError(
+                f"slide {slide_id!r}", found=f"in {len(holders)} of the stores", expected="in one"
+            )
+        return holders[0].read(slide_id, row)
+
+    def close(self) -> None:
+        """Close every store."""
+        for store in self.stores:
+            store.close()
+
+
+def check_patch_sizes(stores: Sequence[Store]) -> None:
+    """Refuse stores whose patches cannot share a batch.
+
+    Raises:
+        UsageError: their patch sizes differ; each store is named with its own.
+    """
+    if len({store.patch_size for store in stores}) > 1:
+        raise UsageError(
+            "the stores' patch sizes differ",
+            found=", ".join(f"{store.path}: {store.patch_size}" for store in stores),
+            expected="one size",
+        )
+
+
+def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
+    """Open a store, or several as one, for reading.
+
+    Example:
+        >>> store = open_store("patches.lmdb")  # doctest: +SKIP
+        >>> len(store), store.slides[0].id  # doctest: +SKIP
+        (1204, 'CMU-1')
+    """
+    if isinstance(path, str | Path):
+        return Store(Path(path))
+    return StoreSet([Path(part) for part in path])

@@ -1,0 +1,274 @@
+"""Writing a store. Whatever becomes visible does so by one transaction, last."""
+
+from __future__ import annotations
+
+import dataclasses
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe._version import __version__
+from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
+from histopipe.store.environment import Environment, open_environment
+from histopipe.store.format import (
+    FORMAT_NAME,
+    INDEX,
+    MAX_SLIDE_NUMBER,
+    META,
+    PATCHES,
+    SLIDES,
+    THUMBNAILS,
+    VERSION,
+    encode_index,
+    from_json,
+    patch_key,
+    slide_key,
+    thumbnail_key,
+    to_json,
+    value_crc,
+)
+from histopipe.store.meta import read_meta, read_records
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.tiling.spec import TilingSpec, differences
+
+_DELETE_AT_ONCE = 20_000
+
+T = TypeVar("T")
+
+
+class StoreWriter:
+    """A store open for writing; any number of processes may have one.
+
+    Args:
+        path: the store's folder, made if missing.
+        spec: how its patches are made.
+
+    Raises:
+        SpecMismatch: the store was made by another spec.
+        UnknownVersion, DamagedStore: the store cannot be used.
+        UsageError: the path is something else than a store.
+
+    Example:
+        >>> with StoreWriter(Path("patches.lmdb"), TilingSpec(mpp=0.5)) as writer:  # doctest: +SKIP
+        ...     numbers = writer.register([SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")])
+    """
+
+    def __init__(self, path: Path, spec: TilingSpec) -> None:
+        self.path = path
+        _refuse_what_is_no_store(path)
+        self._environment = open_environment(path, write=True)
+        try:
+            self._write(lambda transaction: self._check_or_create(transaction, spec))
+        except BaseException:
+            self.close()
+            raise
+
+    def records(self) -> dict[int, SlideRecord]:
+        """Every slide's record by number."""
+        with self._environment.read() as transaction:
+            return read_records(transaction, self._db, self.path)
+
+    def record(self, slide: int) -> SlideRecord:
+        """One slide's record as it is now."""
+        where = f"{self.path}, slide {slide}"
+        with self._environment.read() as transaction:
+            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
+            if value is None:
+                raise DamagedStore(f"{where} has no record")
+            return SlideRecord.from_json(from_json(value, where=where), where=where)
+
+    def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
+        """Give each slide not known yet a number, in the order given, never used before; all as `pending`.
+
+        Returns:
+            The number of every slide of the store by id.
+        """
+
+        def work(transaction: lmdb.Transaction) -> dict[str, int]:
+            known = {r.id: n for n, r in read_records(transaction, self._db, self.path).items()}
+            number = int(read_meta(transaction, self._db, "next_number", self.path))
+            for record in records:
+                if record.id in known:
+                    continue
+                if number > MAX_SLIDE_NUMBER:
+                    raise UsageError(f"{self.path} has no slide number left", found=number)
+                known[record.id] = number
+                self._put_record(transaction, number, record)
+                number += 1
+            transaction.put(b"next_number", to_json(number), db=self._db[META])
+            return known
+
+        return self._write(work)
+
+    def put_patches(
+        self, slide: int, first: int, values: Sequence[bytes | None]
+    ) -> NDArray[np.uint32]:
+        """Store consecutive patches of a slide; None is an unreadable one, stored as an empty value.
+
+        Returns:
+            (N,) uint32 CRCs bound to the keys, 0 where unreadable.
+        """
+        keys = [patch_key(slide, first + row) for row in range(len(values))]
+        # An empty value keeps the number taken, and tells a lost patch from one that never was.
+        items = [(key, value or b"") for key, value in zip(keys, values, strict=True)]
+
+        def work(transaction: lmdb.Transaction) -> None:
+            with transaction.cursor(db=self._db[PATCHES]) as cursor:
+                cursor.putmulti(items)
+
+        self._write(work)
+        return np.array([value_crc(k, v) if v else 0 for k, v in items], np.uint32)
+
+    def complete(
+        self,
+        slide: int,
+        record: SlideRecord,
+        columns: Mapping[str, NDArray[Any]],
+        thumbnails: Mapping[str, bytes],
+    ) -> None:
+        """Make a slide visible: record, index and thumbnails in one transaction, after its last patch."""
+        index = encode_index(columns)
+
+        def work(transaction: lmdb.Transaction) -> None:
+            transaction.put(slide_key(slide), index, db=self._db[INDEX])
+            for kind, picture in thumbnails.items():
+                transaction.put(thumbnail_key(slide, kind), picture, db=self._db[THUMBNAILS])
+            self._put_record(
+                transaction, slide, dataclasses.replace(record, state=SlideState.COMPLETE)
+            )
+
+        self._write(work)
+
+    def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
+        """Record why a slide failed, then remove what was stored of it."""
+        failed = dataclasses.replace(
+            record, state=SlideState.FAILED, error=error, error_kind=kind,
+            planned=0, stored=0, unreadable=0, stored_bytes=0,
+        )  # fmt: skip
+        self.update(slide, failed)
+        self._remove_pixels(slide)
+
+    def restart(self, slide: int, record: SlideRecord) -> None:
+        """Hide a slide and remove what is stored of it, so that it can be ingested from the start."""
+        self.update(
+            slide,
+            dataclasses.replace(record, state=SlideState.PENDING, error=None, error_kind=None),
+        )
+        self._remove_pixels(slide)
+
+    def update(self, slide: int, record: SlideRecord) -> None:
+        """Replace a record."""
+        self._write(lambda transaction: self._put_record(transaction, slide, record))
+
+    def close(self) -> None:
+        """Give the environment back."""
+        self._environment.close()
+
+    def __enter__(self) -> StoreWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def _db(self) -> Mapping[bytes, Any]:
+        return self._environment.databases
+
+    def _write(self, work: Callable[[lmdb.Transaction], T]) -> T:
+        """One transaction; where address space is limited and the map is full, in a larger map."""
+        while True:
+            try:
+                with self._environment.write() as transaction:
+                    return work(transaction)
+            except MachineShort as error:
+                if not isinstance(error.__cause__, lmdb.MapFullError):
+                    raise
+                self._environment.grow()
+
+    def _put_record(
+        self, transaction: lmdb.Transaction, number: int, record: SlideRecord
+    ) -> None:
+        transaction.put(slide_key(number), to_json(record.to_json()), db=self._db[SLIDES])
+
+    def _check_or_create(self, transaction: lmdb.Transaction, spec: TilingSpec) -> None:
+        if transaction.stat(self._db[META])["entries"] == 0:
+            for name, value in _new_meta(spec).items():
+                transaction.put(name.encode(), to_json(value), db=self._db[META])
+            return
+        found = read_meta(transaction, self._db, "spec", self.path)
+        wanted = spec.to_json()
+        if found != wanted:
+            raise SpecMismatch(
+                f"{self.path} was made with other settings",
+                found="; ".join(differences(found, wanted)),
+                todo="use the store's settings, or another --out",
+            )
+
+    def _remove_pixels(self, slide: int) -> None:
+        """Delete patches, index and thumbnails; in bounded transactions, since nothing of it is visible."""
+        first, last = patch_key(slide, 0), patch_key(slide + 1, 0)
+        while self._write(lambda transaction: self._delete_some(transaction, PATCHES, first, last)):
+            pass
+        first, last = slide_key(slide), slide_key(slide + 1)
+        for database in (INDEX, THUMBNAILS):
+            self._write(
+                lambda transaction, db=database: self._delete_some(transaction, db, first, last)
+            )
+
+    def _delete_some(
+        self, transaction: lmdb.Transaction, database: bytes, first: bytes, last: bytes
+    ) -> bool:
+        """Delete keys from `first` up to `last`; True if there may be more."""
+        with transaction.cursor(db=self._db[database]) as cursor:
+            found = cursor.set_range(first)
+            for _ in range(_DELETE_AT_ONCE):
+                if not found or bytes(cursor.key()) >= last:
+                    return False
+                found = cursor.delete() and bool(cursor.key())
+        return True
+
+
+def _new_meta(spec: TilingSpec) -> dict[str, Any]:
+    return {
+        "format": {"name": FORMAT_NAME, "version": VERSION},
+        "required_features": [],
+        "uuid": str(uuid.uuid4()),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "histopipe_version": __version__,
+        "spec": spec.to_json(),
+        "classes": [],
+        "next_number": 0,
+    }
+
+
+def _refuse_what_is_no_store(path: Path) -> None:
+    if path.is_dir():
+        content: Iterable[Path] = path.iterdir()
+        others = [p.name for p in content if p.name not in ("data.mdb", "lock.mdb", "ingest.lock")]
+        if others and not (path / "data.mdb").exists():
+            raise UsageError(
+                f"{path} is a folder of something else",
+                found=", ".join(sorted(others)[:3]),
+                expected="a store, an empty folder, or a new path",
+                todo="choose another --out",
+            )
+    elif path.exists():
+        raise UsageError(
+            f"{path} is a file", expected="a folder", todo="choose another --out"
+        )
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be made", found=str(error)) from error

@@ -1,0 +1,75 @@
+"""Regular cells over a level, and how much of each is tissue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.geometry import RegionLevel
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Cells `cell` pixels wide, `stride` apart, that lie wholly in an area.
+
+    Attributes:
+        xs, ys: (columns,) and (rows,) int64, left and top edges, pixels of the level.
+        cell: side of a cell, pixels of the level.
+    """
+
+    xs: NDArray[np.int64]
+    ys: NDArray[np.int64]
+    cell: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.ys), len(self.xs)
+
+
+def lay_grid(area: RegionLevel, cell: int, stride: int) -> Grid:
+    """The grid that starts at the area's top left corner; cells that would stick out are left out."""
+    return Grid(
+        _starts(area.x, area.size.width, cell, stride),
+        _starts(area.y, area.size.height, cell, stride),
+        cell,
+    )
+
+
+def _starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64]:
+    count = (extent - cell) // stride + 1 if extent >= cell else 0
+    return first + stride * np.arange(count, dtype=np.int64)
+
+
+def covered_fractions(
+    mask: NDArray[np.bool_], xs: NDArray[np.float64], ys: NDArray[np.float64], cell: float
+) -> NDArray[np.float32]:
+    """Share of every cell that the mask covers, from one summed-area table.
+
+    Between the table's points the integral of a picture of constant pixels is bilinear, so interpolating it is exact for
+    edges that fall inside a pixel. The table is only looked up along each axis in turn.
+
+    Args:
+        mask: (H, W) bool.
+        xs, ys: left and top edges of the columns and rows, in mask pixels.
+        cell: side of a cell, in mask pixels.
+
+    Returns:
+        (rows, columns) float32, 0 to 1.
+    """
+    table = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1))
+    np.cumsum(np.cumsum(mask, axis=0, dtype=np.float64), axis=1, out=table[1:, 1:])
+    bands = _interpolated(table, ys + cell) - _interpolated(table, ys)
+    sums = _interpolated(bands.T, xs + cell) - _interpolated(bands.T, xs)
+    return np.clip(sums.T / (cell * cell), 0, 1).astype(np.float32)
+
+
+def _interpolated(table: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Rows of a table at fractional positions; positions outside take the edge row."""
+    rows = np.clip(rows, 0, len(table) - 1)
+    low = np.minimum(rows.astype(np.int64), len(table) - 2) if len(table) > 1 else rows.astype(int)
+    share = (rows - low)[:, None]
+    high = np.minimum(low + 1, len(table) - 1)
+    return np.asarray(table[low] * (1 - share) + table[high] * share)

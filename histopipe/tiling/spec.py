@@ -1,0 +1,106 @@
+"""What the user asked for, complete enough that the same spec gives the same patches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from histopipe.errors import UsageError
+from histopipe.geometry import Mpp
+from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
+
+Tissue = Literal["otsu", "none"]
+Codec = Literal["jpeg", "png"]
+Subsampling = Literal["444", "422", "420"]
+
+ALGORITHMS: Mapping[str, str] = {"grid": "grid-1", "tissue": "otsu-1", "resample": "area-lanczos-1"}
+"""Version of every algorithm that decides a cell or a pixel: a new version is a new spec."""
+
+MAX_PATCH_SIZE = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilingSpec:
+    """How slides are cut into patches and how these are encoded. One store has one spec.
+
+    Args:
+        patch_size: side of a patch, pixels as stored.
+        overlap: pixels that neighbours share, as stored.
+        mpp: wanted scale; None where `level` is given.
+        level: pyramid level to take as it is; None where `mpp` is given.
+        tissue: how tissue is found; "none" takes every cell.
+        tissue_threshold: least share of a cell that is tissue, 0 to 1.
+        codec: "jpeg" or "png".
+        quality: JPEG quality, 1 to 100.
+        subsampling: JPEG chroma subsampling.
+
+    Raises:
+        UsageError: a value is out of range, or not exactly one of `mpp` and `level` is given.
+    """
+
+    patch_size: int = 256
+    overlap: int = 0
+    mpp: Mpp | None = None
+    level: int | None = None
+    tissue: Tissue = "otsu"
+    tissue_threshold: float = 0.5
+    codec: Codec = "jpeg"
+    quality: int = 90
+    subsampling: Subsampling = "444"
+
+    def __post_init__(self) -> None:
+        if (self.mpp is None) == (self.level is None):
+            raise UsageError(
+                "the scale of patches",
+                found=f"mpp {self.mpp} and level {self.level}",
+                expected="one of --mpp, --mag and --level",
+            )
+        low, high = PLAUSIBLE_MPP
+        _within("--patch-size", self.patch_size, 8, MAX_PATCH_SIZE)
+        _within("--overlap", self.overlap, 0, self.patch_size - 1)
+        _within("--tissue-threshold", self.tissue_threshold, 0, 1)
+        _within("--quality", self.quality, 1, 100)
+        if self.mpp is not None:
+            _within("--mpp", self.mpp, low, high)
+        if self.level is not None:
+            _within("--level", self.level, 0, 1000)
+        _one_of("--tissue", self.tissue, get_args(Tissue))
+        _one_of("--codec", self.codec, get_args(Codec))
+        _one_of("--subsampling", self.subsampling, get_args(Subsampling))
+
+    def to_json(self) -> dict[str, Any]:
+        """The spec with the versions of its algorithms, as `meta` holds it."""
+        return {**dataclasses.asdict(self), "algorithms": dict(ALGORITHMS)}
+
+
+def magnification_to_mpp(magnification: float) -> Mpp:
+    """20× is 0.5 µm a pixel, 40× is 0.25.
+
+    Raises:
+        UsageError: it is not positive.
+    """
+    if not magnification > 0:
+        raise UsageError("--mag", found=magnification, expected="a positive number, such as 20")
+    return Mpp(MAGNIFICATION_MPP / magnification)
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What two specs disagree in, one line each: `mpp: 0.5 in the store, 0.25 asked for`."""
+    keys = sorted(set(found) | set(wanted))
+    return [
+        f"{key}: {found.get(key)} in the store, {wanted.get(key)} asked for"
+        for key in keys
+        if found.get(key) != wanted.get(key)
+    ]
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise UsageError(name, found=value, expected=f"from {low:g} to {high:g}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UsageError(name, found=repr(value), expected=" or ".join(allowed))
