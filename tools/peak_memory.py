@@ -1,0 +1,58 @@
+"""Run a command and print the largest anonymous resident memory of each of its processes.
+
+    python tools/peak_memory.py -- histopipe ingest slides/ --out patches.lmdb
+
+Anonymous memory (RssAnon) is what a process cannot give back; mapped pages of a store are not counted, since the kernel can
+drop them. Sampled every 20 ms, so a shorter peak can be missed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    """Run, sample, report on standard error; the command's own exit code is passed on."""
+    command = sys.argv[1:]
+    if command[:1] == ["--"]:
+        command = command[1:]
+    process = subprocess.Popen(command)
+    peaks: dict[int, tuple[int, str]] = {}
+    while process.poll() is None:
+        for pid in _family(process.pid):
+            kilobytes, name = _anonymous(pid)
+            if kilobytes > peaks.get(pid, (0, ""))[0]:
+                peaks[pid] = kilobytes, name
+        time.sleep(0.02)
+    for pid, (kilobytes, name) in sorted(peaks.items(), key=lambda item: -item[1][0]):
+        print(f"{kilobytes / 1024:8.1f} MB  {pid}  {name}", file=sys.stderr)
+    return process.returncode
+
+
+def _family(root: int) -> list[int]:
+    """A process and all below it."""
+    family = [root]
+    for pid in family:
+        try:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        except OSError:
+            continue
+        family += map(int, children.split())
+    return family
+
+
+def _anonymous(pid: int) -> tuple[int, str]:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        name = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:100]
+    except OSError:
+        return 0, ""
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return int(fields.get("RssAnon", "0 kB").split()[0]), name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

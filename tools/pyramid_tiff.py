@@ -1,0 +1,104 @@
+"""Writes pyramidal TIFF files of JPEG tiles that are already compressed, one tile in memory at a time.
+
+tifffile takes compressed tiles only where it could have compressed them itself, and so would need imagecodecs. The tags are
+those of TIFF 6.0 and of the BigTIFF design, which has 64-bit offsets.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from histopipe.geometry import Size
+
+JpegTiles = Iterable[bytes] | list[bytes]
+
+_SHORT, _LONG, _RATIONAL, _LONG8, _ASCII = 3, 4, 5, 16, 2
+_FORMATS = {_SHORT: "H", _LONG: "I", _LONG8: "Q"}
+_JPEG, _YCBCR = 7, 6
+
+
+@dataclass(frozen=True)
+class Page:
+    """One image of the pyramid: its JPEG tiles row by row, each a whole JPEG file in YCbCr."""
+
+    size: Size
+    tile: int
+    tiles: JpegTiles
+    subsampling: str
+    description: str | None
+    mpp: float
+
+
+def write_pyramid(path: Path, pages: Iterable[Page]) -> None:
+    """Write the pages in order, as BigTIFF. The file appears under its name when it is whole."""
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
+        link = 8  # where the offset of the next directory is to be written
+        for page in pages:
+            link = _write_page(file, page, link)
+    part.rename(path)
+
+
+def _write_page(file: BinaryIO, page: Page, link: int) -> int:
+    offsets, counts = [], []
+    for tile in page.tiles:
+        offsets.append(file.tell())
+        counts.append(len(tile))
+        file.write(tile)
+    horizontal, vertical = {"444": (1, 1), "422": (2, 1), "420": (2, 2)}[page.subsampling]
+    per_centimetre = round(1e8 / page.mpp), 10_000
+    tags: list[tuple[int, int, list[int] | bytes]] = [
+        (254, _LONG, [0]),
+        (256, _LONG, [page.size.width]),
+        (257, _LONG, [page.size.height]),
+        (258, _SHORT, [8, 8, 8]),
+        (259, _SHORT, [_JPEG]),
+        (262, _SHORT, [_YCBCR]),
+        (277, _SHORT, [3]),
+        (282, _RATIONAL, struct.pack("<II", *per_centimetre)),
+        (283, _RATIONAL, struct.pack("<II", *per_centimetre)),
+        (284, _SHORT, [1]),
+        (296, _SHORT, [3]),
+        (322, _SHORT, [page.tile]),
+        (323, _SHORT, [page.tile]),
+        (324, _LONG8, offsets),
+        (325, _LONG8, counts),
+        (530, _SHORT, [horizontal, vertical]),
+    ]
+    if page.description is not None:
+        tags.append((270, _ASCII, page.description.encode() + b"\0"))
+    return _write_directory(file, sorted(tags), link)
+
+
+def _write_directory(
+    file: BinaryIO, tags: list[tuple[int, int, list[int] | bytes]], link: int
+) -> int:
+    entries = []
+    for tag, kind, values in tags:
+        data = (
+            values if isinstance(values, bytes) else struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
+        )
+        count = len(data) // 8 if kind == _RATIONAL else len(values)
+        if len(data) > 8:
+            data = struct.pack("<Q", _append(file, data))
+        entries.append(struct.pack("<HHQ", tag, kind, count) + data.ljust(8, b"\0"))
+    start = _append(file, struct.pack("<Q", len(entries)) + b"".join(entries) + bytes(8))
+    end = file.tell()
+    file.seek(link)
+    file.write(struct.pack("<Q", start))
+    file.seek(end)
+    return end - 8
+
+
+def _append(file: BinaryIO, data: bytes) -> int:
+    """Write at the next even offset, as TIFF asks, and return it."""
+    if file.tell() % 2:
+        file.write(b"\0")
+    start = file.tell()
+    file.write(data)
+    return start
