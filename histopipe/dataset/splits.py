@@ -1,0 +1,230 @@
+"""Which patches train, validate and test a model: decided once, written down, read back exactly.
+
+`splits.json` pins the stores by uuid and each slide by its number of patches and a checksum of them, so that a run that is
+resumed sees the same patches or stops.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.table import PatchTable, SlideRows
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
+from histopipe.store.store import Store
+
+Side = Literal["train", "validation", "test"]
+SIDES: tuple[Side, ...] = ("train", "validation", "test")
+SplitBy = Literal["patient", "site", "slide", "region", "patch"]
+
+DROPPED = -1
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlideSplit:
+    """One slide's share in a split.
+
+    Attributes:
+        store, slide: ordinal of the store, number of the slide.
+        id, label, patient, site, content: as recorded; `content` is what copies of one scan share.
+        count, crc: patches planned, and CRC-32 over their CRCs.
+        sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
+    """
+
+    store: int
+    slide: int
+    id: str
+    label: str
+    patient: str
+    site: str | None
+    content: str | None
+    count: int
+    crc: int
+    sides: NDArray[np.int8]
+
+    def on(self, side: Side) -> NDArray[np.int64]:
+        """Rows on one side."""
+        return np.flatnonzero(self.sides == SIDES.index(side)).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """A split of labelled slides.
+
+    Attributes:
+        split_by, seed, fractions: how it was made; fractions of train, validation and test.
+        uuids: of the stores, in their order.
+        classes: names, in the order of their numbers.
+        slides: every labelled slide.
+    """
+
+    split_by: SplitBy
+    seed: int
+    fractions: tuple[float, float, float]
+    uuids: tuple[str, ...]
+    classes: tuple[str, ...]
+    slides: tuple[SlideSplit, ...]
+
+    def table(self, side: Side) -> PatchTable:
+        """The patches of one side."""
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        rows = ((slide, slide.on(side)) for slide in self.slides)
+        return PatchTable(
+            [SlideRows(s.store, s.slide, len(r), numbers[s.label], r) for s, r in rows]
+        )
+
+    def count(self) -> dict[Side, Counter[str]]:
+        """Patches by side and class."""
+        counts: dict[Side, Counter[str]] = {side: Counter() for side in SIDES}
+        for slide in self.slides:
+            for side in SIDES:
+                counts[side][slide.label] += len(slide.on(side))
+        return counts
+
+    def leaks(self) -> list[str]:
+        """Patients and copied slides that stand on more than one side, in words."""
+        found = []
+        for what, values in (
+            ("patient", [slide.patient for slide in self.slides]),
+            ("slide content", [slide.content for slide in self.slides]),
+        ):
+            seen: dict[str, set[int]] = defaultdict(set)
+            for slide, value in zip(self.slides, values, strict=True):
+                if value is not None:
+                    seen[value] |= set(np.unique(slide.sides).tolist()) - {DROPPED}
+            found += [
+                f"{what} {value[:40]} on {' and '.join(SIDES[i] for i in sorted(sides))}"
+                for value, sides in seen.items()
+                if len(sides) > 1
+            ]
+        return found
+
+
+def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
+    """Slides by site and label: a site with one label only lets a model learn the site."""
+    table: dict[str, Counter[str]] = defaultdict(Counter)
+    for slide in slides:
+        table[slide.site or "no site"][slide.label] += 1
+    return dict(table)
+
+
+def write_splits(splits: Splits, path: Path) -> None:
+    """Write `splits.json`; whole or not at all."""
+    value = {
+        "format": "histopipe-splits",
+        "version": _VERSION,
+        "split_by": splits.split_by,
+        "seed": splits.seed,
+        "fractions": splits.fractions,
+        "stores": splits.uuids,
+        "classes": splits.classes,
+        "counts": splits.count(),
+        "slides": [_slide_to_json(slide) for slide in splits.slides],
+    }
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
+    part.rename(path)
+
+
+def read_splits(path: Path, stores: Sequence[Store]) -> Splits:
+    """Read `splits.json` and hold it against the stores.
+
+    Raises:
+        UsageError: it is not there.
+        DamagedStore: it is damaged, or a store no longer holds exactly its patches.
+        UnknownVersion: a later version wrote it.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["format"] != "histopipe-splits" or value["version"] != _VERSION:
+            raise UnknownVersion(
+                f"{path}", found=f"{value['format']} version {value['version']}",
+                expected=f"histopipe-splits version {_VERSION}",
+            )  # fmt: skip
+        splits = Splits(
+            split_by=value["split_by"],
+            seed=value["seed"],
+            fractions=tuple(value["fractions"]),
+            uuids=tuple(value["stores"]),
+            classes=tuple(value["classes"]),
+            slides=tuple(_slide_from_json(slide) for slide in value["slides"]),
+        )
+    except FileNotFoundError as error:
+        raise UsageError(f"{path} does not exist") from error
+    except UnknownVersion:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
+        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    _check_against_stores(splits, stores, path)
+    return splits
+
+
+def patches_crc(store: Store, slide: int) -> int:
+    """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
+    return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())
+
+
+def _check_against_stores(splits: Splits, stores: Sequence[Store], path: Path) -> None:
+    uuids = tuple(store.uuid for store in stores)
+    if uuids != splits.uuids:
+        raise DamagedStore(
+            f"{path} was made for other stores", found=", ".join(uuids),
+            expected=", ".join(splits.uuids), todo="train on the same stores, in the same order",
+        )  # fmt: skip
+    for slide in splits.slides:
+        store = stores[slide.store]
+        record = store.complete.get(slide.slide)
+        if (
+            record is None
+            or record.planned != slide.count
+            or patches_crc(store, slide.slide) != slide.crc
+        ):
+            raise DamagedStore(
+                f"slide {slide.id} of {store.path} is not what {path} was made for",
+                found="other patches" if record else "no such complete slide",
+                todo="begin a new run",
+            )
+
+
+def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        name: getattr(slide, name)
+        for name in ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
+    }
+    sides = set(slide.sides.tolist())
+    if len(sides) == 1 and sides != {DROPPED}:
+        return value | {"side": SIDES[sides.pop()]}
+    return value | {"sides": base64.b64encode(zlib.compress(slide.sides.tobytes())).decode()}
+
+
+def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
+    count = int(value["count"])
+    if "side" in value:
+        sides = np.full(count, SIDES.index(value["side"]), np.int8)
+    else:
+        # Bounded by the count, whatever the file claims to expand to.
+        raw = zlib.decompressobj().decompress(base64.b64decode(value["sides"]), max(1, count))
+        sides = np.frombuffer(raw, np.int8)
+        if len(sides) != count:
+            raise ValueError(f"{value['id']}: {len(sides)} sides for {count} patches")
+    names = ("store", "slide", "id", "label", "patient", "site", "content", "crc")
+    return SlideSplit(**{name: value[name] for name in names}, count=count, sides=sides)
+
+
+def too_few(label: str, count: int, unit: str, needed: int) -> NothingToDo:
+    """The error for a class that cannot be on every side."""
+    return NothingToDo(
+        f"class {label!r} cannot be split", found=f"{count} {unit}{'s' if count != 1 else ''}",
+        expected=f"at least {needed}, one for each side",
+        todo="add slides, or split by something smaller (--split-by slide, region or patch)",
+    )  # fmt: skip

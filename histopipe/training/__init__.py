@@ -1,0 +1,1 @@
+"""From a store and its splits to a trained model in a run folder."""

@@ -1,0 +1,130 @@
+"""The models: a small convolutional network, and every network of `keras.applications`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from histopipe.errors import UsageError
+from histopipe.training.dropout import SampleDropout
+
+SMALL_CNN = "small-cnn"
+
+
+@dataclass(frozen=True, slots=True)
+class PatchModel:
+    """One network in two dresses that share every weight.
+
+    Attributes:
+        training: (image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample.
+        serving: image (B, H, W, 3) uint8 RGB to probabilities (B, C), of stock layers only: what `model.keras` holds.
+    """
+
+    training: keras.Model
+    serving: keras.Model
+
+
+def build_model(
+    name: str, *, patch_size: int, classes: int, dropout: float, weights: str = "none"
+) -> PatchModel:
+    """Build a patch classifier.
+
+    Args:
+        name: "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0).
+        patch_size: side of the images.
+        classes: how many.
+        dropout: share of features dropped before the last layer.
+        weights: "none", "imagenet", or a weights file of the backbone.
+
+    Raises:
+        UsageError: no such model, weights that cannot be had or do not fit, or patches too small for it.
+    """
+    image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
+    seed = keras.Input((), dtype="int64", name="seed")
+    features = _small_cnn(image, weights) if name == SMALL_CNN else _application(name, image, weights)
+    head = keras.layers.Dense(classes, dtype="float32", name="logits")
+    training = head(SampleDropout(dropout)(features, seed))
+    serving = keras.layers.Softmax(name="probability")(head(keras.layers.Dropout(dropout)(features)))
+    return PatchModel(
+        keras.Model([image, seed], training, name="training"),
+        keras.Model(image, serving, name=name.replace("-", "_")),
+    )
+
+
+def _small_cnn(image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
+    """One convolution block and one dense layer: enough to see that a pipeline learns."""
+    if weights != "none":
+        raise UsageError(f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights")
+    x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)
+    x = keras.layers.Conv2D(32, 7, strides=2, padding="same", activation="relu")(x)
+    x = keras.layers.MaxPooling2D(2)(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.layers.Dense(64, activation="relu")(x)
+
+
+def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
+    build = _find_application(name)
+    try:
+        backbone = build(
+            include_top=False,
+            weights="imagenet" if weights == "imagenet" else None,
+            input_shape=tuple(image.shape[1:]),
+            pooling="avg",
+        )
+        if weights not in ("none", "imagenet"):
+            backbone.load_weights(weights)
+    except Exception as error:  # Keras raises a bare Exception where a download fails
+        todo = None
+        if weights == "imagenet":
+            todo = (
+                "imagenet weights are fetched once over the network; without one, put the file that "
+                f"Keras names into {Path(keras.config.keras_home()) / 'models'}, or give it as --weights FILE"
+            )
+        raise UsageError(
+            f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
+        ) from error
+    preprocess = sys.modules[build.__module__].preprocess_input
+    features = backbone(_preprocessed(image, preprocess))
+    return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
+
+
+def _find_application(name: str) -> Callable[..., keras.Model]:
+    plain = {_plain(n): n for n in dir(keras.applications) if n[0].isupper()}
+    found = plain.get(_plain(name))
+    if found is None:
+        raise UsageError(
+            f"--model {name}", found="no such model",
+            expected=f"{SMALL_CNN}, {', '.join(sorted(plain.values()))}",
+        )  # fmt: skip
+    build: Callable[..., keras.Model] = getattr(keras.applications, found)
+    return build
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "")
+
+
+def _preprocessed(
+    image: keras.KerasTensor, preprocess: Callable[[Any], Any]
+) -> keras.KerasTensor:
+    """A network's own preprocessing as stock layers, so that a saved model takes uint8 RGB.
+
+    Every `preprocess_input` of Keras is a scale, an offset and perhaps a change from RGB to BGR. Four colours find out
+    which, and the same colours prove it.
+    """
+    colours = np.concatenate([np.zeros((1, 3)), 255 * np.eye(3)]).reshape(4, 1, 1, 3)
+    seen = np.asarray(preprocess(colours.astype(np.float32))).reshape(4, 3)
+    offset, matrix = seen[0], (seen[1:] - seen[0]) / 255  # row: channel in, column: channel out
+    swapped = matrix[0, 0] == 0 and matrix[0, 2] != 0
+    scale = np.diag(matrix[::-1] if swapped else matrix)
+    if not np.allclose(matrix, np.diag(scale)[::-1] if swapped else np.diag(scale), atol=1e-6):
+        raise UsageError("--model", found="a preprocessing that is no scale and offset")
+    if swapped:
+        image = keras.ops.flip(image, axis=-1)
+    return keras.layers.Rescaling(scale.tolist(), offset=offset.tolist())(image)
