@@ -1,0 +1,36 @@
+"""From a folder of whole-slide images to a trained patch model.
+
+    import histopipe
+    store = histopipe.open_store("patches.lmdb")
+    patch = store.read("slide-id", 7)  # (H, W, 3) uint8
+    dataset = histopipe.load_dataset("patches.lmdb", batch_size=64, seed=1)
+
+Importing this loads neither TensorFlow nor OpenSlide: every name is fetched when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from histopipe._version import __version__
+from histopipe.errors import HistopipeError
+
+if TYPE_CHECKING:
+    from histopipe.dataset.loader import load_dataset
+    from histopipe.store.store import Store, StoreSet, open_store
+
+__all__ = ["HistopipeError", "Store", "StoreSet", "__version__", "load_dataset", "open_store"]
+
+_HOME = {
+    "Store": "histopipe.store.store",
+    "StoreSet": "histopipe.store.store",
+    "load_dataset": "histopipe.dataset.loader",
+    "open_store": "histopipe.store.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -68,7 +68,7 @@ class Level:
 
     def to_l0(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """Level pixels to the nearest level-0 pixels, along either axis."""
-        return np.rint(values * self.downsample).astype(np.int64)
+        return np.asarray(np.rint(values * self.downsample), np.int64)
 
     def inside(self, region: RegionL0) -> RegionLevel:
         """The whole pixels of this level that lie in a level-0 region and in the level.

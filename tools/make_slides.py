@@ -49,7 +49,7 @@ class Outline:
     radius: float
     waves: NDArray[np.float64]  # (K, 2) amplitude and phase
 
-    def radii(self, angles: NDArray[np.float64]) -> NDArray[np.float64]:
+    def radii(self, angles: NDArray[np.floating]) -> NDArray[np.floating]:
         """Radius at each angle, pixels."""
         total = np.ones_like(angles)
         for k, (amplitude, phase) in enumerate(self.waves, start=2):
@@ -61,7 +61,7 @@ class Outline:
         dx, dy = x - self.x, y - self.y
         return float(self.radii(np.array([np.arctan2(dy, dx)]))[0] - np.hypot(dx, dy))
 
-    def inside(self, xs: NDArray[np.float64], ys: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def inside(self, xs: NDArray[np.floating], ys: NDArray[np.floating]) -> NDArray[np.bool_]:
         """(len(ys), len(xs)) bool: which pixel centres lie within."""
         dx, dy = xs[None, :] - self.x, ys[:, None] - self.y
         return np.asarray(np.hypot(dx, dy) < self.radii(np.arctan2(dy, dx)))
@@ -70,9 +70,8 @@ class Outline:
         """A closed ring of level-0 points."""
         angles = np.linspace(0, 2 * np.pi, points + 1)
         radii = self.radii(angles)
-        return np.stack(
-            [self.x + radii * np.cos(angles), self.y + radii * np.sin(angles)], axis=1
-        ).tolist()
+        xs, ys = self.x + radii * np.cos(angles), self.y + radii * np.sin(angles)
+        return [[float(x), float(y)] for x, y in zip(xs, ys, strict=True)]
 
 
 def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Outline]:
@@ -103,7 +102,9 @@ def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels
         r = radius * scale * rng.uniform(0.7, 1.3)
         reach = min(24, int(r * 1.5) + 1)
         y, x = rng.integers(24, BANK - 25, 2)
-        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[24 - reach : 25 + reach, 24 - reach : 25 + reach]
+        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[
+            24 - reach : 25 + reach, 24 - reach : 25 + reach
+        ]
         alpha = np.clip(r - near, 0, 1)[..., None] * 0.85
         area = tissue[y - reach : y + reach + 1, x - reach : x + reach + 1]
         area += alpha * (NUCLEUS + rng.normal(0, 10) - area)
@@ -166,9 +167,10 @@ def pyramid(
     painter: Painter, downsamples: list[int], quality: int, subsampling: str
 ) -> Iterator[JpegTiles]:
     """The compressed tiles of every level. Level 0 is drawn as it is consumed; coarser levels are averaged from it on
-    the way, and only their compressed tiles are kept."""
+    the way, and only their compressed tiles are kept.
+    """
     tile = painter.tile
-    coarse: dict[int, JpegTiles] = {d: [] for d in downsamples[1:]}
+    coarse: dict[int, list[bytes]] = {d: [] for d in downsamples[1:]}
     parts: dict[int, list[Pixels]] = {d: [] for d in downsamples[1:]}
 
     def encoded(row: Pixels) -> Iterator[bytes]:
@@ -207,9 +209,7 @@ def pyramid(
 
 def write_slide(path: Path, painter: Painter, options: argparse.Namespace) -> None:
     """One slide, in the format that the path's suffix asks for."""
-    levels = [
-        Size(painter.size.width // d, painter.size.height // d) for d in options.levels
-    ]
+    levels = [Size(painter.size.width // d, painter.size.height // d) for d in options.levels]
     describe = {".svs": _aperio_description, ".scn": _leica_description}.get(path.suffix)
     description = describe(levels, options) if describe else None
     tiles = pyramid(painter, options.levels, options.quality, options.subsampling)
@@ -291,7 +291,9 @@ def main(arguments: list[str] | None = None) -> None:
             options.tile,
             outlines,
             # Mirrored twice over, so that it goes on without a seam; and a tile more, so that none must be wrapped.
-            np.pad(texture, ((0, BANK + options.tile), (0, BANK + options.tile), (0, 0)), "symmetric"),
+            np.pad(
+                texture, ((0, BANK + options.tile), (0, BANK + options.tile), (0, 0)), "symmetric"
+            ),
             glass.astype(np.uint8),
         )
         path = options.out / f"{options.name}{number:03d}.{options.format}"
@@ -313,7 +315,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--count", type=int, default=1, help="slides to make (1)")
     parser.add_argument("--name", default="slide-", help="file names begin so (slide-)")
@@ -324,9 +328,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tile", type=int, default=256, help="native tile (256)")
     parser.add_argument("--quality", type=int, default=90)
     parser.add_argument("--subsampling", choices=["444", "422", "420"], default="420")
-    parser.add_argument("--bounds", type=_numbers, help="scn only: x,y,width,height of the area it lies on")
+    parser.add_argument(
+        "--bounds", type=_numbers, help="scn only: x,y,width,height of the area it lies on"
+    )
     parser.add_argument("--pieces", type=int, default=1, help="pieces of tissue (1)")
-    parser.add_argument("--classes", type=lambda t: t.split(","), default=["tumour"], help="normal,tumour")
+    parser.add_argument(
+        "--classes", type=lambda t: t.split(","), default=["tumour"], help="normal,tumour"
+    )
     parser.add_argument("--texture", type=Path, help="take the texture from this real slide")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(arguments)

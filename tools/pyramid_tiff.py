@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from histopipe.geometry import Size
 
-JpegTiles = Iterable[bytes] | list[bytes]
+JpegTiles = Iterable[bytes]
 
 _SHORT, _LONG, _RATIONAL, _LONG8, _ASCII = 3, 4, 5, 16, 2
 _FORMATS = {_SHORT: "H", _LONG: "I", _LONG8: "Q"}
@@ -81,7 +81,9 @@ def _write_directory(
     entries = []
     for tag, kind, values in tags:
         data = (
-            values if isinstance(values, bytes) else struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
+            values
+            if isinstance(values, bytes)
+            else struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
         )
         count = len(data) // 8 if kind == _RATIONAL else len(values)
         if len(data) > 8:

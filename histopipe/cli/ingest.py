@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from histopipe.tiling.spec import TilingSpec
 
 
-class _Share(click.ParamType):
+class _Share(click.ParamType[float]):
     """`1%` or `0.01`."""
 
     name = "share"
@@ -41,32 +41,75 @@ class _Share(click.ParamType):
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("slides", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), default="patches.lmdb", show_default=True,
-              help="The store; made if missing, added to if it has the same settings.")
-@click.option("--patch-size", type=int, default=256, show_default=True, help="Side of a patch, pixels.")
-@click.option("--mpp", type=float, help="Scale of the patches, micrometres a pixel.  [default: 0.5]")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default="patches.lmdb",
+    show_default=True,
+    help="The store; made if missing, added to if it has the same settings.",
+)
+@click.option(
+    "--patch-size", type=int, default=256, show_default=True, help="Side of a patch, pixels."
+)
+@click.option(
+    "--mpp", type=float, help="Scale of the patches, micrometres a pixel.  [default: 0.5]"
+)
 @click.option("--mag", type=float, help="The same as a magnification: 20 is 0.5 mpp.")
 @click.option("--level", type=int, help="The same as a pyramid level, taken as it is.")
 @click.option("--overlap", type=int, default=0, show_default=True, help="Pixels neighbours share.")
-@click.option("--tissue", type=click.Choice(["otsu", "none"]), default="otsu", show_default=True,
-              help="How tissue is found; none takes every cell.")
-@click.option("--tissue-threshold", type=float, default=0.5, show_default=True,
-              help="Least share of a cell that is tissue.")
-@click.option("--codec", type=click.Choice(["auto", "jpeg", "png"]), default="auto", show_default=True,
-              help="How patches are stored; auto is jpeg.")
+@click.option(
+    "--tissue",
+    type=click.Choice(["otsu", "none"]),
+    default="otsu",
+    show_default=True,
+    help="How tissue is found; none takes every cell.",
+)
+@click.option(
+    "--tissue-threshold",
+    type=float,
+    default=0.5,
+    show_default=True,
+    help="Least share of a cell that is tissue.",
+)
+@click.option(
+    "--codec",
+    type=click.Choice(["auto", "jpeg", "png"]),
+    default="auto",
+    show_default=True,
+    help="How patches are stored; auto is jpeg.",
+)
 @click.option("--quality", type=int, default=90, show_default=True, help="JPEG quality.")
-@click.option("--subsampling", type=click.Choice(["444", "422", "420"]), default="444",
-              show_default=True, help="JPEG chroma subsampling.")
+@click.option(
+    "--subsampling",
+    type=click.Choice(["444", "422", "420"]),
+    default="444",
+    show_default=True,
+    help="JPEG chroma subsampling.",
+)
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
-@click.option("--labels", type=click.Path(path_type=Path),
-              help="CSV: slide,label[,patient][,site].  [default: labels.csv beside the slides, else the sub-folders]")
-@click.option("--mpp-csv", type=click.Path(path_type=Path), help="CSV: slide,mpp, for slides that do not say.")
+@click.option(
+    "--labels",
+    type=click.Path(path_type=Path),
+    help="CSV: slide,label[,patient][,site].  [default: labels.csv beside the slides, else the sub-folders]",
+)
+@click.option(
+    "--mpp-csv", type=click.Path(path_type=Path), help="CSV: slide,mpp, for slides that do not say."
+)
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides that have none.")
-@click.option("--slide-list", type=click.Path(path_type=Path), help="CSV with a column slide: only these.")
+@click.option(
+    "--slide-list", type=click.Path(path_type=Path), help="CSV with a column slide: only these."
+)
 @click.option("--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide.")
-@click.option("--allow-mixed-mpp", is_flag=True, help="With --level: slides of different scale in one store.")
-@click.option("--max-unreadable", type=_Share(), default="1%", show_default=True,
-              help="Share of a slide's patches that may be lost to damage.")
+@click.option(
+    "--allow-mixed-mpp", is_flag=True, help="With --level: slides of different scale in one store."
+)
+@click.option(
+    "--max-unreadable",
+    type=_Share(),
+    default="1%",
+    show_default=True,
+    help="Share of a slide's patches that may be lost to damage.",
+)
 @click.option("--force", is_flag=True, help="Ingest again slides whose file was replaced.")
 @click.option("--retry-failed", is_flag=True, help="Try again slides whose file was bad.")
 @click.option("--json", "as_json", is_flag=True, help="The outcome of every slide as JSON.")
@@ -166,7 +209,9 @@ def _listed(
     listed = read_slide_list(path, names, allow_extra=allow_extra)
     chosen = [slide for slide in found if slide.id in listed]
     if not chosen:
-        raise UsageError(f"{path} names none of the slides found", found=f"{len(listed)} other names")
+        raise UsageError(
+            f"{path} names none of the slides found", found=f"{len(listed)} other names"
+        )
     return chosen
 
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
-from histopipe.errors import HistopipeError, Interrupted, MachineShort
+from histopipe.errors import Interrupted, MachineShort, UsageError
 
 if TYPE_CHECKING:
     from histopipe.training.train import TrainResult
 
 
-class _Fractions(click.ParamType):
+_MAY_CHANGE = ("epochs", "patience", "devices")
+
+
+class _Fractions(click.ParamType[tuple[float, ...]]):
     """`0.7,0.15,0.15`."""
 
     name = "fractions"
@@ -43,30 +50,72 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.argument("stores", nargs=-1, type=click.Path(), default=None)
-@click.option("--config", type=click.Path(path_type=Path), is_eager=True, expose_value=False,
-              callback=_load_config, help="Settings from a TOML file, such as a run's config.toml; flags override it.")
-@click.option("--out", type=click.Path(path_type=Path), help="The run's folder.  [default: runs/MODEL-DATE-TIME]")
+@click.option(
+    "--config",
+    type=click.Path(path_type=Path),
+    is_eager=True,
+    expose_value=False,
+    callback=_load_config,
+    help="Settings from a TOML file, such as a run's config.toml; flags override it.",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="The run's folder.  [default: runs/MODEL-DATE-TIME]",
+)
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its own settings.")
-@click.option("--labels", type=click.Path(), help="CSV: slide,label[,patient][,site], instead of the recorded labels.")
-@click.option("--model", default="small-cnn", help="small-cnn, or a keras.applications name such as resnet50.")
-@click.option("--weights", default="none", help="none, imagenet, or a weights file for the backbone.")
+@click.option(
+    "--labels",
+    type=click.Path(),
+    help="CSV: slide,label[,patient][,site], instead of the recorded labels.",
+)
+@click.option(
+    "--model", default="small-cnn", help="small-cnn, or a keras.applications name such as resnet50."
+)
+@click.option(
+    "--weights", default="none", help="none, imagenet, or a weights file for the backbone."
+)
 @click.option("--epochs", type=int, default=20, help="Passes over the training patches, at most.")
 @click.option("--batch-size", type=int, default=64, help="Patches a step, over all devices.")
-@click.option("--seed", type=int, default=1, help="Of split, order, weights, augmentation and dropout.")
-@click.option("--split-by", type=click.Choice(["patient", "site", "slide", "region", "patch"]),
-              default="patient", help="What stays together on one side of the split.")
-@click.option("--fractions", type=_Fractions(), default="0.7,0.15,0.15", help="Train, validation and test.")
-@click.option("--region-um", type=float, default=250.0, help="Side of the squares of --split-by region, µm.")
+@click.option(
+    "--seed", type=int, default=1, help="Of split, order, weights, augmentation and dropout."
+)
+@click.option(
+    "--split-by",
+    type=click.Choice(["patient", "site", "slide", "region", "patch"]),
+    default="patient",
+    help="What stays together on one side of the split.",
+)
+@click.option(
+    "--fractions", type=_Fractions(), default="0.7,0.15,0.15", help="Train, validation and test."
+)
+@click.option(
+    "--region-um", type=float, default=250.0, help="Side of the squares of --split-by region, µm."
+)
 @click.option("--splits", type=click.Path(), help="A splits.json to use instead of making one.")
-@click.option("--allow-leaks", is_flag=True, help="Train although a patient or slide is on several sides.")
+@click.option(
+    "--allow-leaks", is_flag=True, help="Train although a patient or slide is on several sides."
+)
 @click.option("--optimizer", type=click.Choice(["adam", "adamw", "adagrad", "sgd"]), default="adam")
 @click.option("--learning-rate", type=float, default=1e-3)
-@click.option("--class-weights", type=click.Choice(["none", "balanced"]), default="none",
-              help="balanced: every class weighs the same in the loss.")
-@click.option("--dropout", type=float, default=0.15, help="Share of features dropped before the last layer.")
-@click.option("--augment", type=click.Choice(["none", "flips"]), default="flips",
-              help="flips: each patch in one of its eight positions.")
-@click.option("--patience", type=int, default=5, help="Epochs without a better validation AUC; 0 never stops.")
+@click.option(
+    "--class-weights",
+    type=click.Choice(["none", "balanced"]),
+    default="none",
+    help="balanced: every class weighs the same in the loss.",
+)
+@click.option(
+    "--dropout", type=float, default=0.15, help="Share of features dropped before the last layer."
+)
+@click.option(
+    "--augment",
+    type=click.Choice(["none", "flips"]),
+    default="flips",
+    help="flips: each patch in one of its eight positions.",
+)
+@click.option(
+    "--patience", type=int, default=5, help="Epochs without a better validation AUC; 0 never stops."
+)
 @click.option("--devices", default="auto", help="auto, cpu, cpu:N, gpu or gpu:0,1.")
 @click.option("--deterministic", is_flag=True, help="Bitwise repeatable operations, slower.")
 @click.option("--json", "as_json", is_flag=True, help="The metrics as JSON.")
@@ -86,13 +135,15 @@ def command(
 
     folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
-        config = TrainConfig(**_tuples(read_config(folder / "config.toml")))
+        recorded = read_config(folder / "config.toml")
+        config = TrainConfig(**_tuples(recorded | _changes(settings, stores)))
     else:
         named = click.get_current_context().default_map or {}
         paths = stores or tuple(named.get("stores", ())) or TrainConfig().stores
         config = TrainConfig(stores=paths, **_tuples(settings))
     try:
-        from histopipe.training.train import train
+        with _quiet():
+            from histopipe.training.train import train
     except ImportError as error:
         raise MachineShort(
             "training needs TensorFlow, which is not installed or does not load", found=str(error),
@@ -105,27 +156,47 @@ def command(
             "interrupted", found=f"the run's last whole epoch in {folder}",
             todo=f"go on with `histopipe train --resume --out {folder}`",
         ) from None  # fmt: skip
-    except HistopipeError:
-        _remove_if_empty(folder)
-        raise
     _print(result, as_json=as_json)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what TensorFlow's libraries write to standard error while they load, which no setting of theirs stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _tuples(settings: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
 
 
-def _remove_if_empty(folder: Path) -> None:
-    """A run that never began leaves no folder behind."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+def _changes(settings: dict[str, Any], stores: tuple[str, ...]) -> dict[str, Any]:
+    """Flags given beside --resume: only those that leave what was trained so far meaningful."""
+    source = click.get_current_context().get_parameter_source
+    given = {k: v for k, v in settings.items() if source(k) is ParameterSource.COMMANDLINE}
+    refused = [f"--{name.replace('_', '-')}" for name in given if name not in _MAY_CHANGE]
+    if refused or stores:
+        raise UsageError(
+            "--resume goes on with the run's own settings",
+            found=", ".join([*refused, *stores]),
+            expected="only --out and " + ", ".join(f"--{name}" for name in _MAY_CHANGE),
+        )
+    return given
 
 
 def _print(result: TrainResult, *, as_json: bool) -> None:
     if as_json:
         sides = {side: dataclasses.asdict(value) for side, value in result.metrics.items()}
-        value = {"folder": str(result.folder), "best_epoch": result.best_epoch, **sides}
-        click.echo(json.dumps(value, indent=2))
+        run = {"folder": str(result.folder), "best_epoch": result.best_epoch}
+        click.echo(json.dumps({**run, **sides}, indent=2))
         return
     for side, metrics in result.metrics.items():
         auc = f"{metrics.auc:.4f}" if metrics.auc is not None else "not defined (one class)"

@@ -43,17 +43,15 @@ def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
         images: (B, H, H, 3) any type.
         seeds: (B,) int64 from `sample_seeds`.
     """
-    bits = hash31(seeds, 1)
-    for bit, change in enumerate(
-        (
-            lambda x: tf.reverse(x, axis=[1]),
-            lambda x: tf.reverse(x, axis=[2]),
-            lambda x: tf.transpose(x, [0, 2, 1, 3]),
-        )
-    ):
-        chosen = (_shifted(bits, bit + 8) & 1) == 1
-        images = tf.where(chosen[:, None, None, None], change(images), images)
-    return images
+    draws = hash31(seeds, 1)
+    images = tf.where(_bit(draws, 8), tf.reverse(images, axis=[1]), images)
+    images = tf.where(_bit(draws, 9), tf.reverse(images, axis=[2]), images)
+    return tf.where(_bit(draws, 10), tf.transpose(images, [0, 2, 1, 3]), images)
+
+
+def _bit(draws: tf.Tensor, bit: int) -> tf.Tensor:
+    """(B, 1, 1, 1) bool."""
+    return ((_shifted(draws, bit) & 1) == 1)[:, None, None, None]
 
 
 def _shifted(values: tf.Tensor, bits: int) -> tf.Tensor:

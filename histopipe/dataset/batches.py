@@ -119,9 +119,7 @@ def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return buffer[start : start + size].reshape(shape)
 
 
-def _decode(
-    value: memoryview, out: NDArray[np.uint8], store: Store, slide: int, row: int
-) -> None:
+def _decode(value: memoryview, out: NDArray[np.uint8], store: Store, slide: int, row: int) -> None:
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
     try:
         if value[:2] == _JPEG_START:

@@ -46,7 +46,7 @@ class Permutation:
     def __call__(self, places: NDArray[np.integer]) -> NDArray[np.int64]:
         """The patches at these places of the order, each place from 0 to n-1. int64, same shape."""
         if self._small:
-            return _sorted_permutation(self._n, int(self._key))[places]
+            return np.asarray(_sorted_permutation(self._n, int(self._key))[places])
         result = self._walk(places.astype(np.uint64))
         outside = result >= self._n
         while outside.any():

@@ -175,7 +175,10 @@ def _joined(
             i = parent[i]
         return i
 
-    for key in (*keys, lambda slide: slide.content):
+    def content(slide: SlideSplit) -> str | None:
+        return slide.content
+
+    for key in (*keys, content):
         first: dict[str, int] = {}
         for i, slide in enumerate(slides):
             value = key(slide)

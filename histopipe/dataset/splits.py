@@ -28,6 +28,7 @@ SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 
 DROPPED = -1
 _VERSION = 1
+_FORMAT = f"histopipe-splits version {_VERSION}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,25 +147,14 @@ def read_splits(path: Path, stores: Sequence[Store]) -> Splits:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        if value["format"] != "histopipe-splits" or value["version"] != _VERSION:
-            raise UnknownVersion(
-                f"{path}", found=f"{value['format']} version {value['version']}",
-                expected=f"histopipe-splits version {_VERSION}",
-            )  # fmt: skip
-        splits = Splits(
-            split_by=value["split_by"],
-            seed=value["seed"],
-            fractions=tuple(value["fractions"]),
-            uuids=tuple(value["stores"]),
-            classes=tuple(value["classes"]),
-            slides=tuple(_slide_from_json(slide) for slide in value["slides"]),
-        )
+        found = f"{value['format']} version {value['version']}"
+        splits = None if found != _FORMAT else _from_json(value)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
-    except UnknownVersion:
-        raise
     except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    if splits is None:
+        raise UnknownVersion(str(path), found=found, expected=_FORMAT)
     _check_against_stores(splits, stores, path)
     return splits
 
@@ -172,6 +162,17 @@ def read_splits(path: Path, stores: Sequence[Store]) -> Splits:
 def patches_crc(store: Store, slide: int) -> int:
     """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())
+
+
+def _from_json(value: Mapping[str, Any]) -> Splits:
+    return Splits(
+        split_by=value["split_by"],
+        seed=value["seed"],
+        fractions=tuple(value["fractions"]),
+        uuids=tuple(value["stores"]),
+        classes=tuple(value["classes"]),
+        slides=tuple(_slide_from_json(slide) for slide in value["slides"]),
+    )
 
 
 def _check_against_stores(splits: Splits, stores: Sequence[Store], path: Path) -> None:

@@ -51,7 +51,9 @@ class PatchTable:
         self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
         self._labels = np.array([slide.label for slide in self.slides], np.int32)
         if not self.slides:
-            raise NothingToDo("no patch to read", todo="see `histopipe info` for what the store holds")
+            raise NothingToDo(
+                "no patch to read", todo="see `histopipe info` for what the store holds"
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -96,7 +98,9 @@ def readable_rows(store: Store, slide: int) -> NDArray[np.int64] | None:
     return np.flatnonzero(store.index(slide)["length"]).astype(np.int64)
 
 
-def whole_table(stores: Sequence[Store], classes: Sequence[str], *, labelled_only: bool) -> PatchTable:
+def whole_table(
+    stores: Sequence[Store], classes: Sequence[str], *, labelled_only: bool
+) -> PatchTable:
     """Every patch of every complete slide, labelled by slide.
 
     Raises:
@@ -104,7 +108,9 @@ def whole_table(stores: Sequence[Store], classes: Sequence[str], *, labelled_onl
         NothingToDo: there is no patch.
     """
     if len(stores) > MAX_STORES:
-        raise UsageError("stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}")
+        raise UsageError(
+            "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
+        )
     numbers = {name: number for number, name in enumerate(classes)}
     return PatchTable(
         [

@@ -42,6 +42,4 @@ class Claims:
         os.close(self._file)
 
     def _lock(self, kind: int, slide: int) -> None:
-        fcntl.fcntl(
-            self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slide, 1, 0)
-        )
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, slide, 1, 0))

@@ -7,18 +7,17 @@ process's last transaction for it. Killed at any moment, the run loses the slide
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from histopipe.errors import SlideUnreadable
-from histopipe.geometry import Mpp
 from histopipe.ingest.claims import Claims
 from histopipe.ingest.outcome import SlideOutcome, Status
 from histopipe.ingest.progress import Progress
@@ -114,7 +113,7 @@ class Pipeline:
                 future = self.executor.submit(
                     encode_chunk, self.settings, work.job, work.planned.plan.choice, chunk
                 )
-                self._futures[future] = lambda result, work=work: self._on_chunk(work, result)
+                self._futures[future] = functools.partial(self._on_chunk, work)
                 return True
         return False
 
@@ -130,7 +129,7 @@ class Pipeline:
                 continue
             self.writer.restart(job.number, job.record)
             future = self.executor.submit(plan_slide, self.settings, job)
-            self._futures[future] = lambda result, job=job: self._on_plan(job, result)
+            self._futures[future] = functools.partial(self._on_plan, job)
             return True
         return False
 
@@ -248,9 +247,13 @@ def _columns(work: _Work) -> Mapping[str, Any]:
         "focus": np.full(len(plan), np.nan, np.float32),  # measured later, by its own command
         "length": work.length,
         "crc": work.crc,
-        "label": np.full(len(plan), -1, np.int32),  # of annotations; a slide's label is in its record
+        "label": np.full(
+            len(plan), -1, np.int32
+        ),  # of annotations; a slide's label is in its record
     }
 
 
 def _unreadable_note(work: _Work) -> list[str]:
-    return [f"{work.unreadable} unreadable patches, first: {work.problem}"] if work.unreadable else []
+    return (
+        [f"{work.unreadable} unreadable patches, first: {work.problem}"] if work.unreadable else []
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol, TextIO
+from typing import NoReturn, Protocol, TextIO
 
 from tqdm import tqdm
 
@@ -43,33 +43,36 @@ class Bars:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._slides: dict[str, tqdm[None]] = {}
-        self._all: tqdm[None] | None = None
-        self._done = self._count = 0
+        self._slides: dict[str, tuple[tqdm[NoReturn], int]] = {}
+        self._all: tqdm[NoReturn] | None = None
+        self._done = self._count = self._planned = 0
 
     def begin(self, slides: int) -> None:
         self._count = slides
         self._all = tqdm(total=0, unit=" patches", file=self._stream, desc=self._title())
 
     def planned(self, slide: str, patches: int) -> None:
-        if self._all is not None:
-            self._all.total += patches
-            self._all.refresh()
+        self._expect(patches)
         if patches:
-            self._slides[slide] = tqdm(
-                total=patches, unit=" patches", file=self._stream, desc=f"  {slide[-40:]}", leave=False
+            bar = tqdm(
+                total=patches,
+                unit=" patches",
+                file=self._stream,
+                desc=f"  {slide[-40:]}",
+                leave=False,
             )
+            self._slides[slide] = bar, patches
 
     def advanced(self, slide: str, patches: int) -> None:
-        for bar in (self._all, self._slides.get(slide)):
-            if bar is not None:
-                bar.update(patches)
+        if self._all is not None:
+            self._all.update(patches)
+        if slide in self._slides:
+            self._slides[slide][0].update(patches)
 
     def finished(self, outcome: SlideOutcome) -> None:
-        bar = self._slides.pop(outcome.id, None)
-        if bar is not None:
-            if self._all is not None and bar.total > bar.n:  # a slide that failed half-way
-                self._all.total -= int(bar.total - bar.n)
+        if outcome.id in self._slides:
+            bar, patches = self._slides.pop(outcome.id)
+            self._expect(int(bar.n) - patches)  # less than none if it failed half-way
             bar.close()
         if outcome.status is Status.FAILED:
             tqdm.write(_line(outcome), file=self._stream)
@@ -78,9 +81,16 @@ class Bars:
             self._all.set_description(self._title())
 
     def close(self) -> None:
-        for bar in (*self._slides.values(), self._all):
-            if bar is not None:
-                bar.close()
+        for bar, _ in self._slides.values():
+            bar.close()
+        if self._all is not None:
+            self._all.close()
+
+    def _expect(self, patches: int) -> None:
+        self._planned += patches
+        if self._all is not None:
+            self._all.total = self._planned
+            self._all.refresh()
 
     def _title(self) -> str:
         return f"slides {self._done}/{self._count}"

@@ -92,7 +92,9 @@ def ingest(
         for outcome in outcomes:
             progress.finished(outcome)
         if jobs:
-            outcomes += _run(jobs, writer, Settings(store, spec, options.default_mpp), options, progress)
+            outcomes += _run(
+                jobs, writer, Settings(store, spec, options.default_mpp), options, progress
+            )
         warnings = _duplicates(writer.records())
     outcomes.sort(key=lambda outcome: outcome.id)
     return IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
@@ -103,7 +105,9 @@ def _sort_out(
 ) -> tuple[list[SlideJob], list[SlideOutcome]]:
     """Number the slides; tell those to ingest from those that need nothing, or can get nothing."""
     records = writer.records()
-    known = {slide.id: find_record(slide, os.path.realpath(slide.path), records) for slide in slides}
+    known = {
+        slide.id: find_record(slide, os.path.realpath(slide.path), records) for slide in slides
+    }
     fresh = [_new_record(slide) for slide in slides if known[slide.id] is None]
     numbers = writer.register(sorted(fresh, key=lambda record: record.id))
     jobs, outcomes = [], []
@@ -170,9 +174,7 @@ def _storable(path: str) -> str:
 def _labelled(record: SlideRecord, labels: SlideLabels | None) -> SlideRecord:
     if labels is None:
         return record
-    return dataclasses.replace(
-        record, label=labels.label, patient=labels.patient, site=labels.site
-    )
+    return dataclasses.replace(record, label=labels.label, patient=labels.patient, site=labels.site)
 
 
 def _run(
@@ -218,7 +220,9 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 def _begin_worker(parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody writes on behalf of the dead
+    ctypes.CDLL(None).prctl(
+        1, signal.SIGKILL
+    )  # PR_SET_PDEATHSIG: nobody writes on behalf of the dead
     if os.getppid() != parent:
         os._exit(1)
 
@@ -255,9 +259,7 @@ def _scale_at_level(slide: SlideFile, spec: TilingSpec, options: IngestOptions) 
     try:
         with Slide(slide.path) as opened:
             given = options.mpps.get(slide.id)
-            scale = resolve_mpp(
-                slide.id, opened.info, from_csv=given, default=options.default_mpp
-            )
+            scale = resolve_mpp(slide.id, opened.info, from_csv=given, default=options.default_mpp)
             return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
     except SlideError:
         return None  # the ingest itself will tell

@@ -115,9 +115,7 @@ def plan_slide(settings: Settings, job: SlideJob) -> PlannedSlide | SlideFailure
         if job.slide.problem is not None:
             raise SlideUnreadable(f"{job.slide.id}: {job.slide.problem}")
         before = fingerprint(job.slide)
-        record = dataclasses.replace(
-            record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns
-        )
+        record = dataclasses.replace(record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns)
         slide = _open(job.slide.path)
         record = _described(record, slide.info, job.slide.path)
         scale, notes = _scale(settings, job, slide.info)

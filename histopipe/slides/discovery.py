@@ -12,7 +12,20 @@ from pathlib import Path, PurePosixPath
 from histopipe.errors import NothingToDo, UsageError
 
 SUFFIXES = frozenset(
-    ".bif .czi .dcm .mrxs .ndpi .scn .svs .svslide .tif .tiff .vms .vmu".split()
+    [
+        ".bif",
+        ".czi",
+        ".dcm",
+        ".mrxs",
+        ".ndpi",
+        ".scn",
+        ".svs",
+        ".svslide",
+        ".tif",
+        ".tiff",
+        ".vms",
+        ".vmu",
+    ]
 )
 """File name endings of the formats that OpenSlide reads."""
 
@@ -95,9 +108,7 @@ def _walk(root: Path) -> Iterator[Path]:
 
 
 def _is_candidate(path: Path) -> bool:
-    return (
-        path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.is_dir()
-    )
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.is_dir()
 
 
 def _companions(path: Path) -> tuple[Path, ...]:
@@ -128,9 +139,7 @@ def _series_uid(path: Path) -> str | None:
     from pydicom.errors import InvalidDicomError
 
     try:
-        header = pydicom.dcmread(
-            path, stop_before_pixels=True, specific_tags=["SeriesInstanceUID"]
-        )
+        header = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
     except (InvalidDicomError, OSError, ValueError, KeyError, NotImplementedError, EOFError):
         return None  # opening it will give the reason
     return str(header.get("SeriesInstanceUID", "")) or None

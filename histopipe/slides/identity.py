@@ -32,9 +32,7 @@ def fingerprint(slide: SlideFile) -> Fingerprint:
         stats = [path.stat() for path in slide.files]
     except OSError as error:
         raise SlideUnreadable(f"{slide.path} cannot be read", found=str(error)) from error
-    return Fingerprint(
-        sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
-    )
+    return Fingerprint(sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats))
 
 
 def tile_hash(path: Path) -> str | None:

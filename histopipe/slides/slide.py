@@ -89,9 +89,7 @@ class Slide:
         if self._handle is None:
             self._handle = _open(self.path)
         try:
-            image = self._handle.read_region(
-                (origin.x, origin.y), level, (size.width, size.height)
-            )
+            image = self._handle.read_region((origin.x, origin.y), level, (size.width, size.height))
         except openslide.OpenSlideError as error:
             self.close()  # OpenSlide's errors latch: the handle is dead, the next read opens another
             raise SlideUnreadable(

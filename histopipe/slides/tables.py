@@ -16,7 +16,17 @@ from histopipe.slides.discovery import SUFFIXES
 from histopipe.slides.scale import PLAUSIBLE_MPP
 
 _LABEL_COLUMNS = ("slide", "label", "patient", "site")
-_SURVIVAL_WORDS = {"time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor"}
+_SURVIVAL_WORDS = {
+    "time",
+    "event",
+    "survival",
+    "os",
+    "os_time",
+    "os_event",
+    "days",
+    "status",
+    "censor",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,23 +57,17 @@ def read_thumbnail(slide: Slide, mpp: Mpp | None) -> Thumbnail:
     block = max(1, _BLOCK // reduction) * reduction
     for top in range(0, area.size.height, block):
         for left in range(0, area.size.width, block):
-            size = Size(
-                min(block, area.size.width - left), min(block, area.size.height - top)
-            )
+            size = Size(min(block, area.size.width - left), min(block, area.size.height - top))
             corner = level.to_l0(np.array([area.x + left, area.y + top], np.int64))
             part = slide.read_region(PointL0(*map(int, corner)), level.number, size)
             small = np.asarray(Image.fromarray(part).reduce(reduction))
             y, x = top // reduction, left // reduction
             pixels[y : y + small.shape[0], x : x + small.shape[1]] = small
-    return Thumbnail(
-        pixels, level, area.x, area.y, reduction, Mpp(level_mpp * reduction)
-    )
+    return Thumbnail(pixels, level, area.x, area.y, reduction, Mpp(level_mpp * reduction))
 
 
 def _cheapest_level(levels: tuple[Level, ...], mpp: Mpp) -> tuple[Level, Mpp]:
     """The coarsest level that is still about fine enough."""
     scales = [Mpp(mpp * level.downsample) for level in levels]
-    fine = [
-        pair for pair in zip(levels, scales, strict=True) if pair[1] <= THUMBNAIL_MPP * 1.1
-    ]
+    fine = [pair for pair in zip(levels, scales, strict=True) if pair[1] <= THUMBNAIL_MPP * 1.1]
     return max(fine, key=lambda pair: pair[1]) if fine else (levels[0], scales[0])

@@ -55,7 +55,10 @@ ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
     lmdb.KeyExistsError: (HistopipeError, "a key was written twice"),
     lmdb.LockError: (MachineShort, "its lock file cannot be used"),
     lmdb.MapFullError: (MachineShort, "it is larger than the address space allowed to it"),
-    lmdb.MapResizedError: (MachineShort, "another process made it larger than the address space here"),
+    lmdb.MapResizedError: (
+        MachineShort,
+        "another process made it larger than the address space here",
+    ),
     lmdb.MemoryError: (MachineShort, "memory ran out"),
     lmdb.NotFoundError: (DamagedStore, "a database is missing"),
     lmdb.PageFullError: (DamagedStore, "a page is damaged"),
@@ -87,16 +90,14 @@ class Environment:
     @contextmanager
     def read(self) -> Iterator[lmdb.Transaction]:
         """A read transaction. Its values are views that must not outlive it."""
-        with mapped_errors(self.path):
-            with self._begin(write=False) as transaction:
-                yield transaction
+        with mapped_errors(self.path), self._begin(write=False) as transaction:
+            yield transaction
 
     @contextmanager
     def write(self) -> Iterator[lmdb.Transaction]:
         """A write transaction: durable once left, undone by an exception."""
-        with mapped_errors(self.path):
-            with self._begin(write=True) as transaction:
-                yield transaction
+        with mapped_errors(self.path), self._begin(write=True) as transaction:
+            yield transaction
 
     def grow(self) -> None:
         """Double the map, which only matters where address space is limited. No transaction may be open."""
@@ -259,16 +260,17 @@ def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
             found=full,
             todo="make room and run the same command again: what was complete stays",
         )
-    for number, kind, what in (
+    causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
         (errno.EACCES, UsageError, "may not be written or locked"),
         (errno.EPERM, UsageError, "may not be written or locked"),
         (errno.EROFS, UsageError, "lies on a read-only filesystem"),
         (errno.ENOENT, NothingToDo, "is not there"),
         (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
         (errno.ENOSPC, MachineShort, "lies on a full disk"),
-    ):
+    )
+    for number, cause, what in causes:
         if _mentions(text, number):
-            return kind(f"the store {path} {what}", found=text)
+            return cause(f"the store {path} {what}", found=text)
     kind, what = ERRORS.get(type(error), (DamagedStore, "LMDB cannot use it"))
     return kind(f"the store {path}: {what}", found=text)
 

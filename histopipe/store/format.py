@@ -95,7 +95,9 @@ def encode_index(columns: Mapping[str, NDArray[Any]]) -> bytes:
         columns: (N,) arrays of one length, by name. Names beyond `INDEX_COLUMNS` keep their own type.
     """
     arrays = {
-        name: np.ascontiguousarray(values, INDEX_COLUMNS.get(name) or values.dtype.newbyteorder("<"))
+        name: np.ascontiguousarray(
+            values, INDEX_COLUMNS.get(name) or values.dtype.newbyteorder("<")
+        )
         for name, values in columns.items()
     }
     # An offset's digits are in the header, and the header's length decides the offsets: one size for all ends the circle.

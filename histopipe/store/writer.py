@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
-from histopipe.store.environment import Environment, open_environment
+from histopipe.store.environment import open_environment
 from histopipe.store.format import (
     FORMAT_NAME,
     INDEX,
@@ -197,9 +197,7 @@ class StoreWriter:
                     raise
                 self._environment.grow()
 
-    def _put_record(
-        self, transaction: lmdb.Transaction, number: int, record: SlideRecord
-    ) -> None:
+    def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), to_json(record.to_json()), db=self._db[SLIDES])
 
     def _check_or_create(self, transaction: lmdb.Transaction, spec: TilingSpec) -> None:
@@ -222,10 +220,8 @@ class StoreWriter:
         while self._write(lambda transaction: self._delete_some(transaction, PATCHES, first, last)):
             pass
         first, last = slide_key(slide), slide_key(slide + 1)
-        for database in (INDEX, THUMBNAILS):
-            self._write(
-                lambda transaction, db=database: self._delete_some(transaction, db, first, last)
-            )
+        self._write(lambda transaction: self._delete_some(transaction, INDEX, first, last))
+        self._write(lambda transaction: self._delete_some(transaction, THUMBNAILS, first, last))
 
     def _delete_some(
         self, transaction: lmdb.Transaction, database: bytes, first: bytes, last: bytes
@@ -265,9 +261,7 @@ def _refuse_what_is_no_store(path: Path) -> None:
                 todo="choose another --out",
             )
     elif path.exists():
-        raise UsageError(
-            f"{path} is a file", expected="a folder", todo="choose another --out"
-        )
+        raise UsageError(f"{path} is a file", expected="a folder", todo="choose another --out")
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

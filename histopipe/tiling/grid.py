@@ -44,7 +44,7 @@ def _starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64
 
 
 def covered_fractions(
-    mask: NDArray[np.bool_], xs: NDArray[np.float64], ys: NDArray[np.float64], cell: float
+    mask: NDArray[np.bool_], xs: NDArray[np.floating], ys: NDArray[np.floating], cell: float
 ) -> NDArray[np.float32]:
     """Share of every cell that the mask covers, from one summed-area table.
 
@@ -66,7 +66,7 @@ def covered_fractions(
     return np.clip(sums.T / (cell * cell), 0, 1).astype(np.float32)
 
 
-def _interpolated(table: NDArray[np.float64], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+def _interpolated(table: NDArray[np.float64], rows: NDArray[np.floating]) -> NDArray[np.float64]:
     """Rows of a table at fractional positions; positions outside take the edge row."""
     rows = np.clip(rows, 0, len(table) - 1)
     low = np.minimum(rows.astype(np.int64), len(table) - 2) if len(table) > 1 else rows.astype(int)

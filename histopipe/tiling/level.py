@@ -50,9 +50,7 @@ def choose_level(
     if mpp is None or spec.mpp is None:
         raise ScaleError(f"{name} has no mpp", todo="give one, or use --level")
     wanted = spec.mpp
-    fine = [
-        level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)
-    ]
+    fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
     if not fine:
         finest = mpp * levels[0].downsample
         raise ScaleError(

@@ -65,7 +65,8 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     black = value < BLACK_BELOW
     counts = np.bincount(saturation[~black], minlength=256)
     occupied = np.count_nonzero(counts) > 1
-    otsu = int(threshold_otsu(hist=(counts, np.arange(256)))) if occupied else 0
+    histogram = (counts, np.arange(256))
+    otsu = int(threshold_otsu(hist=histogram)) if occupied else 0  # type: ignore[no-untyped-call]
     threshold = int(np.clip(otsu, *SATURATION_BOUNDS))
     tissue = (saturation > threshold) & ~black
     pixel_um2 = mpp * mpp

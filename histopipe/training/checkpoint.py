@@ -66,7 +66,9 @@ def load_state(folder: Path, variables: Sequence[Any]) -> TrainState:
             state = TrainState(**json.loads(str(saved["state"])))
             arrays = [saved[f"v{i:05d}"] for i in range(len(saved.files) - 1)]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        raise DamagedStore(f"{path} is damaged", found=str(error), todo="begin a new run") from error
+        raise DamagedStore(
+            f"{path} is damaged", found=str(error), todo="begin a new run"
+        ) from error
     shapes, wanted = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
     if shapes != wanted:
         raise DamagedStore(

@@ -140,11 +140,11 @@ class Trainer:
                 raise
             yield batch, time.monotonic() - before
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _train_step(self, batch: Any, epoch_number: tf.Tensor) -> Any:
         return self.strategy.run(self._train_replica, args=(batch, epoch_number))
 
-    @tf.function
+    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _predict_step(self, batch: Any) -> Any:
         return self.strategy.run(self._predict_replica, args=(batch,))
 
@@ -176,7 +176,11 @@ class Trainer:
         return batch["weight"] * tf.gather(self._class_weight, tf.maximum(batch["label"], 0))
 
     def _results(
-        self, batch: dict[str, tf.Tensor], probability: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor
+        self,
+        batch: dict[str, tf.Tensor],
+        probability: tf.Tensor,
+        losses: tf.Tensor,
+        weight: tf.Tensor,
     ) -> Any:
         return batch["key"], batch["label"], probability, tf.stack([losses, weight], axis=1)
 

@@ -48,7 +48,9 @@ def roc_auc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float
     # Late: a second that only a training spends.
     from sklearn.metrics import roc_auc_score
 
-    present = [c for c in range(probability.shape[1]) if 0 < np.count_nonzero(label == c) < len(label)]
+    present = [
+        c for c in range(probability.shape[1]) if 0 < np.count_nonzero(label == c) < len(label)
+    ]
     if len(present) < 2 or not np.isfinite(probability).all():
         return None
     if probability.shape[1] == 2:

@@ -47,10 +47,14 @@ def build_model(
     """
     image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
     seed = keras.Input((), dtype="int64", name="seed")
-    features = _small_cnn(image, weights) if name == SMALL_CNN else _application(name, image, weights)
+    features = (
+        _small_cnn(image, weights) if name == SMALL_CNN else _application(name, image, weights)
+    )
     head = keras.layers.Dense(classes, dtype="float32", name="logits")
     training = head(SampleDropout(dropout)(features, seed))
-    serving = keras.layers.Softmax(name="probability")(head(keras.layers.Dropout(dropout)(features)))
+    serving = keras.layers.Softmax(name="probability")(
+        head(keras.layers.Dropout(dropout)(features))
+    )
     return PatchModel(
         keras.Model([image, seed], training, name="training"),
         keras.Model(image, serving, name=name.replace("-", "_")),
@@ -60,7 +64,9 @@ def build_model(
 def _small_cnn(image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
     """One convolution block and one dense layer: enough to see that a pipeline learns."""
     if weights != "none":
-        raise UsageError(f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights")
+        raise UsageError(
+            f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
+        )
     x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)
     x = keras.layers.Conv2D(32, 7, strides=2, padding="same", activation="relu")(x)
     x = keras.layers.MaxPooling2D(2)(x)
@@ -110,9 +116,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def _preprocessed(
-    image: keras.KerasTensor, preprocess: Callable[[Any], Any]
-) -> keras.KerasTensor:
+def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:
     """A network's own preprocessing as stock layers, so that a saved model takes uint8 RGB.
 
     Every `preprocess_input` of Keras is a scale, an offset and perhaps a change from RGB to BGR. Four colours find out

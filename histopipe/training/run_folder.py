@@ -11,35 +11,45 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.splits import Side
+from histopipe.dataset.splits import Side, Splits, write_splits
 from histopipe.dataset.table import unpack_keys
 from histopipe.errors import UsageError
 from histopipe.store.store import Store
+from histopipe.training.config import TrainConfig
 from histopipe.training.loop import Predictions
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 METRICS, MODEL, PREDICTIONS = "metrics.json", "model.keras", "predictions.csv"
 
 
-def prepare(folder: Path, *, resume: bool) -> None:
-    """Make a run's folder.
+def check(folder: Path, *, resume: bool) -> None:
+    """Whether a run may go into a folder, before anything is made.
 
     Raises:
-        UsageError: it is there already and is not to be resumed, or cannot be made.
+        UsageError: it holds something already and is not to be resumed, or nothing and is.
     """
     if resume:
         if not (folder / CONFIG).exists():
             raise UsageError(f"{folder} holds no run to resume", expected=f"a {CONFIG} in it")
-        return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(
             f"{folder} exists and is not empty",
             todo="pass --resume to go on with it, or choose another --out",
         )
+
+
+def create(folder: Path, config: TrainConfig, splits: Splits) -> None:
+    """Make a run's folder, with what it is to do: the splits first, since a run without them cannot go on.
+
+    Raises:
+        UsageError: it cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder} cannot be made", found=str(error)) from error
+    write_splits(splits, folder / SPLITS)
+    write_text(folder / CONFIG, config.to_toml())
 
 
 def write_text(path: Path, text: str) -> None:

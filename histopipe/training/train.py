@@ -23,7 +23,6 @@ from histopipe.dataset.splits import (
     Splits,
     read_splits,
     site_by_label,
-    write_splits,
 )
 from histopipe.dataset.table import PatchTable
 from histopipe.errors import MachineShort, NothingToDo, UsageError
@@ -72,20 +71,23 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False) -> TrainRe
         DamagedStore: a store is damaged, or no longer what the run began with.
         MachineShort: memory ran out.
     """
-    run_folder.prepare(folder, resume=resume)
+    run_folder.check(folder, resume=resume)
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
         check_patch_sizes(stores)
         splits = _splits(config, stores, folder, resume=resume)
-        _tell(splits, config)
-        run_folder.write_text(folder / run_folder.CONFIG, config.to_toml())
+        _tell(splits)
+        run = _Run(config, folder, stores, splits)
+        # All that can be wrong with the settings has been found by now: the folder begins to exist.
+        run_folder.create(folder, config, splits)
         try:
-            return _Run(config, folder, stores, splits).run(resume=resume)
+            return run.run(resume=resume)
         except tf.errors.ResourceExhaustedError as error:
             raise MachineShort(
-                "memory ran out while training", found=error.message.split("\n")[0][:200],
+                "memory ran out while training",
+                found=error.message.split("\n")[0][:200],
                 todo="go on with --resume and a smaller --batch-size",
-            ) from error  # fmt: skip
+            ) from error
 
 
 class _Run:
@@ -171,9 +173,7 @@ class _Run:
             if self._tables[side] is not None
         ]
         metrics = {side: patch_metrics(values) for side, values in predicted}
-        run_folder.write_predictions(
-            self._folder, self._stores, self._splits.classes, predicted
-        )
+        run_folder.write_predictions(self._folder, self._stores, self._splits.classes, predicted)
         run_folder.write_metrics(
             self._folder,
             {
@@ -195,29 +195,30 @@ class _Run:
         self._trainer.model.serving.set_weights(best.get_weights())
 
 
-def _splits(
-    config: TrainConfig, stores: Sequence[Store], folder: Path, *, resume: bool
-) -> Splits:
-    """The run's splits: read if it goes on or they are given, else made; written before training begins."""
-    path = folder / run_folder.SPLITS
+def _splits(config: TrainConfig, stores: Sequence[Store], folder: Path, *, resume: bool) -> Splits:
+    """The run's splits: read if it goes on or if they are given, else made."""
     if resume:
-        return read_splits(path, stores)
+        return read_splits(folder / run_folder.SPLITS, stores)
     if config.splits is not None:
         splits = read_splits(Path(config.splits), stores)
     else:
         first, second, third = config.fractions
         splits = make_splits(
-            stores, split_by=config.split_by, seed=config.seed, labels=_labels(config, stores),
-            fractions=(first, second, third), region=Micrometres(config.region_um),
-        )  # fmt: skip
+            stores,
+            split_by=config.split_by,
+            seed=config.seed,
+            labels=_labels(config, stores),
+            fractions=(first, second, third),
+            region=Micrometres(config.region_um),
+        )
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
     if leaks and not config.allow_leaks:
         raise UsageError(
-            "the split leaks", found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
+            "the split leaks",
+            found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
             expected="each patient and slide on one side",
             todo="split by patient, or pass --allow-leaks if you mean it",
-        )  # fmt: skip
-    write_splits(splits, path)
+        )
     return splits
 
 
@@ -231,7 +232,7 @@ def _labels(
     return {name: (row.label, row.patient, row.site) for name, row in rows.items()}
 
 
-def _tell(splits: Splits, config: TrainConfig) -> None:
+def _tell(splits: Splits) -> None:
     """What the model will see, before the long wait."""
     for side, counts in splits.count().items():
         say(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
@@ -261,7 +262,7 @@ def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
     if config.class_weights == "none":
         return np.ones(len(splits.classes), np.float32)
     patches = np.array([counts[name] for name in splits.classes], np.float64)
-    return (patches.sum() / (len(patches) * np.maximum(patches, 1))).astype(np.float32)
+    return np.asarray(patches.sum() / (len(patches) * np.maximum(patches, 1)), np.float32)
 
 
 def _is_better(metrics: PatchMetrics, state: TrainState) -> bool:
