@@ -219,7 +219,8 @@ def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin_worker(parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach a whole group; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(
         1, signal.SIGKILL
     )  # PR_SET_PDEATHSIG: nobody writes on behalf of the dead

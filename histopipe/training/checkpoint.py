@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.errors import DamagedStore, NothingToDo
+from histopipe.errors import DamagedStore
 
 STATE_FILE = "resume.npz"
 
@@ -55,12 +55,9 @@ def load_state(folder: Path, variables: Sequence[Any]) -> TrainState:
     """Put variables back as they were, and tell where the training stood.
 
     Raises:
-        NothingToDo: there is no state to go on from.
         DamagedStore: the file is damaged, or of another model.
     """
     path = folder / STATE_FILE
-    if not path.exists():
-        raise NothingToDo(f"nothing to resume in {folder}", expected=STATE_FILE)
     try:
         with np.load(path, allow_pickle=False) as saved:
             state = TrainState(**json.loads(str(saved["state"])))

@@ -30,7 +30,7 @@ from histopipe.geometry import Micrometres
 from histopipe.slides.tables import SlideNames, read_labels
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder
-from histopipe.training.checkpoint import TrainState, load_state, save_state
+from histopipe.training.checkpoint import STATE_FILE, TrainState, load_state, save_state
 from histopipe.training.config import TrainConfig
 from histopipe.training.devices import make_strategy
 from histopipe.training.loop import Predictions, Trainer
@@ -118,7 +118,7 @@ class _Run:
 
     def run(self, *, resume: bool) -> TrainResult:
         state = TrainState()
-        if resume:
+        if resume and (self._folder / STATE_FILE).exists():
             state = load_state(self._folder, self._trainer.variables)
             say(f"resuming {self._folder} after epoch {state.epoch}")
         while not self._finished(state):

@@ -1,0 +1,87 @@
+"""What several tests need: the real slides, made slides, and the command as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+PROJECT = Path(__file__).parents[1]
+TOOLS = PROJECT / "tools"
+COMMAND = [str(Path(sys.executable).with_name("histopipe"))]
+
+# Machines here are noisy: how long an example takes says nothing.
+settings.register_profile("steady", deadline=None)
+settings.load_profile("steady")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def data() -> Path:
+    """The folder with the real slides. Without it the tests that need it say so and are skipped; CI requires it."""
+    folder = os.environ.get("HISTOPIPE_TEST_DATA")
+    if not folder:
+        pytest.skip("HISTOPIPE_TEST_DATA is not set: it names the folder of the real slides")
+    path = (PROJECT / folder).resolve()
+    assert (path / "slides").is_dir(), f"HISTOPIPE_TEST_DATA={folder} has no folder slides"
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs `histopipe ARGUMENTS` in a folder of its own."""
+
+    def call(
+        *arguments: object, cwd: Path = tmp_path, **kwargs: Any
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*COMMAND, *map(str, arguments)],
+            cwd=cwd,
+            text=True,
+            capture_output=True,
+            timeout=300,
+            check=False,
+            **kwargs,
+        )
+
+    return call
+
+
+def make_slides(out: Path, *arguments: str) -> list[Path]:
+    """Slides by the project's own tool."""
+    subprocess.run(
+        [sys.executable, str(TOOLS / "make_slides.py"), str(out), *arguments],
+        check=True,
+        capture_output=True,
+    )
+    return sorted(path for path in out.iterdir() if path.suffix in (".svs", ".tiff", ".scn"))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve small slides of two classes, with labels.csv."""
+    folder = tmp_path_factory.mktemp("made")
+    make_slides(folder, "--count", "12", "--size", "1536x1536", "--classes", "normal,tumour")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def made_store(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """These slides as a store of 128-pixel patches."""
+    store = tmp_path_factory.mktemp("stores") / "patches.lmdb"
+    done = subprocess.run(
+        [*COMMAND, "ingest", str(made), "--out", str(store), "--patch-size", "128", "--json"],
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["exit_code"] == 0
+    return store

@@ -1,0 +1,342 @@
+"""Order, tables, batches and splits: pure functions, and the properties they promise."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from histopipe.dataset.batches import Batches, aligned_empty
+from histopipe.dataset.order import SMALL, Permutation
+from histopipe.dataset.split_makers import allocate, make_splits
+from histopipe.dataset.splits import DROPPED, SIDES, SplitBy, read_splits, write_splits
+from histopipe.dataset.table import (
+    PatchTable,
+    SlideRows,
+    class_names,
+    pack_keys,
+    unpack_keys,
+    whole_table,
+)
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
+from histopipe.geometry import Micrometres
+from histopipe.store.format import patch_key
+from histopipe.store.store import Store
+
+GOLDEN = Path(__file__).parent / "golden" / "store-v1"
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 100))
+def test_a_permutation_is_one(n: int, seed: int, epoch: int) -> None:
+    assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
+
+
+@given(st.integers(SMALL + 1, 2**40), st.integers(0, 2**63), st.data())
+def test_a_permutation_needs_no_more_than_the_places_asked_for(
+    n: int, seed: int, data: st.DataObject
+) -> None:
+    places = np.array(
+        data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    )
+    order = Permutation(n, seed)
+    assert [int(order(np.array([p]))[0]) for p in places] == order(places).tolist()
+    assert len(set(order(places).tolist())) == len(places)
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 6])
+def test_every_permutation_of_a_few_is_as_likely(n: int) -> None:
+    trials = 40 * math.factorial(n)
+    counts = Counter(tuple(Permutation(n, s, 7)(np.arange(n)).tolist()) for s in range(trials))
+    missing = math.factorial(n) - len(counts)
+    statistic = sum((c - 40) ** 2 / 40 for c in counts.values()) + 40 * missing
+    assert chi2.sf(statistic, math.factorial(n) - 1) > 1e-4
+
+
+@pytest.mark.parametrize("n", [1500, 10_007, 1_000_003])
+def test_places_are_spread_evenly(n: int) -> None:
+    """Where the first hundred places of 300 epochs fall, in 50 bins."""
+    found = np.concatenate([Permutation(n, 3, epoch)(np.arange(100)) for epoch in range(300)])
+    counts = np.bincount(found * 50 // n, minlength=50)
+    expected = len(found) / 50
+    assert chi2.sf(((counts - expected) ** 2 / expected).sum(), 49) > 1e-4
+
+
+def test_orders_are_pinned() -> None:
+    """A change here would silently reorder every resumed training."""
+    assert Permutation(10, 1, 0)(np.arange(10)).tolist() == [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
+    assert Permutation(10**6, 1, 0)(np.arange(5)).tolist() == PINNED_MILLION
+    assert Permutation(10**9, 2, 3)(np.arange(5)).tolist() == PINNED_BILLION
+
+
+PINNED_MILLION = [555696, 407648, 551786, 857272, 767134]
+PINNED_BILLION = [853735704, 609326557, 666574160, 382560544, 151141390]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 126), st.integers(0, 2**24 - 1), st.integers(0, 2**32 - 1)),
+        min_size=1,
+    )
+)
+def test_keys_come_apart_again(parts: list[tuple[int, int, int]]) -> None:
+    arrays = [np.array(values, np.int64) for values in zip(*parts, strict=True)]
+    keys = pack_keys(*arrays)
+    assert (keys >= 0).all()
+    for array, again in zip(arrays, unpack_keys(keys), strict=True):
+        np.testing.assert_array_equal(array, again)
+
+
+@given(st.lists(st.lists(st.integers(0, 50), unique=True), min_size=1, max_size=6), st.booleans())
+def test_a_table_lays_slides_end_to_end(slides: list[list[int]], chosen: bool) -> None:
+    parts = [
+        SlideRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int64) if chosen else None)
+        for i, rows in enumerate(slides)
+    ]
+    if not any(slides):
+        with pytest.raises(NothingToDo):
+            PatchTable(parts)
+        return
+    table = PatchTable(parts)
+    expected = [
+        (i % 2, i, row, i)
+        for i, rows in enumerate(slides)
+        for row in (sorted(rows) if chosen else range(len(rows)))
+    ]
+    found = table.locate(np.arange(len(table)))
+    assert list(zip(*(a.tolist() for a in found), strict=True)) == expected
+
+
+@pytest.fixture
+def store(made_store: Path) -> Any:
+    with Store(made_store) as opened:
+        yield opened
+
+
+def batches_of(store: Store, **kwargs: Any) -> Batches:
+    classes = class_names(store.slides)
+    return Batches([store], whole_table([store], classes, labelled_only=True), **kwargs)
+
+
+def epoch_keys(batches: Batches, epoch: int) -> list[int]:
+    keys = []
+    for step in range(batches.steps_per_epoch):
+        for replica in range(batches.replicas):
+            found, _, weight = batches.keys_and_labels(
+                epoch * batches.steps_per_epoch + step, replica
+            )
+            keys += found[weight > 0].tolist()
+    return keys
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
+def test_an_epoch_is_every_patch_once_however_it_is_shared(
+    made_store: Path, size: int, epoch: int, replicas: int, shuffle: bool
+) -> None:
+    with Store(made_store) as store:
+        seed = 5 if shuffle else None
+        one = epoch_keys(batches_of(store, batch_size=size, seed=seed), epoch)
+        many = epoch_keys(batches_of(store, batch_size=size, seed=seed, replicas=replicas), epoch)
+    assert one == many
+    assert len(one) == len(set(one)) == len(store)
+
+
+def test_every_part_of_a_step_has_its_full_size(store: Store) -> None:
+    batches = batches_of(store, batch_size=10, seed=1, replicas=3)
+    last = batches.steps_per_epoch - 1
+    weights = np.concatenate([batches.keys_and_labels(last, r)[2] for r in range(3)])
+    assert len(weights) == 12
+    assert weights.sum() == (len(store) % 10 or 10)
+
+
+def test_a_batch_is_the_stored_pixels(store: Store) -> None:
+    batch = batches_of(store, batch_size=20, seed=3).load(4)
+    assert batch.image.shape == (20, 128, 128, 3)
+    classes = class_names(store.slides)
+    for image, label, key in zip(batch.image, batch.label, batch.key, strict=True):
+        _, slide, row = (int(part) for part in unpack_keys(key))
+        assert (image == simplejpeg.decode_jpeg(store.value(slide, row))).all()
+        assert classes[label] == store.records[slide].label
+
+
+def test_a_batch_s_memory_is_new_and_aligned() -> None:
+    a, b = aligned_empty((3, 5, 5, 3)), aligned_empty((3, 5, 5, 3))
+    assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
+    assert not np.shares_memory(a, b)
+
+
+def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
+    from test_store import one_slide  # the two share what a tiny store is
+
+    one_slide(tmp_path / "s.lmdb", [b"no image", b"\xff\xd8no jpeg"]).close()
+    with Store(tmp_path / "s.lmdb") as store:
+        batches = Batches(
+            [store], whole_table([store], [], labelled_only=False), batch_size=1, seed=None
+        )
+        for step in (0, 1):
+            with pytest.raises(DamagedStore, match=f"slide a: patch {step} cannot be decoded"):
+                batches.load(step)
+
+
+def test_unreadable_patches_are_never_drawn() -> None:
+    with Store(GOLDEN) as store:
+        table = whole_table([store], ["normal", "tumour"], labelled_only=True)
+        assert len(table) == 7
+        keys = epoch_keys(Batches([store], table, batch_size=3, seed=1), 0)
+    assert patch_key(1, 1) not in {
+        patch_key(int(s), int(r)) for _, s, r in map(unpack_keys, map(np.int64, keys))
+    }
+
+
+BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
+
+
+@pytest.mark.parametrize("split_by", BY)
+def test_a_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
+    # Regions of 1 mm leave no room here; patches of 64 µm need squares of more than that.
+    splits = make_splits([store], split_by=split_by, seed=3, region=Micrometres(150.0))
+    counts = splits.count()
+    assert all(counts[side][name] for side in SIDES for name in splits.classes)
+    total = sum(sum(c.values()) for c in counts.values())
+    dropped = sum(int((slide.sides == DROPPED).sum()) for slide in splits.slides)
+    assert total + dropped == len(store)
+    assert (dropped > 0) == (split_by == "region")
+    write_splits(splits, tmp_path / "splits.json")
+    again = read_splits(tmp_path / "splits.json", [store])
+    assert again.count() == counts
+    for a, b in zip(splits.slides, again.slides, strict=True):
+        np.testing.assert_array_equal(a.sides, b.sides)
+    assert (
+        make_splits([store], split_by=split_by, seed=3, region=Micrometres(150.0)).count() == counts
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 1000), st.integers(3, 6))
+def test_patients_and_copies_never_stand_on_two_sides(
+    made_store: Path, seed: int, patients: int
+) -> None:
+    with Store(made_store) as store:
+        labels: dict[str, tuple[str | None, str | None, str | None]] = {
+            record.id: (record.label, f"{record.label}-{i % patients}", None)
+            for i, record in enumerate(store.slides)
+        }
+        splits = make_splits([store], split_by="patient", seed=seed, labels=labels)
+    assert len(splits.slides) == 12
+    assert splits.leaks() == []
+
+
+def test_copies_stay_together(tmp_path: Path) -> None:
+    import dataclasses  # only here
+
+    from test_store import RECORD, SPEC, columns_of
+
+    from histopipe.store.writer import StoreWriter
+
+    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
+        names = [f"{c}{i}" for c in "ab" for i in range(6)]
+        records = [
+            dataclasses.replace(
+                RECORD, id=n, label=n[0], patient=n, quickhash="same" if n in ("a0", "a1", "a5") else n,
+                planned=2, stored=2,
+            )
+            for n in names
+        ]  # fmt: skip
+        numbers = writer.register(records)
+        for rec in records:
+            crc = writer.put_patches(numbers[rec.id], 0, [b"x", b"y"])
+            writer.complete(numbers[rec.id], rec, columns_of(crc, np.ones(2)), {})
+    with Store(tmp_path / "s.lmdb") as store:
+        for seed in range(20):
+            splits = make_splits([store], split_by="slide", seed=seed)
+            assert splits.leaks() == []
+            sides = {s.id: int(s.sides[0]) for s in splits.slides}
+            assert sides["a0"] == sides["a1"] == sides["a5"]
+
+
+def test_regions_of_two_sides_keep_a_patch_apart(store: Store) -> None:
+    splits = make_splits([store], split_by="region", seed=3, region=Micrometres(150.0))
+    for slide in splits.slides:
+        index, record = store.index(slide.slide), store.records[slide.slide]
+        assert record.read_size is not None
+        x, y = index["x_l0"].astype(int), index["y_l0"].astype(int)
+        assert record.mpp is not None
+        square = 150.0 / record.mpp
+        for i in np.flatnonzero(slide.sides != DROPPED):
+            own = np.array([x[i], y[i]]) + record.read_size / 2
+            # The nearest point of every square of another side is a patch width or more away.
+            for j in np.flatnonzero((slide.sides != DROPPED) & (slide.sides != slide.sides[i])):
+                corner = np.floor((np.array([x[j], y[j]]) + record.read_size / 2) / square) * square
+                near = np.clip(own, corner, corner + square)
+                gap = abs(near - own).max() - record.read_size / 2
+                assert gap >= record.read_size - 1
+
+
+def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
+    labels: dict[str, tuple[str | None, str | None, str | None]] = {
+        record.id: (record.label, record.id, f"{record.label}{i // 4}")
+        for i, record in enumerate(store.slides)
+    }
+    splits = make_splits([store], split_by="site", seed=1, labels=labels)
+    site_sides: dict[str, set[int]] = {}
+    for slide in splits.slides:
+        site_sides.setdefault(str(slide.site), set()).update(slide.sides.tolist())
+    assert all(len(sides) == 1 for sides in site_sides.values())
+    with pytest.raises(UsageError, match="--split-by site: found 12 slides without one"):
+        make_splits([store], split_by="site", seed=1)
+
+
+def test_nothing_to_split(store: Store) -> None:
+    one: dict[str, tuple[str | None, str | None, str | None]] = {
+        r.id: ("same", None, None) for r in store.slides
+    }
+    with pytest.raises(NothingToDo, match=r"nothing to tell apart: found labels same.*labels\.csv"):
+        make_splits([store], split_by="patient", seed=1, labels=one)
+    few: dict[str, tuple[str | None, str | None, str | None]] = {
+        r.id: ("a" if i < 2 else "b", None, None) for i, r in enumerate(store.slides)
+    }
+    with pytest.raises(
+        NothingToDo, match="class 'a' cannot be split: found 2 patients, expected at least 3"
+    ):
+        make_splits([store], split_by="patient", seed=1, labels=few)
+
+
+@given(st.lists(st.integers(3, 40), min_size=1, max_size=4), st.integers(0, 1000))
+def test_every_stratum_is_on_every_side(sizes: list[int], seed: int) -> None:
+    strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
+    sides = allocate(strata, (0.7, 0.15, 0.15), seed, "patient")
+    for groups in strata.values():
+        count = Counter(sides[group] for group in groups)
+        assert set(count) == {0, 1, 2}
+        assert count[1] == count[2] == max(1, round(0.15 * len(groups)))
+
+
+def test_a_split_that_no_longer_fits_is_refused(store: Store, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    write_splits(make_splits([store], split_by="patient", seed=3), path)
+    good = json.loads(path.read_text())
+    for change, error, says in (
+        ({"version": 2}, UnknownVersion, "version 2"),
+        ({"stores": ["other"]}, DamagedStore, "was made for other stores"),
+        ({"slides": [good["slides"][0] | {"crc": 1}]}, DamagedStore, "is not what .* was made for"),
+        ({"slides": [good["slides"][0] | {"slide": 77}]}, DamagedStore, "no such complete slide"),
+        ({"slides": [{}]}, DamagedStore, "is damaged"),
+        ({"classes": 3}, DamagedStore, "is damaged"),
+    ):
+        path.write_text(json.dumps(good | change))
+        with pytest.raises(error, match=says):
+            read_splits(path, [store])
+    path.write_text("{")
+    with pytest.raises(DamagedStore, match="is damaged"):
+        read_splits(path, [store])
+    with pytest.raises(UsageError, match="does not exist"):
+        read_splits(tmp_path / "none", [store])

@@ -1,0 +1,495 @@
+"""Ingest as a user runs it, on real slides and on made ones, with everything that can go wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openslide
+import pytest
+import tifffile
+from conftest import COMMAND, Run, make_slides
+from PIL import Image
+
+from histopipe.geometry import Mpp
+from histopipe.ingest.claims import Claims
+from histopipe.ingest.decide import Action, decide
+from histopipe.slides.discovery import SlideFile
+from histopipe.slides.identity import Fingerprint
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.store import Store
+
+CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
+
+
+def outcomes(stdout: str) -> dict[str, dict[str, Any]]:
+    return {slide["id"]: slide for slide in json.loads(stdout)["slides"]}
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """All that a store says of its complete slides, value by value; times and uuid left out."""
+    with Store(path) as store:
+        return {
+            record.id: (
+                number,
+                record.to_json(),
+                {k: v.tobytes() for k, v in store.index(number).items()},
+                [store.value(number, row) for row in range(record.planned)],
+                store.thumbnail(number),
+                store.thumbnail(number, "mask"),
+            )
+            for number, record in store.complete.items()
+        }
+
+
+@pytest.fixture
+def mpps(tmp_path: Path) -> Path:
+    path = tmp_path / "mpps.csv"
+    path.write_text(f"slide,mpp\n{TCGA}.svs,0.5\n")
+    return path
+
+
+def test_the_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> None:
+    done = run("ingest", data / "slides", "--json")
+    assert done.returncode == 3
+    found = outcomes(done.stdout)
+    assert {name: slide["status"] for name, slide in found.items()} == {
+        CMU: "complete",
+        TCGA: "failed",
+        "boxes": "failed",
+        "dicom/j2k/camelyon16-overview": "failed",
+        "dicom/jpeg/camelyon16-overview": "failed",
+        "small": "complete",
+    }
+    assert "no usable mpp" in found[TCGA]["reason"]
+    assert "--mpp-csv (columns slide,mpp)" in found[TCGA]["reason"]
+    assert "352.778 mpp" in found["boxes"]["reason"]
+    for name in ("dicom/j2k/camelyon16-overview", "dicom/jpeg/camelyon16-overview"):
+        assert "found 28.9685 mpp at its finest" in found[name]["reason"]
+    assert found["small"]["patches"] == 0
+    assert found["small"]["notes"] == [
+        "no patch fits: the slide is 16×16 where one reads 256 pixels"
+    ]
+
+    before = contents(tmp_path / "patches.lmdb")
+    again = run("ingest", data / "slides", "--mpp-csv", mpps, "--json")
+    assert again.returncode == 3
+    found = outcomes(again.stdout)
+    assert found[TCGA]["status"] == "complete"
+    assert found[CMU]["status"] == found["small"]["status"] == "skipped"
+    after = contents(tmp_path / "patches.lmdb")
+    assert {name: after[name] for name in before} == before
+    assert set(after) == {CMU, TCGA, "small"}
+
+
+def test_bad_files(run: Run, data: Path) -> None:
+    done = run("ingest", data / "bad")
+    assert done.returncode == 4
+    assert "Traceback" not in done.stderr
+    for name in ("broken.svs", "git-lfs-pointer.ndpi", "unopenable.tiff", "not-a-pyramid.tif"):
+        assert name in done.stderr
+
+
+def test_stored_patches_are_the_slides_pixels(
+    run: Run, data: Path, tmp_path: Path, mpps: Path
+) -> None:
+    """Every patch of the two real H&E slides, against OpenSlide at its coordinates, with Pillow alone."""
+    arguments = [data / "slides" / f"{name}.svs" for name in (CMU, TCGA)]
+    assert run("ingest", *arguments, "--mpp-csv", mpps).returncode == 0
+    differences = []
+    with Store(tmp_path / "patches.lmdb") as store:
+        assert len(store) > 150
+        for number, record in store.complete.items():
+            slide = openslide.OpenSlide(record.path)
+            index = store.index(number)
+            assert record.level == 0
+            for row in range(record.planned):
+                value = store.value(number, row)
+                assert value[:2] == b"\xff\xd8"
+                image = Image.open(io.BytesIO(value))
+                assert image.size == (256, 256)
+                assert image.mode == "RGB"
+                place = int(index["x_l0"][row]), int(index["y_l0"][row])
+                truth = slide.read_region(place, 0, (256, 256)).convert("RGB")
+                difference = np.asarray(image).astype(int) - np.asarray(truth)
+                differences.append(abs(difference).mean())
+                assert len(value) == index["length"][row]
+    # Quality 90 alone: 2.0 on average, 3.9 at most, when this was written.
+    assert np.mean(differences) < 2.5
+    assert np.max(differences) < 5
+
+
+def test_png_is_lossless_and_reduced_as_it_says(run: Run, data: Path, tmp_path: Path) -> None:
+    slide = data / "slides" / f"{CMU}.svs"
+    assert (
+        run(
+            "ingest", slide, "--mpp", 1, "--patch-size", 64, "--codec", "png", "--overlap", 16
+        ).returncode
+        == 0
+    )
+    handle = openslide.OpenSlide(slide)
+    with Store(tmp_path / "patches.lmdb") as store:
+        index, record = store.index(0), store.records[0]
+        assert (record.read_size, record.stride, record.resampling) == (128, 96, "area")
+        for row in range(0, record.planned, 7):
+            place = int(index["x_l0"][row]), int(index["y_l0"][row])
+            truth = handle.read_region(place, 0, (128, 128)).convert("RGB").reduce(2)
+            assert (store.read(CMU, row) == np.asarray(truth)).all()
+
+
+def test_bounds_move_the_grid(run: Run, tmp_path: Path) -> None:
+    make_slides(
+        tmp_path / "in", "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
+    )
+    assert (
+        run("ingest", "in", "--tissue", "none", "--mpp", 0.499, "--patch-size", 250).returncode == 0
+    )
+    with Store(tmp_path / "patches.lmdb") as store:
+        index = store.index(0)
+    assert sorted(set(index["x_l0"].tolist())) == [640 + 250 * i for i in range(6)]
+    assert sorted(set(index["y_l0"].tolist())) == [320 + 250 * i for i in range(4)]
+
+
+def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole.lmdb", tmp_path / "killed.lmdb"
+    arguments = ["--patch-size", "64", "--workers", "2"]
+    subprocess.run(
+        [*COMMAND, "ingest", made, "--out", whole, *arguments], check=True, capture_output=True
+    )
+    complete = []
+    for part in (0.2, 0.5, 0.8):
+        child = subprocess.Popen(
+            [*COMMAND, "ingest", str(made), "--out", str(killed), *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stderr is not None
+        for _ in range(int(12 * part) - sum(complete[-1:]) or 1):
+            child.stderr.readline()  # a line a slide
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stderr.close()
+        with Store(killed) as store:
+            complete.append(len(store.complete))
+    assert complete == sorted(complete)
+    assert 0 < complete[-1] < 12, "the kills came too late to show anything"
+    subprocess.run(
+        [*COMMAND, "ingest", made, "--out", killed, *arguments], check=True, capture_output=True
+    )
+    assert contents(killed) == contents(whole)
+    with Store(killed) as store:
+        assert store._environment.handle is not None
+        with store._environment.read() as txn:
+            stored = txn.stat(store._environment.databases[b"patches"])["entries"]
+        assert stored == sum(record.planned for record in store.complete.values())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_a_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
+    make_slides(tmp_path / "in", "--count", "3", "--size", "5000x5000")
+    child = subprocess.Popen(
+        [*COMMAND, "ingest", "in", "--patch-size", "32", "--workers", "2"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    store = tmp_path / "patches.lmdb"
+    while not (store / "ingest.lock").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    family = _children(child.pid)
+    os.killpg(child.pid, sent)  # a terminal sends it to all
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+    assert family
+    _wait_for_the_end_of(family)
+    with Store(store) as opened:
+        assert len(opened.slides) == 3
+
+
+def _children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait_for_the_end_of(family: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in family):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "6000x6000")
+    child = subprocess.Popen(
+        [*COMMAND, "ingest", "in", "--patch-size", "32", "--workers", "2"],
+        cwd=tmp_path,
+        stderr=subprocess.DEVNULL,
+    )
+    while not (tmp_path / "patches.lmdb" / "ingest.lock").exists():
+        time.sleep(0.05)
+    time.sleep(1)
+    family = _children(child.pid)
+    child.kill()
+    child.wait()
+    assert len(family) >= 2
+    _wait_for_the_end_of(family)
+
+
+def test_two_ingests_at_once_share_the_work(made: Path, tmp_path: Path) -> None:
+    store = tmp_path / "s.lmdb"
+    command = [*COMMAND, "ingest", str(made), "--out", str(store), "--patch-size", "64", "--json"]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    reports = [json.loads(child.communicate(timeout=300)[0]) for child in children]
+    assert [report["exit_code"] for report in reports] == [0, 0]
+    done = [{s["id"] for s in report["slides"] if s["status"] == "complete"} for report in reports]
+    assert len(done[0] | done[1]) == 12
+    assert not done[0] & done[1]
+    assert len(contents(store)) == 12
+
+
+def test_a_truncated_slide_is_passed_over(run: Run, tmp_path: Path) -> None:
+    paths = make_slides(
+        tmp_path / "in", "--count", "3", "--size", "3000x3000", "--levels", "1", "--format", "tiff"
+    )
+    content = bytearray(paths[1].read_bytes())
+    middle = len(content) // 2
+    content[middle - 60_000 : middle + 60_000] = bytes(120_000)
+    paths[1].write_bytes(content)
+    (tmp_path / "in" / "half.svs").write_bytes(paths[0].read_bytes()[:100_000])
+    (tmp_path / "in" / "empty.svs").write_bytes(b"")
+    done = run("ingest", "in", "--tissue", "none", "--json")
+    assert done.returncode == 3
+    found = outcomes(done.stdout)
+    assert [name for name, slide in found.items() if slide["status"] == "complete"] == [
+        "slide-000",
+        "slide-002",
+    ]
+    assert "cannot be read" in found["slide-001"]["reason"]
+    assert set(contents(tmp_path / "patches.lmdb")) == {"slide-000", "slide-002"}
+
+
+def test_unreadable_patches_keep_their_number(run: Run, tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path / "in", "--size", "3000x3000", "--levels", "1,16")
+    with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
+        for tile in (7, 8, 30):
+            file.seek(tiff.pages.first.dataoffsets[tile])
+            file.write(bytes(16))  # no JPEG any more
+    failed = run("ingest", "in", "--tissue", "none", "--json")
+    assert failed.returncode == 4
+    (slide,) = json.loads(failed.stdout)["slides"]
+    assert (
+        "of 121 patches cannot be read (--max-unreadable allows 1.00%), first:" in slide["reason"]
+    )
+    done = run(
+        "ingest", "in", "--tissue", "none", "--max-unreadable", "50%", "--retry-failed", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    (slide,) = json.loads(done.stdout)["slides"]
+    assert slide["unreadable"] == 3
+    assert "unreadable patches, first:" in slide["notes"][0]
+    with Store(tmp_path / "patches.lmdb") as store:
+        index = store.index(0)
+        assert len(store) == 121 - slide["unreadable"]
+        lost = np.flatnonzero(index["length"] == 0)
+        assert len(lost) == slide["unreadable"]
+        assert all(store.value(0, row) == b"" for row in lost)
+
+
+def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
+    assert run("ingest", "in").returncode == 0
+    before = contents(tmp_path / "patches.lmdb")
+    make_slides(tmp_path / "in", "--size", "1000x1000", "--seed", "2")
+    done = run("ingest", "in")
+    assert done.returncode == 4
+    assert "pass --force" in done.stderr
+    assert contents(tmp_path / "patches.lmdb") == before
+    assert run("ingest", "in", "--force").returncode == 0
+    after = contents(tmp_path / "patches.lmdb")
+    assert after[path.stem][3] != before[path.stem][3]
+
+
+def test_copies_are_stored_and_told(run: Run, tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
+    shutil.copy(path, tmp_path / "in" / "copy.svs")
+    done = run("ingest", "in")
+    assert done.returncode == 0
+    assert "copy, slide-000 are copies of one slide" in done.stderr
+
+
+def test_the_same_slide_by_another_way_is_known_again(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in" / "sub", "--size", "1000x1000")
+    assert run("ingest", "in").returncode == 0
+    done = run("ingest", "in/sub", "--json")
+    assert done.returncode == 0
+    assert outcomes(done.stdout)["sub/slide-000"]["status"] == "skipped"
+
+
+def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
+    make_slides(
+        tmp_path / "in", "--size", "1000x1000", "--count", "2", "--classes", "normal,tumour"
+    )
+    assert run("ingest", "in").returncode == 0
+    (tmp_path / "other.csv").write_text("slide,label,patient\nslide-000,cat,p\nslide-001,,\n")
+    assert run("ingest", "in", "--labels", "other.csv").returncode == 0
+    with Store(tmp_path / "patches.lmdb") as store:
+        assert [(r.label, r.patient) for r in store.slides] == [("cat", "p"), (None, "slide-001")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["none"], 2, "none does not exist"),
+        (["empty"], 4, "no slide in empty"),
+        (["in", "--mpp", "0.5", "--level", "0"], 2, "expected one of --mpp, --mag and --level"),
+        (["in", "--patch-size", "4"], 2, "--patch-size: found 4"),
+        (["in", "--labels", "none.csv"], 2, "none.csv does not exist"),
+        (["in", "--labels", "bad.csv"], 2, "bad.csv: wrong header"),
+        (["in", "--labels", "extra.csv"], 2, "'nobody' names no slide"),
+        (["in", "--mpp-csv", "extra.csv"], 2, "expected slide,mpp"),
+        (["in", "--out", "in"], 2, "a folder of something else"),
+        (["in", "--max-unreadable", "7"], 2, "is no share"),
+        (["in", "--default-mpp", "0"], 2, "--default-mpp: found 0.0"),
+        (["in", "--no-such-flag"], 2, "No such option"),
+        ([], 2, "Missing argument"),
+    ],
+)
+def test_wrong_input_is_one_message_and_nothing_is_written(
+    run: Run, tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    make_slides(tmp_path / "in", "--size", "600x600")
+    (tmp_path / "bad.csv").write_text("name,class\n")
+    (tmp_path / "extra.csv").write_text("slide,label\nslide-000,x\nnobody,y\n")
+    done = run("ingest", *arguments)
+    assert done.returncode == code
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+    assert not (tmp_path / "patches.lmdb").exists()
+
+
+def test_levels_do_not_mix_scales_unasked(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600", "--name", "a")
+    make_slides(tmp_path / "in", "--size", "600x600", "--name", "b", "--mpp", "0.25")
+    done = run("ingest", "in", "--level", 0)
+    assert done.returncode == 2
+    assert "--level 0 would mix scales: found 0.25 mpp (b000) and 0.499 mpp (a000)" in done.stderr
+    assert run("ingest", "in", "--level", 0, "--allow-mixed-mpp").returncode == 0
+
+
+def test_no_tensorflow_is_needed(tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600")
+    for name in ("tensorflow", "keras", "sklearn"):
+        (tmp_path / "blocked" / name).mkdir(parents=True)
+        (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('not here')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked")}
+    done = subprocess.run(
+        [*COMMAND, "ingest", "in"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    trained = subprocess.run(
+        [*COMMAND, "train"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert trained.returncode == 6
+    assert "pip install 'histopipe[train]'" in trained.stderr
+
+
+def test_info(run: Run, made_store: Path) -> None:
+    text = run("info", made_store)
+    assert text.returncode == 0
+    assert "12 complete" in text.stdout
+    value = json.loads(run("info", made_store, "--json").stdout)
+    assert value["states"] == {"complete": 12}
+    assert value["labels"] == {"normal": 6, "tumour": 6}
+    assert value["patches"] == sum(slide["stored"] for slide in value["slides"]) > 500
+    assert value["spec"]["patch_size"] == 128
+    assert run("info", "none").returncode == 4
+
+
+def test_claims_exclude_and_end_with_their_owner(tmp_path: Path) -> None:
+    ours, theirs = Claims(tmp_path), Claims(tmp_path)
+    assert ours.take(3)
+    assert not theirs.take(3)
+    assert theirs.take(4)
+    ours.close()
+    assert theirs.take(3)
+    theirs.close()
+
+
+SLIDE = SlideFile("a", Path("a.svs"), (Path("a.svs"),))
+AT = Fingerprint(100, 5)
+
+
+def record(state: SlideState, **fields: Any) -> SlideRecord:
+    at = {"size_bytes": 100, "mtime_ns": 5}
+    return SlideRecord(
+        id="a", path="a.svs", resolved_path="/a.svs", state=state, **{**at, **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "options", "action"),
+    [
+        (None, {}, Action.INGEST),
+        (record(SlideState.PENDING), {}, Action.INGEST),
+        (record(SlideState.COMPLETE), {}, Action.KEEP),
+        (record(SlideState.COMPLETE), {"force": True}, Action.KEEP),
+        (record(SlideState.COMPLETE, size_bytes=99), {}, Action.REFUSE),
+        (record(SlideState.COMPLETE, mtime_ns=4), {}, Action.REFUSE),
+        (record(SlideState.COMPLETE, mtime_ns=4), {"force": True}, Action.INGEST),
+        (
+            record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
+            {"from_csv": Mpp(0.5)},
+            Action.KEEP,
+        ),
+        (
+            record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
+            {"from_csv": Mpp(0.25)},
+            Action.REFUSE,
+        ),
+        (
+            record(SlideState.COMPLETE, mpp=0.5, mpp_source="properties"),
+            {"from_csv": Mpp(0.25)},
+            Action.KEEP,
+        ),
+        (record(SlideState.FAILED, error_kind=FailureKind.OPTION), {}, Action.INGEST),
+        (record(SlideState.FAILED, error_kind=FailureKind.FILE), {}, Action.STILL_FAILED),
+        (
+            record(SlideState.FAILED, error_kind=FailureKind.FILE),
+            {"retry_failed": True},
+            Action.INGEST,
+        ),
+        (record(SlideState.FAILED, error_kind=FailureKind.FILE, mtime_ns=4), {}, Action.INGEST),
+    ],
+)
+def test_decisions(before: SlideRecord | None, options: dict[str, Any], action: Action) -> None:
+    assert decide(SLIDE, AT, before, **options).action is action

@@ -1,0 +1,244 @@
+"""Finding slides, telling them apart, their scale, their pixels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import openslide
+import pytest
+from conftest import make_slides
+from hypothesis import given
+from hypothesis import strategies as st
+
+from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
+from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
+from histopipe.slides.discovery import discover
+from histopipe.slides.identity import fingerprint, tile_hash
+from histopipe.slides.scale import MppSource, resolve_mpp
+from histopipe.slides.slide import Slide, SlideInfo
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+
+
+def ids(*arguments: Path) -> list[str]:
+    return [slide.id for slide in discover(arguments)]
+
+
+def test_slides_are_found_by_suffix_and_hidden_files_are_not(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        "a.svs",
+        "B.TIFF",
+        "c/d.ndpi",
+        "._a.svs",
+        ".e.svs",
+        "f.png",
+        ".git/g.svs",
+        "h.svs.part",
+    )
+    assert ids(tmp_path) == ["B", "a", "c/d"]
+
+
+def test_equal_ids_keep_their_suffix(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs", "a.tif", "b.svs")
+    assert ids(tmp_path) == ["a.svs", "a.tif", "b"]
+
+
+def test_several_folders_prefix_their_names(tmp_path: Path) -> None:
+    touch(tmp_path, "x/a.svs", "y/a.svs")
+    assert ids(tmp_path / "x", tmp_path / "y") == ["x/a", "y/a"]
+    assert ids(tmp_path / "x" / "a.svs") == ["a"]
+    with pytest.raises(UsageError, match=r"two slides would both be called 'a\.svs'"):
+        ids(tmp_path / "x" / "a.svs", tmp_path / "y" / "a.svs")
+
+
+def test_links_are_followed_loops_cut_and_a_file_counted_once(tmp_path: Path) -> None:
+    touch(tmp_path, "in/a.svs", "elsewhere/b.svs")
+    (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "out").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "z.svs").symlink_to(tmp_path / "in" / "a.svs")
+    assert ids(tmp_path / "in") == ["a", "out/b"]
+
+
+def test_a_mirax_slide_is_one_slide_with_its_folder(tmp_path: Path) -> None:
+    touch(tmp_path, "a.mrxs", "a/Slidedat.ini", "a/Data0000.dat")
+    (slide,) = discover([tmp_path])
+    assert slide.id == "a"
+    assert len(slide.files) == 3
+    before = fingerprint(slide)
+    (tmp_path / "a" / "Data0000.dat").write_bytes(b"longer")
+    assert fingerprint(slide) != before
+
+
+def test_a_dicom_series_is_one_slide(tmp_path: Path, data: Path) -> None:
+    source = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
+    (tmp_path / "case").mkdir()
+    for name in ("0001.dcm", "0002.dcm"):
+        shutil.copy(source, tmp_path / "case" / name)
+    shutil.copy(data / "slides" / "dicom" / "j2k" / "camelyon16-overview.dcm", tmp_path / "one.dcm")
+    touch(tmp_path, "broken.dcm")
+    slides = {slide.id: len(slide.files) for slide in discover([tmp_path])}
+    assert slides == {"broken": 1, "case": 2, "one": 1}
+
+
+def test_names_are_nfc(tmp_path: Path) -> None:
+    touch(tmp_path, unicodedata.normalize("NFD", "Präparat.svs"))
+    assert ids(tmp_path) == [unicodedata.normalize("NFC", "Präparat")]
+
+
+def test_an_undecodable_name_is_that_slides_problem_only(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/b\xff.svs")).write_bytes(b"x")
+    a, b = discover([tmp_path])
+    assert a.problem is None
+    assert b.id == "b\\xff"
+    assert b.problem is not None
+    assert "not UTF-8" in b.problem
+
+
+def test_nothing_to_find(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        discover([tmp_path / "none"])
+    touch(tmp_path, "a.png")
+    with pytest.raises(NothingToDo, match=r"1 other files \(1 × \.png\)"):
+        discover([tmp_path])
+
+
+def test_real_slides(data: Path) -> None:
+    assert ids(data / "slides") == [
+        "CMU-1-Small-Region",
+        "TCGA-CR-7395-01A-01-TS1",
+        "boxes",
+        "dicom/j2k/camelyon16-overview",
+        "dicom/jpeg/camelyon16-overview",
+        "small",
+    ]
+
+
+def header(mpp: str | None = None, power: str | None = None, mpp_y: str | None = None) -> SlideInfo:
+    level = Level(0, Size(10, 10), 1.0)
+    return SlideInfo(
+        "made",
+        (level,),
+        RegionL0(PointL0(0, 0), Size(10, 10)),
+        mpp,
+        mpp_y or mpp,
+        power,
+        None,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("info", "csv", "default", "mpp", "source"),
+    [
+        (header("0.25", "20"), 0.5, 1.0, 0.25, MppSource.PROPERTIES),
+        (header(None, "20"), 0.4, 1.0, 0.4, MppSource.CSV),
+        (header(None, "40"), None, 1.0, 0.25, MppSource.OBJECTIVE),
+        (header(), None, 1.0, 1.0, MppSource.DEFAULT),
+        (header("352.7777"), None, 1.0, 1.0, MppSource.DEFAULT),
+        (header("264.58", "20"), None, None, 0.5, MppSource.OBJECTIVE),
+        (header("0.001"), 0.5, None, 0.5, MppSource.CSV),
+        (header("nonsense"), None, 0.5, 0.5, MppSource.DEFAULT),
+        (header("0.25", mpp_y="0.252"), None, None, 0.251, MppSource.PROPERTIES),
+    ],
+)
+def test_scale_comes_from_the_best_source(
+    info: SlideInfo, csv: float | None, default: float | None, mpp: float, source: MppSource
+) -> None:
+    found = resolve_mpp(
+        "a", info, from_csv=Mpp(csv) if csv else None, default=Mpp(default) if default else None
+    )
+    assert found.mpp == pytest.approx(mpp)
+    assert found.source is source
+
+
+def test_a_rejected_scale_is_shown() -> None:
+    with pytest.raises(ScaleError, match=r"352\.777 mpp in its header.*72-dpi.*--mpp-csv"):
+        resolve_mpp("a", header("352.777"))
+    with pytest.raises(ScaleError, match=r"not square: found 0\.25 by 0\.5 mpp"):
+        resolve_mpp("a", header("0.25", mpp_y="0.5"))
+
+
+def test_a_csv_that_contradicts_the_header_is_noted() -> None:
+    note = resolve_mpp("a", header("0.25"), from_csv=Mpp(0.5)).note
+    assert note is not None
+    assert "0.25" in note
+    assert "0.5" in note
+
+
+@given(st.integers(0, 60), st.integers(1, 60), st.sampled_from([1.0, 2.0, 4.016129, 8.00045]))
+def test_a_level_s_inside_lies_inside(start: int, length: int, down: float) -> None:
+    level = Level(1, Size(1000, 1000), down)
+    area = level.inside(RegionL0(PointL0(start, start), Size(length, length)))
+    assert area.x * down >= start - 0.01 * down
+    assert (area.x + area.size.width) * down <= start + length + 0.01 * down or area.size.width == 0
+
+
+def test_bounds_and_transparency(tmp_path: Path) -> None:
+    (path,) = make_slides(
+        tmp_path, "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
+    )
+    with Slide(path) as slide:
+        assert slide.info.size == Size(3000, 2500)
+        assert slide.info.bounds == RegionL0(PointL0(640, 320), Size(1500, 1000))
+        outside = slide.read_region(PointL0(0, 0), 0, Size(64, 64))
+    assert (outside == 255).all()  # nothing was scanned there: laid on white
+    raw = openslide.OpenSlide(path).read_region((0, 0), 0, (64, 64))
+    assert np.asarray(raw)[..., 3].max() == 0  # and it really was transparent
+
+
+def test_a_flat_tiff_has_a_hash_of_its_tiles(tmp_path: Path) -> None:
+    arguments = ["--format", "tiff", "--levels", "1", "--size", "7000x7000"]  # large: no quickhash
+    (a,) = make_slides(tmp_path / "a", *arguments)
+    (b,) = make_slides(tmp_path / "b", *arguments, "--seed", "2")
+    with Slide(a) as slide:
+        assert slide.info.quickhash is None
+    copy = tmp_path / "copy.tiff"
+    shutil.copy(a, copy)
+    assert tile_hash(a) == tile_hash(copy) != tile_hash(b)
+    assert tile_hash(Path(__file__)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("broken.svs", "a text file"),
+        ("git-lfs-pointer.ndpi", "a Git LFS pointer"),
+        ("unopenable.tiff", "Unsupported TIFF compression"),
+        ("not-a-pyramid.tif", "a TIFF that is not a tiled slide"),
+    ],
+)
+def test_bad_files_say_what_they_are(data: Path, name: str, says: str) -> None:
+    with pytest.raises(SlideUnreadable, match=says) as caught:
+        Slide(data / "bad" / name)
+    assert name in str(caught.value)
+
+
+def test_an_empty_and_a_missing_file(tmp_path: Path) -> None:
+    touch(tmp_path, "a.svs")
+    (tmp_path / "a.svs").write_bytes(b"")
+    with pytest.raises(SlideUnreadable, match="an empty file"):
+        Slide(tmp_path / "a.svs")
+    with pytest.raises(SlideUnreadable, match=r"b\.svs"):
+        Slide(tmp_path / "b.svs")
+
+
+def test_a_slide_goes_on_after_an_error(tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path, "--levels", "1", "--size", "1024x1024", "--format", "tiff")
+    content = bytearray(path.read_bytes())
+    content[16:20_000] = bytes(19_984)  # the first tiles are gone
+    path.write_bytes(content)
+    with Slide(path) as slide:
+        with pytest.raises(SlideUnreadable, match=r"cannot be read at \(0, 0\)"):
+            slide.read_region(PointL0(0, 0), 0, Size(256, 256))
+        assert slide.read_region(PointL0(768, 768), 0, Size(256, 256)).mean() > 100

@@ -1,0 +1,395 @@
+"""The store: its format to the byte, its refusals, and what survives a fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from PIL import Image
+
+import histopipe
+from histopipe.errors import (
+    DamagedStore,
+    MachineShort,
+    NothingToDo,
+    SpecMismatch,
+    UnknownVersion,
+    UsageError,
+)
+from histopipe.geometry import Mpp
+from histopipe.store.format import INDEX_COLUMNS, decode_index, encode_index, patch_key, value_crc
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.store import Store, StoreSet, open_store
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import TilingSpec
+
+GOLDEN = Path(__file__).parent / "golden" / "store-v1"
+SPEC = TilingSpec(mpp=Mpp(0.5), patch_size=16)
+RECORD = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
+
+
+def columns_of(crc: Any, length: Any) -> dict[str, Any]:
+    return {name: np.zeros(len(crc)) for name in INDEX_COLUMNS} | {"crc": crc, "length": length}
+
+
+def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
+    writer = StoreWriter(path, SPEC)
+    number = writer.register([RECORD])["a"]
+    crc = writer.put_patches(number, 0, values)
+    length = np.array([len(v or b"") for v in values])
+    lost = values.count(None)
+    record = dataclasses.replace(
+        RECORD, planned=len(values), stored=len(values) - lost, unreadable=lost
+    )
+    writer.complete(number, record, columns_of(crc, length), {"thumb": b"t"})
+    return writer
+
+
+def edit_meta(path: Path, name: bytes, value: object) -> None:
+    with lmdb.open(str(path), max_dbs=16, map_size=1 << 30) as env:
+        with env.begin(write=True) as txn:
+            txn.put(name, json.dumps(value).encode(), db=env.open_db(b"meta", txn=txn))
+
+
+def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
+    """An independent reader of docs/store-format.md: lmdb, json, struct and numpy, none of the package."""
+    env = lmdb.open(str(golden), max_dbs=16, readonly=True)
+    names = ("meta", "slides", "patches", "index", "thumbnails")
+    dbs = {name: env.open_db(name.encode(), create=False) for name in names}
+    with env.begin() as txn:
+        assert json.loads(txn.get(b"format", db=dbs["meta"])) == {
+            "name": "histopipe-store",
+            "version": 1,
+        }
+        assert json.loads(txn.get(b"required_features", db=dbs["meta"])) == []
+        records = {
+            struct.unpack(">I", key)[0]: json.loads(value)
+            for key, value in txn.cursor(db=dbs["slides"])
+        }
+        assert {n: (r["id"], r["state"], r["stored"]) for n, r in records.items()} == {
+            0: ("a", "complete", 5),
+            1: ("b/c", "complete", 2),
+            2: ("bad", "failed", 0),
+        }
+        for number in (0, 1):
+            block = txn.get(struct.pack(">I", number), db=dbs["index"])
+            (length,) = struct.unpack_from("<Q", block)
+            header = json.loads(block[8 : 8 + length])
+            columns = {
+                c["name"]: np.frombuffer(block, c["dtype"], c["count"], c["offset"])
+                for c in header["columns"]
+            }
+            assert all(c["offset"] % 8 == 0 for c in header["columns"])
+            assert columns["x_l0"].tolist() == [16 * i for i in range(records[number]["planned"])]
+            for row, crc in enumerate(columns["crc"]):
+                key = struct.pack(">II", number, row)
+                value = txn.get(key, db=dbs["patches"])
+                assert len(value) == columns["length"][row]
+                if not value:
+                    assert (number, row) == (1, 1)
+                    continue
+                assert zlib.crc32(value, zlib.crc32(key)) == crc
+                pixels = np.asarray(Image.open(io.BytesIO(value)))
+                assert abs(pixels[0, 0].astype(int) - (40 * number, 20 * row, 100)).max() <= 2
+        assert txn.get(struct.pack(">I", 0) + b"thumb", db=dbs["thumbnails"])
+    env.close()
+
+
+def test_the_golden_store_read_by_this_version(golden: Path) -> None:
+    with Store(golden) as store:
+        assert len(store) == 7
+        assert [(r.id, r.state) for r in store.slides] == [
+            ("a", SlideState.COMPLETE),
+            ("b/c", SlideState.COMPLETE),
+            ("bad", SlideState.FAILED),
+        ]
+        pixel = store.read("b/c", 2)[8, 8].astype(int)
+        assert abs(pixel - (40, 40, 100)).max() <= 2
+        with pytest.raises(UsageError, match="could not be read from the slide"):
+            store.read("b/c", 1)
+        for wrong in (("a", 5), ("a", -1), ("bad", 0), ("none", 0)):
+            with pytest.raises(UsageError):
+                store.read(*wrong)
+        assert store.thumbnail(0) is not None
+        assert store.thumbnail(0, "mask") is None
+
+
+@given(st.integers(0, 50), st.data())
+def test_an_index_comes_back_as_it_was(count: int, data: st.DataObject) -> None:
+    columns = {
+        name: data.draw(hnp.arrays(np.dtype(kind), count)) for name, kind in INDEX_COLUMNS.items()
+    }
+    columns["later"] = np.arange(count, dtype=np.int16)  # of a version to come
+    again = decode_index(encode_index(columns), where="here")
+    assert list(again) == list(columns)
+    for name, values in columns.items():
+        np.testing.assert_array_equal(again[name], values)
+
+
+@given(st.binary(max_size=300))
+def test_a_damaged_index_is_told(block: bytes) -> None:
+    with pytest.raises(DamagedStore, match="here: the index block is damaged"):
+        decode_index(block, where="here")
+
+
+def test_a_crc_is_bound_to_its_key() -> None:
+    assert value_crc(patch_key(0, 1), b"x") != value_crc(patch_key(0, 2), b"x")
+
+
+def test_what_is_not_complete_is_not_seen(tmp_path: Path) -> None:
+    path = tmp_path / "s.lmdb"
+    with StoreWriter(path, SPEC) as writer:
+        number = writer.register([RECORD])["a"]
+        crc = writer.put_patches(number, 0, [b"x", b"y"])
+        with Store(path) as store:
+            assert len(store) == 0
+            with pytest.raises(UsageError, match="is pending"):
+                store.read("a", 0)
+        record = dataclasses.replace(RECORD, planned=2, stored=2)
+        writer.complete(number, record, columns_of(crc, np.ones(2)), {})
+        with Store(path) as store:
+            assert len(store) == 2
+        writer.fail(number, record, "why", FailureKind.FILE)
+        with Store(path) as store:
+            assert len(store) == 0
+            assert store.records[number].error == "why"
+            with store.values() as read, pytest.raises(DamagedStore, match="patch 0 is missing"):
+                read(number, 0)
+
+
+def test_numbers_are_in_order_and_never_used_again(tmp_path: Path) -> None:
+    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
+        assert writer.register([RECORD]) == {"a": 0}
+        others = [dataclasses.replace(RECORD, id=name) for name in ("a", "b", "c")]
+        assert writer.register(others) == {"a": 0, "b": 1, "c": 2}
+    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
+        assert writer.register([dataclasses.replace(RECORD, id="d")])["d"] == 3
+
+
+def test_another_spec_is_refused_with_both_shown(tmp_path: Path) -> None:
+    StoreWriter(tmp_path / "s.lmdb", SPEC).close()
+    with pytest.raises(SpecMismatch, match="patch_size: 16 in the store, 32 asked for"):
+        StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32))
+    StoreWriter(tmp_path / "s.lmdb", SPEC).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "says"),
+    [
+        (
+            b"format",
+            {"name": "histopipe-store", "version": 2},
+            UnknownVersion,
+            "found 2, expected 1",
+        ),
+        (b"format", {"name": "else", "version": 1}, DamagedStore, "found 'else'"),
+        (b"format", [], DamagedStore, "expected histopipe-store"),
+        (b"required_features", ["zebra"], UnknownVersion, "needs a feature.*found zebra"),
+    ],
+)
+def test_unknown_versions_and_features(
+    golden: Path, name: bytes, value: object, error: type[Exception], says: str
+) -> None:
+    edit_meta(golden, name, value)
+    with pytest.raises(error, match=says):
+        Store(golden)
+    with pytest.raises(error, match=says):
+        StoreWriter(golden, SPEC)
+
+
+def test_unknown_fields_are_kept(tmp_path: Path) -> None:
+    value = {**RECORD.to_json(), "added_later": [1]}
+    record = SlideRecord.from_json(value, where="here")
+    assert dataclasses.replace(record, label="x").to_json() == {**value, "label": "x"}
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"planned": "3"}, {"state": "odd"}, {"mpp": "x"}, {"notes": [1]}, {"id": None}]
+)
+def test_a_wrong_field_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(DamagedStore, match=f"here: field '{next(iter(wrong))}'"):
+        SlideRecord.from_json(RECORD.to_json() | wrong, where="here")
+
+
+def test_no_store(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDo, match="no store at"):
+        open_store(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    with lmdb.open(str(tmp_path / "other")):
+        pass
+    with pytest.raises(NothingToDo, match="no histopipe store"):
+        Store(tmp_path / "other")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.doc").write_text("")
+    with pytest.raises(UsageError, match="a folder of something else"):
+        StoreWriter(tmp_path / "folder", SPEC)
+    with pytest.raises(UsageError, match="is a file"):
+        StoreWriter(tmp_path / "folder" / "thesis.doc", SPEC)
+
+
+@pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])
+def test_a_truncated_store_is_refused_not_a_sigbus(tmp_path: Path, keep: float) -> None:
+    one_slide(tmp_path / "s.lmdb", [bytes(10_000)] * 20).close()
+    data = tmp_path / "s.lmdb" / "data.mdb"
+    os.truncate(data, int(data.stat().st_size * keep))
+    with pytest.raises(DamagedStore, match="is cut short"):
+        Store(tmp_path / "s.lmdb")
+
+
+def test_garbage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data.mdb").write_bytes(b"garbage" * 5000)
+    with pytest.raises(DamagedStore, match="is no LMDB file"):
+        Store(tmp_path)
+
+
+def test_a_changed_value_is_found(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(buffer, "PNG")
+    with one_slide(tmp_path / "s.lmdb", [buffer.getvalue()] * 2) as writer:
+        writer.put_patches(0, 1, [buffer.getvalue() + b"!"])
+        with Store(tmp_path / "s.lmdb") as store:
+            assert store.read("a", 0).shape == (16, 16, 3)
+            with pytest.raises(DamagedStore, match="slide a: patch 1 is not what was written"):
+                store.read("a", 1)
+
+
+def test_an_environment_is_shared_within_a_process(tmp_path: Path) -> None:
+    path = tmp_path / "s.lmdb"
+    one_slide(path, [b"x"]).close()
+    first, second = Store(path), Store(path)
+    first.close()
+    assert second.value(0, 0) == b"x"
+    with pytest.raises(UsageError, match="open for reading in this process"):
+        StoreWriter(path, SPEC)
+    second.close()
+    with StoreWriter(path, SPEC), Store(path) as third:
+        assert third.value(0, 0) == b"x"
+
+
+def test_several_stores_as_one(tmp_path: Path, golden: Path) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"x"]).close()
+    with pytest.raises(UsageError, match="slide 'a': found in 2 of the stores"):
+        StoreSet([golden, tmp_path / "s.lmdb"]).read("a", 0)
+    both = histopipe.open_store([golden, tmp_path / "s.lmdb"])
+    assert isinstance(both, StoreSet)
+    assert len(both) == 8
+    assert both.read("b/c", 0).shape == (16, 16, 3)
+    both.close()
+    StoreWriter(tmp_path / "other.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32)).close()
+    with pytest.raises(UsageError, match="patch sizes differ.*golden: 16.*other.lmdb: 32"):
+        StoreSet([golden, tmp_path / "other.lmdb"])
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+sys.path.insert(0, sys.argv[2])
+import test_store
+test_store.one_slide(Path(sys.argv[1]), [b"x" * 1000] * 5).close()
+writer = test_store.StoreWriter(Path(sys.argv[1]), test_store.SPEC)
+writer._environment.handle.set_mapsize(1 << 20)
+writer.put_patches(1, 0, [b"y" * 100_000] * 40)  # 4 MB into a map of 1
+print(writer._environment.handle.info()["map_size"])
+"""
+
+
+def test_where_address_space_is_limited_the_map_grows(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "s.lmdb"), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (4 << 20) <= int(done.stdout) < (64 << 20)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
+    try:
+        with one_slide(disk / "s.lmdb", [b"x" * 1000] * 3) as writer:
+            with pytest.raises(MachineShort, match="the disk that holds .* is full"):
+                for first in range(0, 1000, 10):
+                    writer.put_patches(1, first, [b"y" * 100_000] * 10)
+            with Store(disk / "s.lmdb") as store:
+                assert store.value(0, 2) == b"x" * 1000
+        with Store(disk / "s.lmdb") as store:
+            assert len(store) == 3
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting read-only needs root")
+def test_a_store_on_a_read_only_mount(tmp_path: Path, golden: Path) -> None:
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    subprocess.run(["mount", "--bind", str(golden), str(mount)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(mount)], check=True)
+        with Store(mount) as store:
+            assert len(store) == 7
+        with pytest.raises(UsageError, match=r"read-only|may not be written"):
+            StoreWriter(mount, SPEC)
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_store
+writer = test_store.StoreWriter(Path(sys.argv[1]), test_store.SPEC)
+print("ready", flush=True)
+for first in range(0, 10**9, 50):
+    writer.put_patches(1, first, [b"z" * 5000] * 50)
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_whole_store(tmp_path: Path) -> None:
+    path = tmp_path / "s.lmdb"
+    one_slide(path, [b"x" * 1000] * 3).close()
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        arguments = [sys.executable, "-c", KILLED, str(path), str(Path(__file__).parent)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            with pytest.raises(subprocess.TimeoutExpired):
+                child.wait(float(rng.uniform(0.01, 0.3)))
+            child.kill()
+    check = subprocess.run(
+        [sys.executable, "-m", "lmdb", "verify", "-e", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "verify: OK" in check.stdout + check.stderr
+    with StoreWriter(path, SPEC) as writer:
+        assert writer.records()[0].state is SlideState.COMPLETE
+        with Store(path) as store:
+            assert store.value(0, 1) == b"x" * 1000

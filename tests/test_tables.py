@@ -1,0 +1,132 @@
+"""CSV files: names matched to slides, and every way to get them wrong told clearly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from histopipe.errors import UsageError
+from histopipe.ingest.labels import label_slides, patient_of, subfolder_labels
+from histopipe.slides.discovery import SlideFile
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
+
+NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    return tmp_path / "table.csv"
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [
+        ("a", "a"),
+        ("a.svs", "a"),
+        ("x/b", "x/b"),
+        ("c", "x/c"),
+        ("c.ndpi", "x/c"),
+        ("d.svs", "d.svs"),
+        ("q", None),
+    ],
+)
+def test_names(written: str, found: str | None) -> None:
+    assert NAMES.find(written, where="here") == found
+
+
+@pytest.mark.parametrize(("written", "candidates"), [("b", "x/b, y/b"), ("d", r"d\.svs, d\.tif")])
+def test_ambiguous_names_list_the_candidates(written: str, candidates: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"here: '{written}' fits several slides: found {candidates}"
+    ):
+        NAMES.find(written, where="here")
+
+
+def test_labels(table: Path) -> None:
+    table.write_text(
+        "\ufeffSlide, label ,patient,site\na,tumour,p1,s1\nc.svs,,,\n\n", encoding="utf-8"
+    )
+    assert read_labels(table, NAMES) == {
+        "a": SlideLabel("tumour", "p1", "s1"),
+        "x/c": SlideLabel(None, None, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "wrong header: found an empty file, expected slide,label"),
+        ("slide\na\n", "wrong header: found slide, expected slide,label"),
+        ("name,label\na,1\n", "wrong header"),
+        ("slide;label\na;1\n", "separated by commas"),
+        ("slide,time,event\na,1,0\n", "survival is not supported"),
+        ("slide,label_1,label_2\na,1,0\n", "multi-label"),
+        ("slide,label\na,0.25\nc,0.5\n", "regression is not supported"),
+        ("slide,label\nnope,x\n", "line 2: 'nope' names no slide"),
+        ("slide,label\na,x\na,y\n", "a stands in lines 2 and 3"),
+        ("slide,label\na,x,y\n", "line 2: found 3 cells"),
+        ("slide,label\nb,x\n", "fits several slides"),
+    ],
+)
+def test_wrong_labels(table: Path, text: str, says: str) -> None:
+    table.write_text(text)
+    with pytest.raises(UsageError, match=says) as caught:
+        read_labels(table, NAMES)
+    assert "table.csv" in str(caught.value)
+
+
+def test_rows_for_no_slide_can_be_allowed(table: Path) -> None:
+    table.write_text("slide,label\nnope,x\na,y\n")
+    assert list(read_labels(table, NAMES, allow_extra=True)) == ["a"]
+
+
+def test_a_table_in_another_encoding(table: Path) -> None:
+    table.write_bytes("slide,label\na,männlich\n".encode("latin-1"))
+    with pytest.raises(UsageError, match="expected a CSV file in UTF-8"):
+        read_labels(table, NAMES)
+
+
+def test_mpps(table: Path) -> None:
+    table.write_text("slide,mpp\na,0.25\n")
+    assert read_mpps(table, NAMES) == {"a": 0.25}
+    for wrong in ("", "x", "0", "352.8", "nan"):
+        table.write_text(f"slide,mpp\na,{wrong}\n")
+        with pytest.raises(
+            UsageError, match=r"line 2: mpp of a: found .* expected a number from 0\.05 to 50"
+        ):
+            read_mpps(table, NAMES)
+
+
+def test_slide_list(table: Path) -> None:
+    table.write_text("slide,anything\na,1\nc,2\n")
+    assert read_slide_list(table, NAMES) == {"a", "x/c"}
+
+
+def slides(*names: str) -> list[SlideFile]:
+    return [SlideFile(n, Path(n), (Path(n),), n.split("/")[0] if "/" in n else None) for n in names]
+
+
+@pytest.mark.parametrize(
+    ("names", "classes"),
+    [
+        (["x/1", "x/2", "y/3", "y/4"], {"x", "y"}),
+        (["x/1", "x/2", "y/3"], set()),  # one folder a slide is no class
+        (["x/1", "x/2", "y/3", "y/4", "5"], set()),
+        (["x/1", "x/2"], set()),
+    ],
+)
+def test_subfolders_are_classes_only_if_they_look_so(names: list[str], classes: set[str]) -> None:
+    assert set(subfolder_labels(slides(*names)).values()) == classes
+
+
+def test_a_labels_file_rules_out_subfolders() -> None:
+    labels = label_slides(slides("x/1", "x/2", "y/3", "y/4"), {"x/1": SlideLabel("t", "p", "s")})
+    assert (labels["x/1"].label, labels["x/1"].patient, labels["x/1"].site) == ("t", "p", "s")
+    assert labels["x/2"].label is None
+
+
+def test_patients() -> None:
+    assert patient_of("TCGA-CR-7395-01A-01-TS1") == "TCGA-CR-7395"
+    assert patient_of("TCGA-CR-73950") == "TCGA-CR-73950"
+    assert patient_of("x/1") == "x/1"

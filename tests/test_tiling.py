@@ -1,0 +1,281 @@
+"""The plan covers the tissue once and stays inside; fast ways equal slow obvious ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import make_slides
+from hypothesis import given
+from hypothesis import strategies as st
+
+from histopipe.errors import ScaleError, UsageError
+from histopipe.geometry import Level, Mpp, PointL0, RegionL0, RegionLevel, Size, same_scale
+from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.thumbnail import Thumbnail, read_thumbnail
+from histopipe.tiling.grid import covered_fractions, lay_grid
+from histopipe.tiling.level import choose_level
+from histopipe.tiling.mask import SATURATION_BOUNDS, TissueMask, tissue_mask
+from histopipe.tiling.plan import TilingPlan, plan_tiles
+from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
+
+sizes = st.builds(Size, st.integers(1, 3000), st.integers(1, 3000))
+downsamples = st.sampled_from([1.0, 2.0, 2.0005, 4.0, 4.016, 8.00045, 16.0])
+
+
+def info_of(
+    size: Size, *, bounds: RegionL0 | None = None, downs: tuple[float, ...] = (1.0,)
+) -> SlideInfo:
+    levels = tuple(
+        Level(i, Size(max(1, int(size.width / d)), max(1, int(size.height / d))), d)
+        for i, d in enumerate(downs)
+    )
+    return SlideInfo(
+        "made", levels, bounds or RegionL0(PointL0(0, 0), size), None, None, None, None, False
+    )
+
+
+def blank_thumbnail(info: SlideInfo, reduction: int) -> Thumbnail:
+    area = info.levels[0].inside(info.bounds)
+    shape = (-(-area.size.height // reduction), -(-area.size.width // reduction), 3)
+    return Thumbnail(np.zeros(shape, np.uint8), info.levels[0], area.x, area.y, reduction, Mpp(8.0))
+
+
+@st.composite
+def slides(draw: st.DrawFn) -> SlideInfo:
+    size = draw(sizes)
+    x, y = draw(st.integers(0, size.width - 1)), draw(st.integers(0, size.height - 1))
+    inner = Size(draw(st.integers(1, size.width - x)), draw(st.integers(1, size.height - y)))
+    down = draw(downsamples)
+    return info_of(size, bounds=RegionL0(PointL0(x, y), inner), downs=(1.0, down))
+
+
+@given(slides(), st.integers(8, 400), st.floats(0.1, 4), st.data())
+def test_every_cell_is_inside_and_they_tile_the_area(
+    info: SlideInfo, patch: int, wanted: float, data: st.DataObject
+) -> None:
+    overlap = data.draw(st.integers(0, patch - 1))
+    spec = TilingSpec(patch_size=patch, overlap=overlap, mpp=Mpp(wanted), tissue="none")
+    choice = choose_level("made", info.levels, Mpp(0.1), spec)
+    plan = plan_tiles(info, choice, spec, blank_thumbnail(info, 4), None)
+    area, read = choice.level.inside(info.bounds), choice.read_size
+    assert (plan.x_level >= area.x).all()
+    assert (plan.x_level + read <= area.x + area.size.width).all()
+    assert (plan.y_level + read <= area.y + area.size.height).all()
+    assert (plan.x_l0 >= info.bounds.origin.x - 1).all()
+    end = info.bounds.origin.x + info.bounds.size.width
+    assert (plan.x_l0 + read * choice.level.downsample <= end + choice.level.downsample).all()
+    places = set(zip(plan.x_level.tolist(), plan.y_level.tolist(), strict=True))
+    assert len(places) == len(plan)
+    columns, rows = {x for x, _ in places}, {y for _, y in places}
+    assert len(plan) == len(columns) * len(rows)  # no hole
+    if columns:
+        assert np.diff(sorted(columns)).tolist() == [choice.stride] * (len(columns) - 1)
+        assert (
+            area.x + area.size.width - max(columns) < read + choice.stride
+        )  # no room for one more
+    else:
+        assert area.size.width < read or area.size.height < read
+    assert np.isnan(plan.tissue).all()
+
+
+@given(
+    st.integers(1, 30),
+    st.integers(1, 30),
+    st.integers(0, 2**32 - 1),
+    st.floats(0.3, 12),
+    st.floats(0, 5),
+)
+def test_fractions_equal_the_slow_way(h: int, w: int, seed: int, cell: float, start: float) -> None:
+    mask = np.random.default_rng(seed).random((h, w)) < 0.5
+    xs = np.arange(start, w - cell, cell) if w > cell else np.zeros(0)
+    ys = np.arange(start, h - cell, cell) if h > cell else np.zeros(0)
+    fast = covered_fractions(mask, xs, ys, cell)
+    slow = [[_covered(mask, x, y, cell) for x in xs] for y in ys]
+    np.testing.assert_allclose(fast, np.array(slow).reshape(len(ys), len(xs)), atol=1e-5)
+
+
+def _covered(mask: np.ndarray[Any, Any], x: float, y: float, cell: float) -> float:
+    total = 0.0
+    for row in range(mask.shape[0]):
+        for column in range(mask.shape[1]):
+            if mask[row, column]:
+                width = min(x + cell, column + 1) - max(x, column)
+                height = min(y + cell, row + 1) - max(y, row)
+                total += max(0.0, width) * max(0.0, height)
+    return total / cell**2
+
+
+@given(st.integers(0, 2**32 - 1), st.floats(0.05, 1))
+def test_the_plan_takes_just_the_cells_with_enough_tissue(seed: int, threshold: float) -> None:
+    info = info_of(Size(640, 512))
+    thumbnail = blank_thumbnail(info, 16)
+    pixels = np.random.default_rng(seed).random(thumbnail.pixels.shape[:2]) < 0.5
+    spec = TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue_threshold=threshold)
+    choice = choose_level("made", info.levels, Mpp(0.5), spec)
+    plan = plan_tiles(info, choice, spec, thumbnail, TissueMask(pixels, 20, 0.0))
+    share = pixels.reshape(8, 4, 10, 4).mean(axis=(1, 3)).astype(np.float32)
+    expected = {
+        (x * 64, y * 64) for y, x in zip(*np.nonzero(share >= np.float32(threshold)), strict=True)
+    }
+    near = {
+        (x * 64, y * 64) for y, x in zip(*np.nonzero(abs(share - threshold) < 1e-5), strict=True)
+    }
+    found = set(zip(plan.x_l0.tolist(), plan.y_l0.tolist(), strict=True))
+    assert found - near == expected - near
+
+
+def levels(*downs: float) -> tuple[Level, ...]:
+    return info_of(Size(40000, 40000), downs=downs).levels
+
+
+@pytest.mark.parametrize(
+    ("mpp", "downs", "wanted", "level", "read", "resampling"),
+    [
+        (0.5, (1, 4, 16), 0.5, 0, 256, "none"),
+        (0.499, (1, 4, 16), 0.5, 0, 256, "none"),
+        (0.25, (1, 4, 16), 0.5, 0, 512, "area"),
+        (0.25, (1, 2, 4), 0.5, 1, 256, "none"),
+        (0.25, (1, 4, 16), 1.0, 1, 256, "none"),
+        (0.25, (1, 4.0001, 16.01), 8.0, 2, 512, "area"),
+        (0.2325, (1, 4, 16), 0.5, 0, 551, "lanczos"),
+        (0.509, (1,), 0.5, 0, 256, "none"),
+    ],
+)
+def test_the_coarsest_level_that_is_fine_enough(
+    mpp: float, downs: tuple[float, ...], wanted: float, level: int, read: int, resampling: str
+) -> None:
+    choice = choose_level("a", levels(*downs), Mpp(mpp), TilingSpec(mpp=Mpp(wanted)))
+    assert (choice.level.number, choice.read_size, choice.resampling) == (level, read, resampling)
+    assert choice.mpp is not None
+    assert same_scale(choice.mpp, Mpp(wanted))
+
+
+def test_pixels_are_never_invented() -> None:
+    with pytest.raises(ScaleError, match=r"a is too coarse: found 0\.52 mpp at its finest"):
+        choose_level("a", levels(1, 4), Mpp(0.52), TilingSpec(mpp=Mpp(0.5)))
+    with pytest.raises(ScaleError, match="a has no level 2: found 2 levels, 0 to 1"):
+        choose_level("a", levels(1, 4), Mpp(0.5), TilingSpec(level=2))
+
+
+def test_a_level_needs_no_mpp() -> None:
+    choice = choose_level("a", levels(1, 4), None, TilingSpec(level=1))
+    assert (choice.level.number, choice.mpp) == (1, None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"mpp": 0.5, "level": 0},
+        {"mpp": 0.5, "patch_size": 4},
+        {"mpp": 0.5, "overlap": 256},
+        {"mpp": 0.01},
+        {"mpp": 0.5, "tissue_threshold": 1.5},
+        {"mpp": 0.5, "quality": 0},
+        {"mpp": 0.5, "codec": "gif"},
+        {"mpp": float("nan")},
+    ],
+)
+def test_a_wrong_spec_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="found"):
+        TilingSpec(**wrong)
+
+
+def test_magnification() -> None:
+    assert magnification_to_mpp(20) == 0.5
+    with pytest.raises(UsageError):
+        magnification_to_mpp(0)
+
+
+def test_the_grid_leaves_out_what_sticks_out() -> None:
+    grid = lay_grid(RegionLevel(3, 5, Size(25, 9)), 10, 10)
+    assert grid.xs.tolist() == [3, 13]
+    assert grid.ys.tolist() == []
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 3]))
+def test_blank_glass_has_no_tissue(seed: int, noise: int) -> None:
+    rng = np.random.default_rng(seed)
+    glass = np.clip(rng.normal((243, 242, 244), noise, (80, 90, 3)), 0, 255).astype(np.uint8)
+    assert not tissue_mask(glass, Mpp(8.0)).pixels.any()
+
+
+def test_pale_and_dark_stains_are_both_tissue_and_black_is_not() -> None:
+    picture = np.full((120, 120, 3), 243, np.uint8)
+    picture[10:50, 10:50] = (225, 200, 212)  # pale eosin
+    picture[60:100, 10:50] = (90, 40, 130)  # dark haematoxylin
+    picture[10:50, 60:110] = (10, 8, 12)  # a pen, or unscanned
+    mask = tissue_mask(picture, Mpp(8.0))
+    assert mask.pixels[12:48, 12:48].all()
+    assert mask.pixels[62:98, 12:48].all()
+    assert not mask.pixels[:, 60:].any()
+    assert SATURATION_BOUNDS[0] <= mask.saturation_threshold <= SATURATION_BOUNDS[1]
+
+
+def test_a_dark_background_is_said() -> None:
+    info = info_of(Size(640, 640))
+    thumbnail = blank_thumbnail(info, 16)
+    spec = TilingSpec(patch_size=64, mpp=Mpp(0.5))
+    choice = choose_level("made", info.levels, Mpp(0.5), spec)
+    plan = plan_tiles(info, choice, spec, thumbnail, tissue_mask(thumbnail.pixels, Mpp(8.0)))
+    assert plan.notes == ("no tissue found on a dark background, use --tissue none",)
+
+
+def test_a_plan_is_frozen() -> None:
+    info = info_of(Size(64, 64))
+    spec = TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none")
+    choice = choose_level("made", info.levels, Mpp(0.5), spec)
+    plan: TilingPlan = plan_tiles(info, choice, spec, blank_thumbnail(info, 16), None)
+    with pytest.raises(ValueError, match="read-only"):
+        plan.x_l0[0] = 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--levels", "1,4,16"], ["--levels", "1", "--format", "tiff"]]
+)
+def test_the_mask_finds_known_outlines(tmp_path: Path, arguments: list[str]) -> None:
+    (path,) = make_slides(tmp_path, "--size", "4000x3000", *arguments)
+    with Slide(path) as slide:
+        thumbnail = read_thumbnail(slide, Mpp(0.499))
+    mask = tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels
+    truth = _outlined(
+        path.with_suffix(".geojson"), mask.shape, thumbnail.reduction * thumbnail.level.downsample
+    )
+    union = np.count_nonzero(mask | truth)
+    assert np.count_nonzero(mask & truth) / union > 0.97
+
+
+def _outlined(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[Any, Any]:
+    from PIL import Image, ImageDraw  # only here
+
+    image = Image.new("1", (shape[1], shape[0]))
+    for feature in json.loads(path.read_text())["features"]:
+        ring = [(x / scale, y / scale) for x, y in feature["geometry"]["coordinates"][0]]
+        ImageDraw.Draw(image).polygon(ring, fill=1)
+    return np.asarray(image)
+
+
+def test_a_thumbnail_is_the_level_reduced(data: Path) -> None:
+    with Slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
+        thumbnail = read_thumbnail(slide, Mpp(0.499))
+        whole = slide.read_region(PointL0(0, 0), 0, slide.info.size)
+    f = thumbnail.reduction
+    assert f == 16
+    h, w = (n // f * f for n in whole.shape[:2])
+    means = whole[:h, :w].reshape(h // f, f, w // f, f, 3).mean(axis=(1, 3))
+    difference = abs(thumbnail.pixels[: h // f, : w // f] - means)
+    assert difference.max() <= 1
+
+
+def test_real_tissue_is_found(data: Path) -> None:
+    for name, low, high in [
+        ("CMU-1-Small-Region", 0.33, 0.42),
+        ("TCGA-CR-7395-01A-01-TS1", 0.58, 0.68),
+    ]:
+        with Slide(data / "slides" / f"{name}.svs") as slide:
+            thumbnail = read_thumbnail(slide, Mpp(0.5))
+        assert low < tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels.mean() < high

@@ -1,0 +1,403 @@
+"""Training as a user runs it, and the properties its results rest on."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import COMMAND, Run
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.store.store import Store
+from histopipe.training.config import TrainConfig, read_config
+
+FILES = {
+    "config.toml",
+    "splits.json",
+    "history.csv",
+    "metrics.json",
+    "model.keras",
+    "predictions.csv",
+    "resume.npz",
+}
+
+
+def history(run: Path) -> list[dict[str, str]]:
+    timing = ("patches_per_s", "input_wait", "seconds")
+    rows = list(csv.DictReader((run / "history.csv").open()))
+    return [{k: v for k, v in row.items() if k not in timing} for row in rows]
+
+
+def weights(run: Path) -> list[np.ndarray[Any, Any]]:
+    with np.load(run / "resume.npz") as saved:
+        return [saved[name] for name in sorted(saved.files) if name != "state"]
+
+
+@pytest.fixture(scope="module")
+def trained(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three epochs in one go, bitwise repeatable."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    subprocess.run(
+        [*COMMAND, "train", str(made_store), "--out", str(out), "--epochs", "3", "--deterministic"],
+        check=True,
+        capture_output=True,
+    )
+    return out
+
+
+def test_a_run_folder_holds_everything(trained: Path, made_store: Path) -> None:
+    assert {path.name for path in trained.iterdir()} == FILES
+    config = tomllib.loads((trained / "config.toml").read_text())
+    assert config["stores"] == [str(made_store)]
+    assert config["epochs"] == 3
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert metrics["test"]["auc"] > 0.95
+    assert metrics["validation"]["patches"] == sum(metrics["patches"]["validation"].values())
+    assert [row["epoch"] for row in history(trained)] == ["1", "2", "3"]
+
+
+def test_predictions_name_every_held_out_patch_once(trained: Path, made_store: Path) -> None:
+    rows = list(csv.DictReader((trained / "predictions.csv").open()))
+    splits = json.loads((trained / "splits.json").read_text())
+    side = {slide["id"]: slide["side"] for slide in splits["slides"]}
+    with Store(made_store) as store:
+        expected = {
+            (side[record.id], record.id, int(x), int(y))
+            for number, record in store.complete.items()
+            if side[record.id] != "train"
+            for x, y in zip(store.index(number)["x_l0"], store.index(number)["y_l0"], strict=True)
+        }
+        labels = {record.id: record.label for record in store.slides}
+    found = [(row["split"], row["slide"], int(row["x_l0"]), int(row["y_l0"])) for row in rows]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+    for row in rows:
+        p = {"normal": float(row["p_normal"]), "tumour": float(row["p_tumour"])}
+        assert sum(p.values()) == pytest.approx(1, abs=1e-4)
+        assert row["predicted"] == max(p, key=p.__getitem__)
+        assert row["label"] == labels[row["slide"]]
+
+
+PREDICT = """
+import csv, json, sys
+import keras, numpy as np
+from PIL import Image
+import io
+run, store_path = sys.argv[1:]
+model = keras.models.load_model(run + "/model.keras")
+assert "histopipe" not in sys.modules
+assert model.inputs[0].dtype == "uint8"
+import histopipe
+with histopipe.open_store(store_path) as store:
+    worst = 0.0
+    for row in list(csv.DictReader(open(run + "/predictions.csv")))[::40]:
+        number = store.number(row["slide"])
+        index = store.index(number)
+        place = np.flatnonzero((index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"])))[0]
+        p = model.predict(store.read(row["slide"], place)[None], verbose=0)[0]
+        worst = max(worst, abs(p - [float(row["p_normal"]), float(row["p_tumour"])]).max())
+print(worst)
+"""
+
+
+def test_the_model_opens_anywhere_and_predicts_the_same(trained: Path, made_store: Path) -> None:
+    """By plain keras, without histopipe loaded, on uint8 pixels decoded by Pillow."""
+    done = subprocess.run(
+        [sys.executable, "-c", PREDICT, str(trained), str(made_store)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    # Pillow and simplejpeg may differ by a grey level.
+    assert float(done.stdout) < 0.02
+
+
+def test_killed_and_resumed_equals_uninterrupted(
+    trained: Path, made_store: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "killed"
+    arguments = [
+        *COMMAND,
+        "train",
+        str(made_store),
+        "--out",
+        str(out),
+        "--epochs",
+        "3",
+        "--deterministic",
+    ]
+    child = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+    assert child.stderr is not None
+    while not child.stderr.readline().startswith("epoch 2"):
+        pass
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stderr.close()
+    assert not (out / "metrics.json").exists()
+    subprocess.run(
+        [*COMMAND, "train", "--resume", "--out", str(out)], check=True, capture_output=True
+    )
+    assert history(out) == history(trained)
+    for a, b in zip(weights(out), weights(trained), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (out / "predictions.csv").read_text() == (trained / "predictions.csv").read_text()
+
+
+@pytest.mark.parametrize("devices", ["cpu:2", "cpu:3"])
+def test_replicas_do_what_one_does(
+    run: Run, made_store: Path, tmp_path: Path, devices: str
+) -> None:
+    """With dropout and augmentation on, a batch that three do not divide, and a last batch that is not full."""
+    arguments = [
+        "--epochs",
+        "2",
+        "--batch-size",
+        "50",
+        "--dropout",
+        "0.3",
+        "--class-weights",
+        "balanced",
+    ]
+    for out, used in (("one", "cpu"), ("many", devices)):
+        done = run("train", made_store, "--out", out, "--devices", used, *arguments)
+        assert done.returncode == 0, done.stderr
+    one, many = history(tmp_path / "one"), history(tmp_path / "many")
+    for a, b in zip(one, many, strict=True):
+        for name in ("loss", "val_loss"):
+            assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
+    for a, b in zip(weights(tmp_path / "one"), weights(tmp_path / "many"), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-4 * max(1.0, float(np.linalg.norm(a)))
+
+
+def test_the_classic_recipe_and_a_network_of_keras(
+    run: Run, made_store: Path, tmp_path: Path
+) -> None:
+    classic = ["--optimizer", "adagrad", "--learning-rate", "2e-4", "--class-weights", "balanced"]
+    done = run("train", made_store, "--out", "classic", "--epochs", "1", *classic, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["best_epoch"] == 1
+    done = run(
+        "train", made_store, "--out", "net", "--epochs", "1", "--model", "mobilenet_v3-small"
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in (tmp_path / "net").iterdir()} == FILES
+
+
+def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_path: Path) -> None:
+    done = run("train", "--config", trained / "config.toml", "--out", "again", "--epochs", 1)
+    assert done.returncode == 0, done.stderr
+    first, again = (
+        read_config(trained / "config.toml"),
+        read_config(tmp_path / "again" / "config.toml"),
+    )
+    assert again == first | {"epochs": 1}
+    assert history(tmp_path / "again") == history(trained)[:1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["none.lmdb"], 4, "no store at none.lmdb"),
+        (["--epochs", "0"], 2, "--epochs: found 0"),
+        (["--model", "nothing"], 2, "no such model"),
+        (["--weights", "imagenet"], 2, "has no trained weights"),
+        (["--devices", "tpu"], 2, "--devices: found 'tpu'"),
+        (["--devices", "gpu"], 2, "no GPU"),
+        (["--labels", "none.csv"], 2, "none.csv does not exist"),
+        (["--splits", "none.json"], 2, "none.json does not exist"),
+        (["--config", "bad.toml"], 2, "unknown settings: found colour"),
+        (["--fractions", "0.5,0.5"], 2, "--fractions"),
+        (["--resume", "--out", "out"], 2, "holds no run to resume"),
+        (["--out", "full"], 2, "full exists and is not empty"),
+        (["--split-by", "site"], 2, "slides without one"),
+    ],
+)
+def test_wrong_settings_are_one_message_and_leave_nothing(
+    run: Run, made_store: Path, tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    (tmp_path / "bad.toml").write_text("colour = 3\n")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    if arguments[0] in ("--devices", "--resume") and "gpu" in arguments and _has_gpu():
+        pytest.fail("this machine has a GPU, so the message for none cannot be shown")
+    store = [] if arguments[0].endswith(".lmdb") or "--resume" in arguments else [made_store]
+    out = [] if "--out" in arguments else ["--out", "out"]
+    done = run("train", *store, *arguments, *out)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def _has_gpu() -> bool:
+    return Path("/dev/nvidia0").exists()
+
+
+def test_a_damaged_run_is_told(run: Run, trained: Path, tmp_path: Path) -> None:
+    import shutil  # only here
+
+    for name, content in (("resume.npz", b"PK nothing"), ("splits.json", b"{}")):
+        copy = tmp_path / name.replace(".", "-")
+        shutil.copytree(trained, copy)
+        (copy / name).write_bytes(content)
+        done = run("train", "--resume", "--out", copy, "--epochs", 4)
+        assert done.returncode == 5, done.stderr
+        assert f"{name} is damaged" in done.stderr
+
+
+def test_an_interrupt_says_how_to_go_on(made_store: Path, tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [*COMMAND, "train", str(made_store), "--out", "run", "--epochs", "500", "--patience", "0"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stderr is not None
+    while not child.stderr.readline().startswith("epoch 1"):
+        pass
+    os.kill(child.pid, signal.SIGINT)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "go on with `histopipe train --resume --out run`" in stderr
+    assert "Traceback" not in stderr
+    assert (tmp_path / "run" / "resume.npz").exists()
+
+
+def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None:
+    with Store(made_store) as store:
+        rows = [f"{r.id},{r.label},{'p' if i < 8 else i}" for i, r in enumerate(store.slides)]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label,patient", *rows]) + "\n")
+    arguments = [
+        "train",
+        made_store,
+        "--labels",
+        "labels.csv",
+        "--split-by",
+        "slide",
+        "--epochs",
+        1,
+    ]
+    done = run(*arguments, "--out", "leaking")
+    assert done.returncode == 2
+    assert "the split leaks: found patient p on" in done.stderr
+    assert run(*arguments, "--out", "leaking", "--allow-leaks").returncode == 0
+
+
+def test_real_tissue_is_learnt(run: Run, data: Path, tmp_path: Path) -> None:
+    """Two slides as two classes: that the pipeline learns, not that the model is any good."""
+    (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
+    (tmp_path / "labels.csv").write_text(
+        "slide,label\nCMU-1-Small-Region,cmu\nTCGA-CR-7395-01A-01-TS1,tcga\n"
+    )
+    slides = [
+        data / "slides" / f"{n}.svs" for n in ("CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1")
+    ]
+    done = run(
+        "ingest", *slides, "--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 128
+    )
+    assert done.returncode == 0, done.stderr
+    done = run("train", "--split-by", "patch", "--out", "run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "warning: split by patch" in done.stderr
+    assert json.loads(done.stdout)["validation"]["auc"] > 0.95
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"epochs": 0},
+        {"batch_size": 0},
+        {"dropout": 1.0},
+        {"learning_rate": 0.0},
+        {"optimizer": "magic"},
+        {"fractions": (1.0, 0.0, 0.0)},
+        {"split_by": "hospital"},
+        {"region_um": -1.0},
+    ],
+)
+def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="--" + next(iter(wrong)).replace("_", "-")):
+        TrainConfig(**wrong)
+
+
+LOADED = """
+import sys
+import numpy as np
+import histopipe
+path = sys.argv[1]
+def keys(**kwargs):
+    return [b["key"].numpy().tolist() for b in histopipe.load_dataset(path, batch_size=64, seed=1, **kwargs)]
+whole = keys(epochs=2)
+assert keys(epochs=2, start_step=5) == whole[5:]
+assert len({k for step in whole[: len(whole) // 2] for k in step}) == sum(r.stored for r in histopipe.open_store(path).slides)
+batch = next(iter(histopipe.load_dataset(path, batch_size=3, shuffle=False)))
+print({name: (value.shape.as_list(), value.dtype.name) for name, value in batch.items()})
+try:
+    histopipe.load_dataset(path, batch_size=3)
+except histopipe.HistopipeError as error:
+    print(error)
+"""
+
+
+def test_load_dataset(made_store: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, str(made_store)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    shapes, error = done.stdout.splitlines()
+    assert shapes == str(
+        {
+            "image": ([3, 128, 128, 3], "uint8"),
+            "label": ([3], "int32"),
+            "weight": ([3], "float32"),
+            "key": ([3], "int64"),
+        }
+    )
+    assert error.startswith(
+        "load_dataset shuffles, but has no seed; call load_dataset(..., seed=1)"
+    )
+
+
+FAILING = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_store import one_slide
+from histopipe.store.store import Store
+from histopipe.dataset.table import whole_table
+from histopipe.dataset.batches import Batches
+from histopipe.dataset.loader import BatchSource
+import tensorflow as tf
+path = Path(sys.argv[1])
+one_slide(path, [b"no image"] * 9).close()
+with Store(path) as store:
+    source = BatchSource(Batches([store], whole_table([store], [], labelled_only=False), batch_size=2, seed=None))
+    iterator = iter(source.dataset(0, 5))
+    failed = 0
+    for _ in range(5):
+        try:
+            next(iterator)
+        except tf.errors.OpError:
+            failed += 1
+    print(failed, type(source.failure).__name__)
+"""
+
+
+def test_a_failure_keeps_its_type_and_no_batch_is_skipped(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING, str(tmp_path / "s.lmdb"), str(Path(__file__).parent)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == f"5 {DamagedStore.__name__}\n", done.stderr
