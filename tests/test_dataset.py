@@ -29,7 +29,6 @@ from histopipe.dataset.table import (
 )
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 
 GOLDEN = Path(__file__).parent / "golden" / "store-v1"
@@ -191,19 +190,18 @@ def test_unreadable_patches_are_never_drawn() -> None:
     with Store(GOLDEN) as store:
         table = whole_table([store], ["normal", "tumour"], labelled_only=True)
         assert len(table) == 7
-        keys = epoch_keys(Batches([store], table, batch_size=3, seed=1), 0)
-    assert patch_key(1, 1) not in {
-        patch_key(int(s), int(r)) for _, s, r in map(unpack_keys, map(np.int64, keys))
-    }
+        keys = np.array(epoch_keys(Batches([store], table, batch_size=3, seed=1), 0), np.int64)
+    _, slides, rows = unpack_keys(keys)
+    assert (1, 1) not in set(zip(slides.tolist(), rows.tolist(), strict=True))
 
 
+REGION = Micrometres(400.0)  # of patches of 64 µm, which keep 64 µm away from another side
 BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
 
 
 @pytest.mark.parametrize("split_by", BY)
 def test_a_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
-    # Regions of 1 mm leave no room here; patches of 64 µm need squares of more than that.
-    splits = make_splits([store], split_by=split_by, seed=3, region=Micrometres(150.0))
+    splits = make_splits([store], split_by=split_by, seed=3, region=REGION)
     counts = splits.count()
     assert all(counts[side][name] for side in SIDES for name in splits.classes)
     total = sum(sum(c.values()) for c in counts.values())
@@ -215,9 +213,7 @@ def test_a_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by
     assert again.count() == counts
     for a, b in zip(splits.slides, again.slides, strict=True):
         np.testing.assert_array_equal(a.sides, b.sides)
-    assert (
-        make_splits([store], split_by=split_by, seed=3, region=Micrometres(150.0)).count() == counts
-    )
+    assert make_splits([store], split_by=split_by, seed=3, region=REGION).count() == counts
 
 
 @settings(max_examples=25, deadline=None)
@@ -227,7 +223,7 @@ def test_patients_and_copies_never_stand_on_two_sides(
 ) -> None:
     with Store(made_store) as store:
         labels: dict[str, tuple[str | None, str | None, str | None]] = {
-            record.id: (record.label, f"{record.label}-{i % patients}", None)
+            record.id: (record.label, f"{record.label}-{i // 2 % patients}", None)
             for i, record in enumerate(store.slides)
         }
         splits = make_splits([store], split_by="patient", seed=seed, labels=labels)
@@ -264,13 +260,13 @@ def test_copies_stay_together(tmp_path: Path) -> None:
 
 
 def test_regions_of_two_sides_keep_a_patch_apart(store: Store) -> None:
-    splits = make_splits([store], split_by="region", seed=3, region=Micrometres(150.0))
+    splits = make_splits([store], split_by="region", seed=3, region=REGION)
     for slide in splits.slides:
         index, record = store.index(slide.slide), store.records[slide.slide]
         assert record.read_size is not None
         x, y = index["x_l0"].astype(int), index["y_l0"].astype(int)
         assert record.mpp is not None
-        square = 150.0 / record.mpp
+        square = REGION / record.mpp
         for i in np.flatnonzero(slide.sides != DROPPED):
             own = np.array([x[i], y[i]]) + record.read_size / 2
             # The nearest point of every square of another side is a patch width or more away.
@@ -308,6 +304,13 @@ def test_nothing_to_split(store: Store) -> None:
         NothingToDo, match="class 'a' cannot be split: found 2 patients, expected at least 3"
     ):
         make_splits([store], split_by="patient", seed=1, labels=few)
+
+
+def test_a_side_left_empty_is_told(store: Store) -> None:
+    with pytest.raises(
+        NothingToDo, match=r"splitting by region leaves no '\w+' patch for \w+; .*--region-um"
+    ):
+        make_splits([store], split_by="region", seed=3, region=Micrometres(100.0))
 
 
 @given(st.lists(st.integers(3, 40), min_size=1, max_size=4), st.integers(0, 1000))

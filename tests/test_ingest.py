@@ -164,7 +164,7 @@ def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path) ->
     subprocess.run(
         [*COMMAND, "ingest", made, "--out", whole, *arguments], check=True, capture_output=True
     )
-    complete = []
+    complete: list[int] = []
     for part in (0.2, 0.5, 0.8):
         child = subprocess.Popen(
             [*COMMAND, "ingest", str(made), "--out", str(killed), *arguments],
@@ -310,7 +310,7 @@ def test_unreadable_patches_keep_their_number(run: Run, tmp_path: Path) -> None:
         assert len(store) == 121 - slide["unreadable"]
         lost = np.flatnonzero(index["length"] == 0)
         assert len(lost) == slide["unreadable"]
-        assert all(store.value(0, row) == b"" for row in lost)
+        assert all(store.value(0, row) == b"" for row in lost.tolist())
 
 
 def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.geometry import Mpp
+from histopipe.store.environment import open_environment
 from histopipe.store.format import INDEX_COLUMNS, decode_index, encode_index, patch_key, value_crc
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
@@ -66,9 +67,8 @@ def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
 
 
 def edit_meta(path: Path, name: bytes, value: object) -> None:
-    with lmdb.open(str(path), max_dbs=16, map_size=1 << 30) as env:
-        with env.begin(write=True) as txn:
-            txn.put(name, json.dumps(value).encode(), db=env.open_db(b"meta", txn=txn))
+    with lmdb.open(str(path), max_dbs=16, map_size=1 << 30) as env, env.begin(write=True) as txn:
+        txn.put(name, json.dumps(value).encode(), db=env.open_db(b"meta", txn=txn))
 
 
 def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
@@ -77,11 +77,17 @@ def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
     names = ("meta", "slides", "patches", "index", "thumbnails")
     dbs = {name: env.open_db(name.encode(), create=False) for name in names}
     with env.begin() as txn:
-        assert json.loads(txn.get(b"format", db=dbs["meta"])) == {
+
+        def get(key: bytes, name: str) -> bytes:
+            value = txn.get(key, db=dbs[name])
+            assert value is not None
+            return value
+
+        assert json.loads(get(b"format", "meta")) == {
             "name": "histopipe-store",
             "version": 1,
         }
-        assert json.loads(txn.get(b"required_features", db=dbs["meta"])) == []
+        assert json.loads(get(b"required_features", "meta")) == []
         records = {
             struct.unpack(">I", key)[0]: json.loads(value)
             for key, value in txn.cursor(db=dbs["slides"])
@@ -92,7 +98,7 @@ def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
             2: ("bad", "failed", 0),
         }
         for number in (0, 1):
-            block = txn.get(struct.pack(">I", number), db=dbs["index"])
+            block = get(struct.pack(">I", number), "index")
             (length,) = struct.unpack_from("<Q", block)
             header = json.loads(block[8 : 8 + length])
             columns = {
@@ -103,7 +109,7 @@ def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
             assert columns["x_l0"].tolist() == [16 * i for i in range(records[number]["planned"])]
             for row, crc in enumerate(columns["crc"]):
                 key = struct.pack(">II", number, row)
-                value = txn.get(key, db=dbs["patches"])
+                value = get(key, "patches")
                 assert len(value) == columns["length"][row]
                 if not value:
                     assert (number, row) == (1, 1)
@@ -111,7 +117,7 @@ def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
                 assert zlib.crc32(value, zlib.crc32(key)) == crc
                 pixels = np.asarray(Image.open(io.BytesIO(value)))
                 assert abs(pixels[0, 0].astype(int) - (40 * number, 20 * row, 100)).max() <= 2
-        assert txn.get(struct.pack(">I", 0) + b"thumb", db=dbs["thumbnails"])
+        assert get(struct.pack(">I", 0) + b"thumb", "thumbnails")
     env.close()
 
 
@@ -239,6 +245,13 @@ def test_no_store(tmp_path: Path) -> None:
         pass
     with pytest.raises(NothingToDo, match="no histopipe store"):
         Store(tmp_path / "other")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "data.mdb").touch()
+    with pytest.raises(NothingToDo, match="no store at"):
+        Store(tmp_path / "begun")
+    open_environment(tmp_path / "begun", write=True).close()
+    with pytest.raises(NothingToDo, match="is empty: an ingest has only just begun it"):
+        Store(tmp_path / "begun")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.doc").write_text("")
     with pytest.raises(UsageError, match="a folder of something else"):
@@ -296,7 +309,7 @@ def test_several_stores_as_one(tmp_path: Path, golden: Path) -> None:
     assert both.read("b/c", 0).shape == (16, 16, 3)
     both.close()
     StoreWriter(tmp_path / "other.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32)).close()
-    with pytest.raises(UsageError, match="patch sizes differ.*golden: 16.*other.lmdb: 32"):
+    with pytest.raises(UsageError, match=r"patch sizes differ.*golden: 16.*other\.lmdb: 32"):
         StoreSet([golden, tmp_path / "other.lmdb"])
 
 
@@ -332,7 +345,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
     try:
         with one_slide(disk / "s.lmdb", [b"x" * 1000] * 3) as writer:
-            with pytest.raises(MachineShort, match="the disk that holds .* is full"):
+            with pytest.raises(MachineShort, match=r"the disk that holds .* is full"):
                 for first in range(0, 1000, 10):
                     writer.put_patches(1, first, [b"y" * 100_000] * 10)
             with Store(disk / "s.lmdb") as store:

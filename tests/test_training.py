@@ -31,9 +31,14 @@ FILES = {
 }
 
 
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
 def history(run: Path) -> list[dict[str, str]]:
     timing = ("patches_per_s", "input_wait", "seconds")
-    rows = list(csv.DictReader((run / "history.csv").open()))
+    rows = csv_rows(run / "history.csv")
     return [{k: v for k, v in row.items() if k not in timing} for row in rows]
 
 
@@ -66,7 +71,7 @@ def test_a_run_folder_holds_everything(trained: Path, made_store: Path) -> None:
 
 
 def test_predictions_name_every_held_out_patch_once(trained: Path, made_store: Path) -> None:
-    rows = list(csv.DictReader((trained / "predictions.csv").open()))
+    rows = csv_rows(trained / "predictions.csv")
     splits = json.loads((trained / "splits.json").read_text())
     side = {slide["id"]: slide["side"] for slide in splits["slides"]}
     with Store(made_store) as store:
@@ -175,8 +180,8 @@ def test_replicas_do_what_one_does(
     for a, b in zip(one, many, strict=True):
         for name in ("loss", "val_loss"):
             assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
-    for a, b in zip(weights(tmp_path / "one"), weights(tmp_path / "many"), strict=True):
-        assert np.linalg.norm(a - b) <= 1e-4 * max(1.0, float(np.linalg.norm(a)))
+    for w, v in zip(weights(tmp_path / "one"), weights(tmp_path / "many"), strict=True):
+        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(w)))
 
 
 def test_the_classic_recipe_and_a_network_of_keras(
@@ -217,7 +222,8 @@ def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_
         (["--splits", "none.json"], 2, "none.json does not exist"),
         (["--config", "bad.toml"], 2, "unknown settings: found colour"),
         (["--fractions", "0.5,0.5"], 2, "--fractions"),
-        (["--resume", "--out", "out"], 2, "holds no run to resume"),
+        (["--resume", "--out", "out"], 2, "no run to resume in out"),
+        (["--resume"], 2, "--resume needs --out"),
         (["--out", "full"], 2, "full exists and is not empty"),
         (["--split-by", "site"], 2, "slides without one"),
     ],

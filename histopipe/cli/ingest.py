@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.errors import UsageError
+from histopipe.errors import NothingToDo, UsageError
 
 if TYPE_CHECKING:
     from histopipe.geometry import Mpp
@@ -193,9 +194,8 @@ def _names(found: list[SlideFile], out: Path) -> SlideNames:
     from histopipe.store.store import Store
 
     known = [slide.id for slide in found]
-    if (out / "data.mdb").exists():
-        with Store(out) as store:
-            known += [record.id for record in store.slides]
+    with suppress(NothingToDo), Store(out) as store:  # none there yet, as at every first ingest
+        known += [record.id for record in store.slides]
     return SlideNames(dict.fromkeys(known))
 
 

@@ -135,6 +135,11 @@ def command(
 
     folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
+        if out is None or not (out / "config.toml").is_file():
+            raise UsageError(
+                "--resume needs --out" if out is None else f"no run to resume in {out}",
+                expected="the folder of a run, with its config.toml",
+            )
         recorded = read_config(folder / "config.toml")
         config = TrainConfig(**_tuples(recorded | _changes(settings, stores)))
     else:

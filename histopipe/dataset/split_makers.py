@@ -72,7 +72,22 @@ def make_splits(
         divided = _by_group(labelled, split_by, fractions, seed)
     divided = [_without_unreadable(slide, stores) for slide in divided]
     uuids = tuple(store.uuid for store in stores)
-    return Splits(split_by, seed, fractions, uuids, tuple(classes), tuple(divided))
+    splits = Splits(split_by, seed, fractions, uuids, tuple(classes), tuple(divided))
+    _refuse_empty_sides(splits)
+    return splits
+
+
+def _refuse_empty_sides(splits: Splits) -> None:
+    """Groups were dealt to every side, but a group may bring no patch: few of them, or all too near another side's."""
+    counts = splits.count()
+    for side, fraction in zip(SIDES, splits.fractions, strict=True):
+        for name in splits.classes:
+            if fraction and not counts[side][name]:
+                raise NothingToDo(
+                    f"splitting by {splits.split_by} leaves no {name!r} patch for {side}",
+                    todo="add slides, take smaller patches, or split otherwise"
+                    + (" (a larger --region-um)" if splits.split_by == "region" else ""),
+                )
 
 
 def class_names_of(slides: Sequence[SlideSplit]) -> list[str]:
@@ -223,12 +238,6 @@ def _by_region(
         # A square without patches is on no side, and no neighbour to keep away from.
         mixed = np.any([(other != own) & (other != DROPPED) for other in others], axis=0)
         divided.append(replace(slide, sides=np.where(mixed, DROPPED, own).astype(np.int8)))
-    if not all(any(len(slide.on(s)) for slide in divided) for s in SIDES):
-        raise NothingToDo(
-            "splitting by region leaves a side empty",
-            found=f"squares of {region:g} µm, and patches near another side's left out",
-            todo="use smaller patches, or a larger --region-um",
-        )
     return divided
 
 

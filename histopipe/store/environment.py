@@ -153,7 +153,9 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
 
 def _open(path: Path, *, write: bool) -> Environment:
     data = path / "data.mdb"
-    if data.exists():
+    if (
+        data.exists() and data.stat().st_size
+    ):  # empty where a writer has only just begun, or was killed
         _check_length(data)
     elif not write:
         raise NothingToDo(
@@ -217,8 +219,6 @@ def _check_length(data: Path) -> None:
             metas.append(_meta(file.read(4096)))
     known = [meta for meta in metas if meta is not None]
     if not known:
-        if length == 0:
-            return  # a writer was killed before its first page; LMDB starts it anew
         raise DamagedStore(f"{data} is no LMDB file", found=f"{length} bytes of something else")
     _, last_page, page_size = max(known)
     if length < (last_page + 1) * page_size:

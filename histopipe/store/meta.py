@@ -33,6 +33,10 @@ def read_meta(
     """
     if databases.get(META) is None:
         raise NothingToDo(f"{path} is an LMDB environment, but no histopipe store")
+    if transaction.stat(databases[META])["entries"] == 0:
+        raise NothingToDo(
+            f"{path} is empty: an ingest has only just begun it, or was stopped there"
+        )
     _check_format(transaction, databases[META], path)
     return _entry(transaction, databases[META], name, path)
 
