@@ -109,7 +109,11 @@ class BatchSource:
         dataset = tf.data.Dataset.range(first_step * replicas, last_step * replicas)
         dataset = dataset.map(load, num_parallel_calls=calls, deterministic=True)
         # A batch is megabytes: enough are kept ready to ride out one slow read, not to fill memory.
-        return dataset.prefetch(2 * replicas)
+        dataset = dataset.prefetch(2 * replicas)
+        options = tf.data.Options()
+        # Nothing here is left to tune, and ending an iterator would wait for the tuner's sleep: up to 7 s an epoch.
+        options.autotune.enabled = False
+        return dataset.with_options(options)
 
     def _load(self, element: Any) -> tuple[Any, ...]:
         if self.failure is not None:

@@ -124,21 +124,29 @@ class Trainer:
         )  # fmt: skip
 
     def _timed(self, batches: Batches, first: int) -> Iterator[tuple[Any, float]]:
-        """Each step's batch, one part a replica, with the seconds it was waited for."""
+        """Each step's batch, one part a replica, with the seconds it was waited for.
+
+        From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options
+        say, and was seen to wait 2 to 7 s for that tuner's sleep at the end of an epoch.
+        """
         source = BatchSource(batches)
-        steps = self.strategy.distribute_datasets_from_function(
-            lambda _: source.dataset(first, first + batches.steps_per_epoch)
-        )
-        iterator = iter(steps)
+        parts = iter(source.dataset(first, first + batches.steps_per_epoch))
         for _ in range(batches.steps_per_epoch):
             before = time.monotonic()
             try:
-                batch = next(iterator)
+                step = [next(parts) for _ in range(batches.replicas)]
             except tf.errors.OpError:
                 if source.failure is not None:
                     raise source.failure from None  # what really happened, with its type
                 raise
-            yield batch, time.monotonic() - before
+            waited = time.monotonic() - before
+            yield self._one_a_replica(step), waited
+
+    def _one_a_replica(self, parts: list[dict[str, tf.Tensor]]) -> Any:
+        def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:
+            return parts[context.replica_id_in_sync_group]
+
+        return self.strategy.experimental_distribute_values_from_function(part)
 
     @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _train_step(self, batch: Any, epoch_number: tf.Tensor) -> Any:
