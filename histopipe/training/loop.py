@@ -144,7 +144,7 @@ class Trainer:
 
     def _one_a_replica(self, parts: list[dict[str, tf.Tensor]]) -> Any:
         def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:
-            return parts[context.replica_id_in_sync_group]
+            return parts[int(context.replica_id_in_sync_group)]
 
         return self.strategy.experimental_distribute_values_from_function(part)
 
