@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,20 @@ import tifffile
 from conftest import COMMAND, Run, make_slides
 from PIL import Image
 
+from histopipe.errors import DamagedStore
 from histopipe.geometry import Mpp
 from histopipe.ingest.claims import Claims
 from histopipe.ingest.decide import Action, decide
+from histopipe.ingest.outcome import Status
+from histopipe.ingest.pipeline import Pipeline
+from histopipe.ingest.progress import Lines
+from histopipe.ingest.worker import Settings, SlideJob, encode_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import TilingSpec
 
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
 
@@ -325,6 +333,62 @@ def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> 
     assert run("ingest", "in", "--force").returncode == 0
     after = contents(tmp_path / "patches.lmdb")
     assert after[path.stem][3] != before[path.stem][3]
+
+
+class Meddling(Executor):
+    """Runs everything at once in this process, and touches a file before the first patch is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if fn is encode_chunk:
+            os.utime(self._path, ns=(7, 7))
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
+
+
+def test_a_slide_that_changes_while_it_is_read_fails(tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
+    store, spec = tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))
+    with StoreWriter(store, spec) as writer:
+        record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
+        job = SlideJob(writer.register([record])["a"], SlideFile("a", path, (path,)), record)
+        claims = Claims(store)
+        pipeline = Pipeline(
+            writer=writer, executor=Meddling(path), settings=Settings(store, spec), claims=claims,
+            progress=Lines(io.StringIO()), max_unreadable=0.01, in_flight=2,
+        )  # fmt: skip
+        (outcome,) = pipeline.run([job])
+        claims.close()
+        assert outcome.status is Status.FAILED
+        assert "changed while it was being read" in outcome.reason
+        assert writer.record(0).state is SlideState.FAILED
+        with Store(store) as opened, pytest.raises(DamagedStore), opened.values() as read:
+            read(0, 0)  # nothing of it is left
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_ends_the_run_and_keeps_what_is_complete(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
+    make_slides(tmp_path / "in", "--size", "6000x6000", "--name", "b")
+    (tmp_path / "disk").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path / "disk")]
+    subprocess.run(mount, check=True)
+    try:
+        done = run("ingest", "in", "--out", "disk/s.lmdb", "--workers", 1)
+        assert done.returncode == 6, done.stderr
+        assert "disk/s.lmdb is full" in done.stderr
+        assert "run the same command again" in done.stderr
+        assert "Traceback" not in done.stderr
+        with Store(tmp_path / "disk" / "s.lmdb") as store:
+            assert [record.state for record in store.slides] == ["complete", "pending"]
+            assert store.read("a000", 0).shape == (256, 256, 3)
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "disk")], check=True)
+        assert run("ingest", "in", "--out", "disk/s.lmdb").returncode == 0
+    finally:
+        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
 
 
 def test_copies_are_stored_and_told(run: Run, tmp_path: Path) -> None:

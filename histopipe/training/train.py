@@ -76,7 +76,7 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False) -> TrainRe
         stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
         check_patch_sizes(stores)
         splits = _splits(config, stores, folder, resume=resume)
-        _tell(splits)
+        _tell(splits, stores)
         run = _Run(config, folder, stores, splits)
         # All that can be wrong with the settings has been found by now: the folder begins to exist.
         run_folder.create(folder, config, splits)
@@ -232,13 +232,16 @@ def _labels(
     return {name: (row.label, row.patient, row.site) for name, row in rows.items()}
 
 
-def _tell(splits: Splits) -> None:
+def _tell(splits: Splits, stores: Sequence[Store]) -> None:
     """What the model will see, before the long wait."""
     for side, counts in splits.count().items():
         say(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
     if splits.split_by == "patch":
         say("warning: split by patch: neighbours of training patches are in the test set, so its")
         say("figures say that the pipeline learns, not how good the model is on another slide")
+    left_out = sum(len(store.complete) for store in stores) - len(splits.slides)
+    if left_out:
+        say(f"{left_out} complete slides left out: they have no label, or no patch")
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
         say(f"{dropped} patches left out (unreadable, or too near another side's)")
