@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -357,7 +358,7 @@ def test_a_slide_that_changes_while_it_is_read_fails(tmp_path: Path) -> None:
         job = SlideJob(writer.register([record])["a"], SlideFile("a", path, (path,)), record)
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, executor=Meddling(path), settings=Settings(store, spec), claims=claims,
+            writer=writer, make_executor=lambda: Meddling(path), settings=Settings(store, spec), claims=claims,
             progress=Lines(io.StringIO()), max_unreadable=0.01, in_flight=2,
         )  # fmt: skip
         (outcome,) = pipeline.run([job])
@@ -421,7 +422,7 @@ def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["none"], 2, "none does not exist"),
+        (["none"], 2, "none cannot be read: found No such file"),
         (["empty"], 4, "no slide in empty"),
         (["in", "--mpp", "0.5", "--level", "0"], 2, "expected one of --mpp, --mag and --level"),
         (["in", "--patch-size", "4"], 2, "--patch-size: found 4"),
@@ -451,12 +452,150 @@ def test_wrong_input_is_one_message_and_nothing_is_written(
     assert not (tmp_path / "patches.lmdb").exists()
 
 
+def test_a_rerun_keeps_labels_it_is_not_told_of(run: Run, tmp_path: Path) -> None:
+    make_slides(
+        tmp_path / "in", "--size", "1000x1000", "--count", "2", "--classes", "normal,tumour"
+    )
+    (tmp_path / "in" / "labels.csv").rename(tmp_path / "l.csv")
+    assert run("ingest", "in", "--labels", "l.csv").returncode == 0
+    assert run("ingest", "in").returncode == 0
+    assert run("ingest", "in/slide-000.svs").returncode == 0
+    with Store(tmp_path / "patches.lmdb") as store:
+        assert [record.label for record in store.slides] == ["normal", "tumour"]
+
+
+def test_labels_lie_beside_the_slides_however_these_are_named(run: Run, tmp_path: Path) -> None:
+    for name in ("p", "q"):  # the same file names in both, and a labels.csv each
+        make_slides(
+            tmp_path / name, "--size", "600x600", "--count", "2", "--classes", "normal,tumour"
+        )
+    assert run("ingest", *sorted((tmp_path / "p").glob("*.svs")), "--out", "a.lmdb").returncode == 0
+    done = run("ingest", "p", "q", "--out", "b.lmdb")
+    assert done.returncode == 0, done.stderr
+    for path, count in (("a.lmdb", 2), ("b.lmdb", 4)):
+        with Store(tmp_path / path) as store:
+            assert [record.label for record in store.slides] == ["normal", "tumour"] * (count // 2)
+
+
+def test_a_slide_keeps_its_id_when_it_is_reached_by_another_way(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "p", "--size", "600x600", "--name", "one")
+    make_slides(tmp_path / "q", "--size", "600x600", "--name", "two", "--seed", "2")
+    assert run("ingest", "p").returncode == 0
+    (tmp_path / "l.csv").write_text("slide,label\none000,x\ntwo000,y\n")
+    assert run("ingest", "p", "q", "--labels", "l.csv").returncode == 0
+    with Store(tmp_path / "patches.lmdb") as store:
+        assert [(r.id, r.label) for r in store.slides] == [("one000", "x"), ("q/two000", "y")]
+
+
+def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "p", "--size", "600x600")
+    make_slides(tmp_path / "q", "--size", "600x600", "--seed", "2")
+    assert run("ingest", "p").returncode == 0
+    before = contents(tmp_path / "patches.lmdb")
+    done = run("ingest", "q", "--force")
+    assert done.returncode == 4
+    assert "another slide, p/slide-000.svs, is called 'slide-000' in the store" in done.stderr
+    assert contents(tmp_path / "patches.lmdb") == before
+    (tmp_path / "p" / "slide-000.svs").replace(tmp_path / "q" / "slide-000.svs")
+    assert run("ingest", "q").returncode == 0  # the first one, moved
+
+
+CRASHING = """
+import os
+from histopipe.ingest import worker
+import histopipe.ingest.pipeline as pipeline
+
+def plan_slide(settings, job):
+    if "evil" in job.slide.id:
+        os.abort()
+    return worker.plan_slide(settings, job)
+"""
+
+
+def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None:
+    """A real abort in a real worker, in the place of a decoder's."""
+    make_slides(tmp_path / "in", "--size", "1500x1500", "--count", "4")
+    shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / "evil.svs")
+    (tmp_path / "crashing.py").write_text(CRASHING)
+    code = (
+        "import crashing, histopipe.ingest.pipeline as p\n"
+        "p.plan_slide = crashing.plan_slide\n"
+        "if __name__ == '__main__':\n"
+        "    from histopipe.cli import main\n"
+        "    main()\n"
+    )
+    (tmp_path / "main.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "main.py", "ingest", "in", "--workers", "2", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    found = outcomes(done.stdout)
+    assert "the worker process that read it died" in found["evil"]["reason"]
+    assert [s["status"] for n, s in found.items() if n != "evil"] == ["complete"] * 4
+
+
+def test_a_damaged_overview_costs_its_tile_only(run: Run, tmp_path: Path) -> None:
+    """One level, so the thumbnail is made of the very tiles that are damaged."""
+    (path,) = make_slides(tmp_path / "in", "--size", "2560x2560", "--levels", "1")
+    with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
+        file.seek(tiff.pages.first.dataoffsets[44])  # row 4, column 4: in the tissue
+        file.write(bytes(16))
+    done = run("ingest", "in", "--max-unreadable", "10%", "--json", "--mpp", 0.499)
+    assert done.returncode == 0, done.stderr
+    (slide,) = json.loads(done.stdout)["slides"]
+    assert slide["unreadable"] == 1
+    with Store(tmp_path / "patches.lmdb") as store:
+        index = store.index(0)
+    lost = index["length"] == 0
+    assert (index["x_l0"][lost].tolist(), index["y_l0"][lost].tolist()) == ([1024], [1024])
+
+
+def test_a_full_disk_at_the_start_is_told_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small filesystem needs root")
+    make_slides(tmp_path / "in", "--size", "600x600")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
+    try:
+        (disk / "fill").write_bytes(bytes((1 << 20) - 8192))
+        done = run("ingest", "in", "--out", disk / "s.lmdb")
+        assert done.returncode == 6, done.stderr
+        assert "is full" in done.stderr
+        assert [path.name for path in disk.iterdir()] == ["fill"]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_that_may_not_be_read_is_told(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in" / "locked", "--size", "600x600")
+    (tmp_path / "in" / "locked").chmod(0)
+    drop = "-dac_override,-dac_read_search"
+    command = ["setpriv", "--bounding-set", drop, "--inh-caps", drop] if os.geteuid() == 0 else []
+    for argument in ("in", "in/locked/slide-000.svs"):
+        done = subprocess.run(
+            [*command, *COMMAND, "ingest", argument],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2, done.stderr
+        assert "locked" in done.stderr
+        assert "Permission denied" in done.stderr
+        assert "Traceback" not in done.stderr
+    (tmp_path / "in" / "locked").chmod(0o700)
+
+
 def test_levels_do_not_mix_scales_unasked(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600", "--name", "a")
     make_slides(tmp_path / "in", "--size", "600x600", "--name", "b", "--mpp", "0.25")
     done = run("ingest", "in", "--level", 0)
     assert done.returncode == 2
     assert "--level 0 would mix scales: found 0.25 mpp (b000) and 0.499 mpp (a000)" in done.stderr
+    assert not (tmp_path / "patches.lmdb").exists()
     assert run("ingest", "in", "--level", 0, "--allow-mixed-mpp").returncode == 0
 
 
@@ -543,6 +682,16 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="properties"),
             {"from_csv": Mpp(0.25)},
+            Action.KEEP,
+        ),
+        (
+            record(SlideState.COMPLETE, mpp=0.25, mpp_source="default-mpp"),
+            {"from_csv": Mpp(0.5)},
+            Action.REFUSE,
+        ),
+        (
+            record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
+            {"default": Mpp(0.25)},
             Action.KEEP,
         ),
         (record(SlideState.FAILED, error_kind=FailureKind.OPTION), {}, Action.INGEST),

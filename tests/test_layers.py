@@ -19,7 +19,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         [
-            ["errors", "geometry", "_version"],
+            ["errors", "geometry", "files", "_version"],
             ["slides"],
             ["tiling"],
             ["store"],

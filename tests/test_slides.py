@@ -106,7 +106,7 @@ def test_an_undecodable_name_is_that_slides_problem_only(tmp_path: Path) -> None
 
 
 def test_nothing_to_find(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
+    with pytest.raises(UsageError, match="none cannot be read: found No such file"):
         discover([tmp_path / "none"])
     touch(tmp_path, "a.png")
     with pytest.raises(NothingToDo, match=r"1 other files \(1 × \.png\)"):

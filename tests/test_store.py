@@ -209,7 +209,9 @@ def test_another_spec_is_refused_with_both_shown(tmp_path: Path) -> None:
             "found 2, expected 1",
         ),
         (b"format", {"name": "else", "version": 1}, DamagedStore, "found 'else'"),
-        (b"format", [], DamagedStore, "expected histopipe-store"),
+        (b"format", [], DamagedStore, r"found \[\], expected a JSON dict"),
+        (b"required_features", 5, DamagedStore, "expected a JSON list"),
+        (b"required_features", [["a"]], UnknownVersion, "needs a feature"),
         (b"required_features", ["zebra"], UnknownVersion, "needs a feature.*found zebra"),
     ],
 )
@@ -221,6 +223,17 @@ def test_unknown_versions_and_features(
         Store(golden)
     with pytest.raises(error, match=says):
         StoreWriter(golden, SPEC)
+
+
+@pytest.mark.parametrize("value", [None, {}, {"patch_size": "x"}, 3])
+def test_a_damaged_spec_is_told(golden: Path, value: object) -> None:
+    edit_meta(golden, b"spec", value)
+    with pytest.raises(DamagedStore, match="meta 'spec'"):
+        Store(golden)
+    edit_meta(golden, b"spec", SPEC.to_json())
+    edit_meta(golden, b"next_number", None)
+    with StoreWriter(golden, SPEC) as writer, pytest.raises(DamagedStore, match="'next_number'"):
+        writer.register([RECORD])
 
 
 def test_unknown_fields_are_kept(tmp_path: Path) -> None:
@@ -245,6 +258,12 @@ def test_no_store(tmp_path: Path) -> None:
         pass
     with pytest.raises(NothingToDo, match="no histopipe store"):
         Store(tmp_path / "other")
+    with lmdb.open(str(tmp_path / "theirs")) as env, env.begin(write=True) as txn:
+        txn.put(b"their-key", b"x")
+    with pytest.raises(UsageError, match="an LMDB environment of something else"):
+        StoreWriter(tmp_path / "theirs", SPEC)
+    with lmdb.open(str(tmp_path / "theirs")) as env, env.begin() as txn:
+        assert [key for key, _ in txn.cursor()] == [b"their-key"]
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "data.mdb").touch()
     with pytest.raises(NothingToDo, match="no store at"):

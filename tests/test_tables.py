@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from histopipe.errors import UsageError
-from histopipe.ingest.labels import label_slides, patient_of, subfolder_labels
+from histopipe.ingest.labels import label_slides, labelled, patient_of, subfolder_labels
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.store.record import SlideRecord
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
 
@@ -67,6 +68,7 @@ def test_labels(table: Path) -> None:
         ("slide,label\na,x\na,y\n", "a stands in lines 2 and 3"),
         ("slide,label\na,x,y\n", "line 2: found 3 cells"),
         ("slide,label\nb,x\n", "fits several slides"),
+        ("slide,label\na," + "x" * 140_000 + "\n", "field larger than field limit"),
     ],
 )
 def test_wrong_labels(table: Path, text: str, says: str) -> None:
@@ -121,9 +123,17 @@ def test_subfolders_are_classes_only_if_they_look_so(names: list[str], classes: 
 
 
 def test_a_labels_file_rules_out_subfolders() -> None:
-    labels = label_slides(slides("x/1", "x/2", "y/3", "y/4"), {"x/1": SlideLabel("t", "p", "s")})
-    assert (labels["x/1"].label, labels["x/1"].patient, labels["x/1"].site) == ("t", "p", "s")
-    assert labels["x/2"].label is None
+    rows = {"x/1": SlideLabel("t", "p", "s")}
+    assert label_slides(slides("x/1", "x/2", "y/3", "y/4"), rows) == rows
+
+
+def test_what_is_not_said_stays_as_recorded() -> None:
+    fresh = SlideRecord(id="TCGA-CR-7395-01A", path="", resolved_path="")
+    first = labelled(fresh, SlideLabel("t", None, "s"))
+    assert (first.label, first.patient, first.site) == ("t", "TCGA-CR-7395", "s")
+    assert labelled(first, None) == first
+    again = labelled(first, SlideLabel(None, "p", None))
+    assert (again.label, again.patient, again.site) == (None, "p", "s")
 
 
 def test_patients() -> None:

@@ -221,7 +221,10 @@ def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_
         (["--labels", "none.csv"], 2, "none.csv does not exist"),
         (["--splits", "none.json"], 2, "none.json does not exist"),
         (["--config", "bad.toml"], 2, "unknown settings: found colour"),
+        (["--config", "typed.toml"], 2, "typed.toml: epochs: found 'ten', expected such as 20"),
         (["--fractions", "0.5,0.5"], 2, "--fractions"),
+        (["--fractions", "0.7,nan,0.3"], 2, "--fractions"),
+        (["--labels", "extra.csv"], 2, "pass --allow-extra-rows"),
         (["--resume", "--out", "out"], 2, "no run to resume in out"),
         (["--resume"], 2, "--resume needs --out"),
         (["--out", "full"], 2, "full exists and is not empty"),
@@ -232,6 +235,8 @@ def test_wrong_settings_are_one_message_and_leave_nothing(
     run: Run, made_store: Path, tmp_path: Path, arguments: list[str], code: int, says: str
 ) -> None:
     (tmp_path / "bad.toml").write_text("colour = 3\n")
+    (tmp_path / "typed.toml").write_text('epochs = "ten"\n')
+    (tmp_path / "extra.csv").write_text("slide,label\nnobody,x\n")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     if "gpu" in arguments and Path("/dev/nvidia0").exists():
@@ -273,6 +278,46 @@ def test_an_interrupt_says_how_to_go_on(made_store: Path, tmp_path: Path) -> Non
     assert "go on with `histopipe train --resume --out run`" in stderr
     assert "Traceback" not in stderr
     assert (tmp_path / "run" / "resume.npz").exists()
+
+
+def test_a_damaged_patch_ends_training_with_its_name(
+    run: Run, made_store: Path, tmp_path: Path
+) -> None:
+    import shutil  # only here
+
+    import lmdb
+
+    from histopipe.store.format import patch_key
+
+    for attempt in range(3):  # a hang at the end showed in a third of the runs
+        store = Path(shutil.copytree(made_store, tmp_path / f"s{attempt}.lmdb"))
+        with Store(made_store) as whole:
+            lost = [patch_key(n, 3) for n in whole.complete]
+        with (
+            lmdb.open(str(store), max_dbs=16, map_size=1 << 30) as env,
+            env.begin(write=True) as txn,
+        ):
+            for key in lost:
+                txn.delete(key, db=env.open_db(b"patches", txn=txn))
+        done = run("train", store, "--epochs", 1, "--out", f"run{attempt}")
+        assert done.returncode == 5
+        assert "patch 3 is missing" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_while_training_is_told(run: Run, made_store: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], check=True)
+    try:
+        done = run("train", made_store, "--epochs", 1, "--out", disk / "run")
+        assert done.returncode == 6, done.stderr
+        assert "is full" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert not [path for path in (disk / "run").iterdir() if path.name.startswith("part-")]
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None:

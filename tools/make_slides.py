@@ -239,7 +239,9 @@ def _aperio_description(levels: list[Size], options: argparse.Namespace) -> str:
 def _leica_description(levels: list[Size], options: argparse.Namespace) -> str:
     """Leica's XML, the TIFF dialect in which a slide can say where on a larger area it lies."""
     nm = options.mpp * 1000
-    x, y, width, height = options.bounds or (0, 0, levels[0].width, levels[0].height)
+    # OpenSlide takes an image that fills its whole area for the macro, so the area is a tile larger.
+    whole = levels[0].width + options.tile, levels[0].height + options.tile
+    x, y, width, height = options.bounds or (0, 0, *whole)
     dimensions = "".join(
         f'<dimension sizeX="{s.width}" sizeY="{s.height}" r="{i}" ifd="{i}"/>'
         for i, s in enumerate(levels)
@@ -337,7 +339,30 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--texture", type=Path, help="take the texture from this real slide")
     parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    wrong = _wrong(options)
+    if wrong:
+        parser.error(wrong)
+    return options
+
+
+def _wrong(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options, if anything."""
+    size, coarsest = options.size, max(options.levels)
+    checks = {
+        "--tile: a multiple of 16": options.tile > 0 and options.tile % 16 == 0,
+        "--mpp: more than 0": options.mpp > 0,
+        "--levels: 1 first, then rising powers of 2 that divide the tile": options.levels[0] == 1
+        and options.levels == sorted(set(options.levels))
+        and all(d > 0 and d & (d - 1) == 0 and options.tile % d == 0 for d in options.levels),
+        "--size: at least one pixel of the coarsest level": min(size.width, size.height)
+        >= coarsest,
+        f"--classes: of {', '.join(NUCLEI)}": set(options.classes) <= set(NUCLEI),
+        "--bounds: x,y,width,height for --format scn": options.bounds is None
+        or (options.format == "scn" and len(options.bounds) == 4),
+        "--count and --pieces: 1 or more": options.count > 0 and options.pieces > 0,
+    }
+    return next((text for text, right in checks.items() if not right), None)
 
 
 if __name__ == "__main__":

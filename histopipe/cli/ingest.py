@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import UsageError
 
 if TYPE_CHECKING:
     from histopipe.geometry import Mpp
-    from histopipe.ingest.labels import SlideLabels
     from histopipe.ingest.outcome import IngestReport
     from histopipe.slides.discovery import SlideFile
-    from histopipe.slides.tables import SlideNames
+    from histopipe.slides.tables import SlideLabel, SlideNames
     from histopipe.tiling.spec import TilingSpec
 
 
@@ -124,20 +122,22 @@ def command(slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) ->
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
     """  # fmt: skip
     # Late: `--help` needs none of it.
+    from histopipe.ingest.decide import with_recorded_ids
     from histopipe.ingest.progress import choose_progress
-    from histopipe.ingest.run import IngestOptions, ingest
+    from histopipe.ingest.run import IngestOptions, ingest, recorded, resolved
     from histopipe.slides.discovery import discover
+    from histopipe.slides.tables import SlideNames
 
     spec = _spec(flags)
     if flags["default_mpp"] is not None:
         _check_mpp(flags["default_mpp"])
-    found = discover(slides)
-    names = _names(found, out)
+    records = recorded(out)
+    found = with_recorded_ids(discover(slides), records, resolved)
+    names = SlideNames([s.id for s in found], [record.id for record in records.values()])
     extra = flags["allow_extra_rows"]
-    listed = _listed(found, flags["slide_list"], names, extra)
     options = IngestOptions(
         workers=flags["workers"],
-        labels=_labels(listed, slides, flags["labels"], names, extra),
+        labels=_labels(found, slides, flags["labels"], names, extra),
         mpps=_mpps(flags["mpp_csv"], names, extra),
         default_mpp=flags["default_mpp"],
         allow_mixed_mpp=flags["allow_mixed_mpp"],
@@ -145,6 +145,7 @@ def command(slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) ->
         force=flags["force"],
         retry_failed=flags["retry_failed"],
     )
+    listed = _listed(found, flags["slide_list"], names, extra)
     progress = choose_progress()
     try:
         report = ingest(listed, out, spec, options, progress)
@@ -188,17 +189,6 @@ def _check_mpp(value: float) -> None:
         raise UsageError("--default-mpp", found=value, expected=f"from {low:g} to {high:g}")
 
 
-def _names(found: list[SlideFile], out: Path) -> SlideNames:
-    """Names a CSV may use: those of the slides found now, and of those in the store already."""
-    from histopipe.slides.tables import SlideNames
-    from histopipe.store.store import Store
-
-    known = [slide.id for slide in found]
-    with suppress(NothingToDo), Store(out) as store:  # none there yet, as at every first ingest
-        known += [record.id for record in store.slides]
-    return SlideNames(dict.fromkeys(known))
-
-
 def _listed(
     found: list[SlideFile], path: Path | None, names: SlideNames, allow_extra: bool
 ) -> list[SlideFile]:
@@ -221,18 +211,20 @@ def _labels(
     path: Path | None,
     names: SlideNames,
     allow_extra: bool,
-) -> dict[str, SlideLabels]:
+) -> dict[str, SlideLabel]:
     from histopipe.ingest.labels import label_slides
-    from histopipe.slides.tables import read_labels
+    from histopipe.slides.tables import SlideNames, read_labels
 
-    beside = [folder / "labels.csv" for folder in arguments if (folder / "labels.csv").is_file()]
-    paths = [path] if path is not None else beside
-    if not paths:
-        return label_slides(slides, None)
+    if path is not None:
+        return label_slides(slides, read_labels(path, names, allow_extra=allow_extra))
     rows = {}
-    for labels in paths:
-        rows.update(read_labels(labels, names, allow_extra=allow_extra))
-    return label_slides(slides, rows)
+    for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
+        if (folder / "labels.csv").is_file():
+            # A folder's own labels name its own slides; files named one by one may be few of those.
+            own = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
+            some = allow_extra or folder not in arguments
+            rows.update(read_labels(folder / "labels.csv", own, allow_extra=some))
+    return label_slides(slides, rows or None)
 
 
 def _mpps(path: Path | None, names: SlideNames, allow_extra: bool) -> dict[str, Mpp]:

@@ -70,6 +70,9 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     help="CSV: slide,label[,patient][,site], instead of the recorded labels.",
 )
 @click.option(
+    "--allow-extra-rows", is_flag=True, help="Ignore rows of --labels that name no slide."
+)
+@click.option(
     "--model", default="small-cnn", help="small-cnn, or a keras.applications name such as resnet50."
 )
 @click.option(

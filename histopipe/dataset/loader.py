@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,7 @@ class BatchSource:
         self.batches = batches
         self.failure: Exception | None = None
         self._lock = threading.Lock()
+        self._running = 0
 
     def dataset(
         self, first_step: int, last_step: int, *, parallel_calls: int | None = None
@@ -115,13 +117,30 @@ class BatchSource:
         options.autotune.enabled = False
         return dataset.with_options(options)
 
+    def settle(self) -> None:
+        """Fail all that is still to be loaded, and wait for what is under way.
+
+        To be called before an iterator is dropped that has not come to its end: TensorFlow drops it while holding Python's
+        lock, for which a load under way would wait for ever.
+        """
+        self.failure = self.failure or RuntimeError("the iterator was dropped")
+        quiet = 0
+        while quiet < 3:
+            quiet = quiet + 1 if self._running == 0 else 0
+            time.sleep(0.01)
+
     def _load(self, element: Any) -> tuple[Any, ...]:
         if self.failure is not None:
             raise self.failure
+        with self._lock:
+            self._running += 1
         try:
             batch = self.batches.load(*divmod(int(element), self.batches.replicas))
         except Exception as error:
             with self._lock:
                 self.failure = self.failure or error
             raise
+        finally:
+            with self._lock:
+                self._running -= 1
         return batch.image, batch.label, batch.weight, np.asarray(batch.key)

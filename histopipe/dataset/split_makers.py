@@ -111,7 +111,7 @@ def _described(
     if not label or not record.stored:
         return None
     return SlideSplit(
-        ordinal, number, record.id, label, patient or record.patient or record.id, site,
+        ordinal, number, record.id, label, patient or record.patient or record.id, site or record.site,
         record.content, record.planned, patches_crc(store, number),
         np.full(record.planned, DROPPED, np.int8),
     )  # fmt: skip

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
+from histopipe.files import appearing
 from histopipe.store.store import Store
 
 Side = Literal["train", "validation", "test"]
@@ -132,9 +133,8 @@ def write_splits(splits: Splits, path: Path) -> None:
         "counts": splits.count(),
         "slides": [_slide_to_json(slide) for slide in splits.slides],
     }
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
-    part.rename(path)
+    with appearing(path) as part:
+        part.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
 def read_splits(path: Path, stores: Sequence[Store]) -> Splits:

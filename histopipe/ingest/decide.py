@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
+from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
@@ -71,13 +73,31 @@ def decide(
     )
 
 
-def find_record(
-    slide: SlideFile, resolved: str, records: Mapping[int, SlideRecord]
-) -> SlideRecord | None:
-    """The record of a slide by its id, else by the path it really has: one file under two names is one slide."""
-    by_id = {record.id: record for record in records.values()}
-    by_path = {record.resolved_path: record for record in records.values()}
-    return by_id.get(slide.id) or by_path.get(resolved)
+def with_recorded_ids(
+    slides: Sequence[SlideFile], records: Mapping[int, SlideRecord], resolve: Callable[[Path], str]
+) -> list[SlideFile]:
+    """Slides under the ids that the store knows them by: one file reached by another way is the same slide.
+
+    Args:
+        slides: as they were found.
+        records: what the store holds.
+        resolve: a path as records hold it, without links.
+
+    Raises:
+        UsageError: a slide of another file has that id already.
+    """
+    by_path = {record.resolved_path: record.id for record in records.values()}
+    named = [replace(s, id=by_path.get(resolve(s.path), s.id)) for s in slides]
+    paths: dict[str, Path] = {}
+    for slide in named:
+        other = paths.setdefault(slide.id, slide.path)
+        if other != slide.path:
+            raise UsageError(
+                f"two slides would both be called {slide.id!r}",
+                found=f"{other}, so called in the store, and {slide.path}",
+                todo="rename one, or use another --out",
+            )
+    return sorted(named, key=lambda slide: slide.id)
 
 
 def _changed(now: Fingerprint, record: SlideRecord) -> str | None:
@@ -89,8 +109,11 @@ def _changed(now: Fingerprint, record: SlideRecord) -> str | None:
 
 
 def _rescaled(record: SlideRecord, from_csv: Mpp | None, default: Mpp | None) -> str | None:
-    given: dict[str | None, Mpp | None] = {MppSource.CSV: from_csv, MppSource.DEFAULT: default}
-    used = given.get(record.mpp_source)
+    used = None
+    if (
+        record.mpp_source != MppSource.PROPERTIES
+    ):  # what a header says comes before what a user says
+        used = from_csv or (default if record.mpp_source == MppSource.DEFAULT else None)
     if used is not None and used != record.mpp:
         return f"was given another mpp ({used:g}, {record.mpp:g} before)"
     return None

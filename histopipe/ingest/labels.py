@@ -5,40 +5,37 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.tables import SlideLabel
+from histopipe.store.record import SlideRecord
 
 _TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)")
 _SLIDES_A_CLASS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class SlideLabels:
-    """What is known of a slide besides its pixels. `patient` is never empty: a slide of no one is its own."""
-
-    label: str | None
-    patient: str
-    site: str | None
-
-
 def label_slides(
     slides: Sequence[SlideFile], rows: Mapping[str, SlideLabel] | None
-) -> dict[str, SlideLabels]:
-    """Labels by slide id.
+) -> dict[str, SlideLabel]:
+    """What is said of slides, by id; slides of which nothing is said are left out, and keep what was recorded.
 
     Args:
-        slides: all slides asked for.
-        rows: a labels file's rows by slide id; None where there is no such file, and sub-folders may serve.
+        slides: all slides found.
+        rows: labels files' rows by slide id; None where there is no such file, and sub-folders may serve.
     """
-    folders = subfolder_labels(slides) if rows is None else {}
-    labels = {}
-    for slide in slides:
-        row = (rows or {}).get(slide.id) or SlideLabel(folders.get(slide.id))
-        labels[slide.id] = SlideLabels(row.label, row.patient or patient_of(slide.id), row.site)
-    return labels
+    if rows is not None:
+        return dict(rows)
+    return {name: SlideLabel(label) for name, label in subfolder_labels(slides).items()}
+
+
+def labelled(record: SlideRecord, said: SlideLabel | None) -> SlideRecord:
+    """A record with what is said of its slide. Its patient is never empty: a slide of no one is its own."""
+    patient = (said.patient if said else None) or record.patient or patient_of(record.id)
+    if said is None:
+        return replace(record, patient=patient)
+    return replace(record, label=said.label, patient=patient, site=said.site or record.site)
 
 
 def subfolder_labels(slides: Sequence[SlideFile]) -> dict[str, str]:

@@ -11,13 +11,14 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from histopipe.errors import SlideUnreadable
+from histopipe.files import storable
 from histopipe.ingest.claims import Claims
 from histopipe.ingest.outcome import SlideOutcome, Status
 from histopipe.ingest.progress import Progress
@@ -61,7 +62,7 @@ class Pipeline:
 
     Args:
         writer: the store.
-        executor: runs `plan_slide` and `encode_chunk`.
+        make_executor: makes what runs `plan_slide` and `encode_chunk`; called again when a worker died.
         settings: the same for every slide.
         claims: which slides are this run's.
         progress: told what happens.
@@ -70,13 +71,16 @@ class Pipeline:
     """
 
     writer: StoreWriter
-    executor: Executor
+    make_executor: Callable[[], Executor]
     settings: Settings
     claims: Claims
     progress: Progress
     max_unreadable: float
     in_flight: int
+    _executor: Executor | None = None
     _waiting: deque[SlideJob] = field(default_factory=deque)
+    _suspects: deque[SlideJob] = field(default_factory=deque)
+    _planning: dict[int, SlideJob] = field(default_factory=dict)
     _deferred: deque[SlideJob] = field(default_factory=deque)
     _working: dict[int, _Work] = field(default_factory=dict)
     _futures: dict[Future[Any], Callable[[Any], SlideOutcome | None]] = field(default_factory=dict)
@@ -88,36 +92,74 @@ class Pipeline:
             MachineShort: a full disk, or no memory. Nothing that was complete is lost.
         """
         self._waiting.extend(jobs)
-        while self._waiting or self._deferred or self._working or self._futures:
+        while self._waiting or self._deferred or self._suspects or self._working or self._futures:
             self._submit()
             if not self._futures:
                 yield from self._retry_deferred()
                 continue
             done, _ = wait(self._futures, return_when=FIRST_COMPLETED)
-            for future in done:
-                outcome = self._futures.pop(future)(future.result())
-                if outcome is not None:
-                    yield outcome
+            try:
+                for future in done:
+                    outcome = self._futures.pop(future)(future.result())
+                    if outcome is not None:
+                        yield outcome
+            except BrokenExecutor:
+                yield from self._on_dead_worker()
+
+    def close(self) -> None:
+        """End the workers, once they are done with what they are at."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
 
     def _submit(self) -> None:
         """Fill the executor: chunks of slides begun first, so that slides end; else the next slide's plan."""
-        while len(self._futures) < self.in_flight:
-            if not (self._submit_chunk() or self._submit_plan()):
-                return
+        if self._executor is None:
+            self._executor = self.make_executor()
+        try:
+            while len(self._futures) < self.in_flight:
+                if not (self._submit_chunk(self._executor) or self._submit_plan(self._executor)):
+                    return
+        except BrokenExecutor:
+            return  # the tasks under way will tell
 
-    def _submit_chunk(self) -> bool:
+    def _on_dead_worker(self) -> Iterator[SlideOutcome]:
+        """A worker was killed, or crashed on a slide: which one shows when each in flight is done again by itself."""
+        suspects = [*self._planning.values(), *(work.job for work in self._working.values())]
+        self._futures.clear()
+        self._planning.clear()
+        self._working.clear()
+        self.close()
+        for job in suspects:
+            self.progress.dropped(job.slide.id)
+        if len(suspects) > 1:
+            self._suspects.extend(suspects)
+            return
+        for job in suspects:
+            reason = (
+                f"{job.slide.path}: the worker process that read it died; the file is probably damaged in a "
+                "way that crashes its decoder, or memory ran out"
+            )
+            yield self._fail(job, SlideFailure(reason, FailureKind.FILE, job.record))
+
+    def _submit_chunk(self, executor: Executor) -> bool:
         for work in self._working.values():
             if work.chunks:
                 chunk = work.chunks.popleft()
                 work.running += 1
-                future = self.executor.submit(
+                future = executor.submit(
                     encode_chunk, self.settings, work.job, work.planned.plan.choice, chunk
                 )
                 self._futures[future] = functools.partial(self._on_chunk, work)
                 return True
         return False
 
-    def _submit_plan(self) -> bool:
+    def _submit_plan(self, executor: Executor) -> bool:
+        if self._suspects:
+            if self._futures:
+                return False  # one suspect at a time, and nothing beside it
+            self._plan(executor, self._suspects.popleft())
+            return True
         while self._waiting:
             job = self._waiting.popleft()
             if not self.claims.take(job.number):
@@ -127,11 +169,15 @@ class Pipeline:
                 self.claims.release(job.number)
                 self._deferred.append(job)  # another run has done it since the store was looked at
                 continue
-            self.writer.restart(job.number, job.record)
-            future = self.executor.submit(plan_slide, self.settings, job)
-            self._futures[future] = functools.partial(self._on_plan, job)
+            self._plan(executor, job)
             return True
         return False
+
+    def _plan(self, executor: Executor, job: SlideJob) -> None:
+        self.writer.restart(job.number, job.record)
+        self._planning[job.number] = job
+        future = executor.submit(plan_slide, self.settings, job)
+        self._futures[future] = functools.partial(self._on_plan, job)
 
     def _retry_deferred(self) -> Iterator[SlideOutcome]:
         """Slides that another run claimed: complete by now, or free to be taken over."""
@@ -149,6 +195,7 @@ class Pipeline:
                 self._deferred.append(job)
 
     def _on_plan(self, job: SlideJob, result: PlannedSlide | SlideFailure) -> SlideOutcome | None:
+        del self._planning[job.number]
         if isinstance(result, SlideFailure):
             return self._fail(job, result)
         plan = result.plan
@@ -206,8 +253,9 @@ class Pipeline:
         return None
 
     def _fail(self, job: SlideJob, failure: SlideFailure) -> SlideOutcome:
-        self.writer.fail(job.number, failure.record, failure.reason, failure.kind)
-        return self._ended(job, failed_outcome(failure.record, failure.reason))
+        reason = storable(failure.reason)
+        self.writer.fail(job.number, failure.record, reason, failure.kind)
+        return self._ended(job, failed_outcome(failure.record, reason))
 
     def _ended(self, job: SlideJob, outcome: SlideOutcome) -> SlideOutcome:
         self.claims.release(job.number)

@@ -25,6 +25,9 @@ class Progress(Protocol):
     def advanced(self, slide: str, patches: int) -> None:
         """So many more patches of it are stored."""
 
+    def dropped(self, slide: str) -> None:
+        """What was done of a slide is lost; it will be planned again, or fail."""
+
     def finished(self, outcome: SlideOutcome) -> None:
         """A slide is done, however it ended."""
 
@@ -69,11 +72,14 @@ class Bars:
         if slide in self._slides:
             self._slides[slide][0].update(patches)
 
-    def finished(self, outcome: SlideOutcome) -> None:
-        if outcome.id in self._slides:
-            bar, patches = self._slides.pop(outcome.id)
-            self._expect(int(bar.n) - patches)  # less than none if it failed half-way
+    def dropped(self, slide: str) -> None:
+        if slide in self._slides:
+            bar, patches = self._slides.pop(slide)
+            self._expect(int(bar.n) - patches)  # less than none if it ended half-way
             bar.close()
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        self.dropped(outcome.id)
         if outcome.status is Status.FAILED:
             tqdm.write(_line(outcome), file=self._stream)
         self._done += 1
@@ -122,6 +128,9 @@ class Lines:
                 f"{self._stored}/{self._planned} patches, {rate:.0f}/s, "
                 f"about {left:.0f} s for the slides begun"
             )
+
+    def dropped(self, slide: str) -> None:
+        pass  # the rate and the rest of the next line will be a little off
 
     def finished(self, outcome: SlideOutcome) -> None:
         self._done += 1

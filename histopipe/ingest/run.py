@@ -9,18 +9,17 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from histopipe.errors import MachineShort, SlideError, UsageError
+from histopipe.errors import NothingToDo, SlideError, UsageError
+from histopipe.files import storable
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingest.claims import Claims
-from histopipe.ingest.decide import Action, decide, find_record
-from histopipe.ingest.labels import SlideLabels
+from histopipe.ingest.decide import Action, decide
+from histopipe.ingest.labels import labelled
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 from histopipe.ingest.pipeline import Pipeline, failed_outcome, outcome_of
 from histopipe.ingest.progress import Progress
@@ -29,7 +28,9 @@ from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import fingerprint
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
+from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.level import choose_level
 from histopipe.tiling.spec import TilingSpec
@@ -50,7 +51,7 @@ class IngestOptions:
     """
 
     workers: int | None = None
-    labels: Mapping[str, SlideLabels] = field(default_factory=dict)
+    labels: Mapping[str, SlideLabel] = field(default_factory=dict)
     mpps: Mapping[str, Mpp] = field(default_factory=dict)
     default_mpp: Mpp | None = None
     allow_mixed_mpp: bool = False
@@ -69,7 +70,7 @@ def ingest(
     """Tile slides into a store.
 
     Args:
-        slides: what `discover` found.
+        slides: what `discover` found, under the ids of `with_recorded_ids`.
         store: the store's folder, made if missing.
         spec: how to tile and encode.
         options: the rest.
@@ -81,47 +82,57 @@ def ingest(
     Raises:
         UsageError: the store has another spec, or `--level` would mix scales.
         DamagedStore: the store cannot be used.
-        MachineShort: disk or memory ran out, or a worker was killed; complete slides stay.
+        MachineShort: disk or memory ran out; complete slides stay.
     """
     started = time.monotonic()
+    if spec.level is not None and not options.allow_mixed_mpp:
+        _refuse_mixed_scales(slides, recorded(store), spec, options)
     with StoreWriter(store, spec) as writer:
-        if spec.level is not None and not options.allow_mixed_mpp:
-            _refuse_mixed_scales(slides, writer.records(), spec, options)
         jobs, outcomes = _sort_out(slides, writer, options)
         progress.begin(len(slides))
         for outcome in outcomes:
             progress.finished(outcome)
         if jobs:
-            outcomes += _run(
-                jobs, writer, Settings(store, spec, options.default_mpp), options, progress
-            )
+            settings = Settings(store, spec, options.default_mpp)
+            outcomes += _run(jobs, writer, settings, options, progress)
         warnings = _duplicates(writer.records())
     outcomes.sort(key=lambda outcome: outcome.id)
     return IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
+
+
+def recorded(store: Path) -> dict[int, SlideRecord]:
+    """The records of a store by number; none where there is no store yet."""
+    try:
+        with Store(store) as opened:
+            return opened.records
+    except NothingToDo:
+        return {}
+
+
+def resolved(path: Path) -> str:
+    """A path without links, as records hold it."""
+    return storable(os.path.realpath(path))
 
 
 def _sort_out(
     slides: Sequence[SlideFile], writer: StoreWriter, options: IngestOptions
 ) -> tuple[list[SlideJob], list[SlideOutcome]]:
     """Number the slides; tell those to ingest from those that need nothing, or can get nothing."""
-    records = writer.records()
-    known = {
-        slide.id: find_record(slide, os.path.realpath(slide.path), records) for slide in slides
-    }
-    fresh = [_new_record(slide) for slide in slides if known[slide.id] is None]
+    known = {record.id: record for record in writer.records().values()}
+    fresh = [_new_record(slide) for slide in slides if slide.id not in known]
     numbers = writer.register(sorted(fresh, key=lambda record: record.id))
     jobs, outcomes = [], []
     for slide in slides:
-        before = known[slide.id]
-        record = _labelled(before or _new_record(slide), options.labels.get(slide.id))
-        number = numbers[record.id]
+        before = known.get(slide.id)
+        record = labelled(before or _new_record(slide), options.labels.get(slide.id))
+        number = numbers[slide.id]
         job = SlideJob(number, slide, record, options.mpps.get(slide.id))
         outcome = _without_work(job, before, options)
         if outcome is None:
             again = record.state is SlideState.COMPLETE
             jobs.append(dataclasses.replace(job, record=_renewed(record, slide), again=again))
             continue
-        if before is not None and record != before:
+        if before is not None and record != before and outcome.status is Status.SKIPPED:
             writer.update(number, record)  # its labels are others now; its pixels are the same
         outcomes.append(outcome)
     return jobs, outcomes
@@ -131,15 +142,25 @@ def _without_work(
     job: SlideJob, before: SlideRecord | None, options: IngestOptions
 ) -> SlideOutcome | None:
     """The outcome of a slide that is not to be ingested now; None if it is."""
+    if before is not None and _is_another_slide(job.slide, before):
+        return failed_outcome(
+            job.record,
+            f"{job.slide.path}: another slide, {before.path}, is called {before.id!r} in the store; "
+            "ingest their common parent folder into a new store, or rename one",
+        )
     try:
         now = fingerprint(job.slide)
     except SlideError:
         return None  # the plan will say why, and record it
     decision = decide(
-        job.slide, now, before,
-        from_csv=job.mpp_from_csv, default=options.default_mpp,
-        force=options.force, retry_failed=options.retry_failed,
-    )  # fmt: skip
+        job.slide,
+        now,
+        before,
+        from_csv=job.mpp_from_csv,
+        default=options.default_mpp,
+        force=options.force,
+        retry_failed=options.retry_failed,
+    )
     if decision.action is Action.INGEST:
         return None
     if decision.action is Action.KEEP:
@@ -147,11 +168,16 @@ def _without_work(
     return failed_outcome(job.record, decision.reason)
 
 
+def _is_another_slide(slide: SlideFile, record: SlideRecord) -> bool:
+    """Whether the record is of another file that is still there; one that is gone was moved to where this one is."""
+    return record.resolved_path != resolved(slide.path) and Path(record.resolved_path).exists()
+
+
 def _new_record(slide: SlideFile) -> SlideRecord:
     return SlideRecord(
         id=slide.id,
-        path=_storable(str(slide.path)),
-        resolved_path=_storable(os.path.realpath(slide.path)),
+        path=storable(str(slide.path)),
+        resolved_path=resolved(slide.path),
     )
 
 
@@ -167,16 +193,6 @@ def _renewed(record: SlideRecord, slide: SlideFile) -> SlideRecord:
     )
 
 
-def _storable(path: str) -> str:
-    return os.fsencode(path).decode("utf-8", "backslashreplace")
-
-
-def _labelled(record: SlideRecord, labels: SlideLabels | None) -> SlideRecord:
-    if labels is None:
-        return record
-    return dataclasses.replace(record, label=labels.label, patient=labels.patient, site=labels.site)
-
-
 def _run(
     jobs: list[SlideJob],
     writer: StoreWriter,
@@ -186,36 +202,30 @@ def _run(
 ) -> list[SlideOutcome]:
     workers = options.workers or len(os.sched_getaffinity(0))
     claims = Claims(settings.store)
+    pipeline = Pipeline(
+        writer=writer,
+        make_executor=lambda: _process_pool(workers),
+        settings=settings,
+        claims=claims,
+        progress=progress,
+        max_unreadable=options.max_unreadable,
+        in_flight=2 * workers,
+    )
     try:
-        with _process_pool(workers) as executor:
-            pipeline = Pipeline(
-                writer=writer, executor=executor, settings=settings, claims=claims,
-                progress=progress, max_unreadable=options.max_unreadable, in_flight=2 * workers,
-            )  # fmt: skip
-            return list(pipeline.run(jobs))
-    except BrokenProcessPool as error:
-        raise MachineShort(
-            "a worker process died",
-            found="it was killed, probably for lack of memory, or a decoder crashed",
-            todo="run the same command again, with fewer --workers: complete slides are kept",
-        ) from error
+        return list(pipeline.run(jobs))
     finally:
+        pipeline.close()
         claims.close()
 
 
-@contextmanager
-def _process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+def _process_pool(workers: int) -> ProcessPoolExecutor:
     """Spawned workers that end with this process, however it ends."""
-    executor = ProcessPoolExecutor(
+    return ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_begin_worker,
         initargs=(os.getpid(),),
     )
-    try:
-        yield executor
-    finally:
-        executor.shutdown(wait=True, cancel_futures=True)
 
 
 def _begin_worker(parent: int) -> None:

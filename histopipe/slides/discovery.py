@@ -62,10 +62,14 @@ def discover(arguments: Iterable[Path]) -> list[SlideFile]:
     """
     roots = list(dict.fromkeys(arguments))
     for root in roots:
-        if not root.exists():
+        try:
+            root.stat()
+        except OSError as error:
             raise UsageError(
-                f"{root} does not exist", todo="check the path, and that its disk is mounted"
-            )
+                f"{root} cannot be read",
+                found=error.strerror,
+                todo="check the path, and that its disk is mounted",
+            ) from error
     folders = [root for root in roots if root.is_dir()]
     slides: list[SlideFile] = []
     for root in roots:
@@ -97,7 +101,7 @@ def _slides_of(root: Path) -> Iterator[SlideFile]:
 
 def _walk(root: Path) -> Iterator[Path]:
     seen: set[str] = set()
-    for folder, names, files in os.walk(root, followlinks=True):
+    for folder, names, files in os.walk(root, followlinks=True, onerror=_refuse):
         real = os.path.realpath(folder)
         if real in seen:
             names.clear()
@@ -105,6 +109,14 @@ def _walk(root: Path) -> Iterator[Path]:
         seen.add(real)
         names[:] = sorted(name for name in names if not name.startswith("."))
         yield from (Path(folder, name) for name in files)
+
+
+def _refuse(error: OSError) -> None:
+    raise UsageError(
+        f"{error.filename} cannot be listed",
+        found=error.strerror,
+        todo="make it readable, or name the other folders one by one",
+    ) from error
 
 
 def _is_candidate(path: Path) -> bool:

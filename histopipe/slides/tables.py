@@ -46,9 +46,15 @@ class _Row:
 
 
 class SlideNames:
-    """Finds slide ids by the names people write: the id, with or without suffix, or its last part where unique."""
+    """Finds slide ids by the names people write: the id, with or without suffix, or its last part where unique.
 
-    def __init__(self, ids: Iterable[str]) -> None:
+    Args:
+        ids: the slides in hand.
+        others: slides that are known too, and meant where none in hand is.
+    """
+
+    def __init__(self, ids: Iterable[str], others: Iterable[str] = ()) -> None:
+        self._others = SlideNames(others) if others else None
         self._ids: dict[str, set[str]] = defaultdict(set)
         self._last: dict[str, set[str]] = defaultdict(set)
         for name in ids:
@@ -75,7 +81,7 @@ class SlideNames:
                     )
                 if ids:
                     return next(iter(ids))
-        return None
+        return self._others.find(written, where=where) if self._others else None
 
     def nearest(self, written: str) -> str:
         """A hint for a message: the id most like it."""
@@ -127,13 +133,13 @@ def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False)
 def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None) -> list[_Row]:
     try:
         text = path.read_text(encoding="utf-8-sig")
+        lines = list(csv.reader(text.splitlines()))
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist", todo="check the path") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(
             f"{path} cannot be read", found=str(error), expected="a CSV file in UTF-8"
         ) from error
-    lines = list(csv.reader(text.splitlines()))
     header = [cell.strip().lower() for cell in lines[0]] if lines else []
     _check_header(path, header, required=required, allowed=allowed)
     rows = []

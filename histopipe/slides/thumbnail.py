@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.geometry import Level, Mpp, PointL0, Size
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Level, Mpp, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide
 
 THUMBNAIL_MPP = Mpp(8.0)
@@ -17,6 +19,8 @@ ASSUMED_MPP = Mpp(0.5)
 
 _BLOCK = 2048
 """Side of the squares that are read, in pixels of the level: 16 MB each as RGBA."""
+_SMALL_BLOCK = 256
+"""Side of the squares that a damaged one is read again in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class Thumbnail:
         x_level, y_level: that level's pixel at the thumbnail's top left corner.
         reduction: pixels of that level per thumbnail pixel, a whole number.
         mpp: micrometres per thumbnail pixel.
+        lost: (H, W) bool, what could not be read; None where all could.
     """
 
     pixels: NDArray[np.uint8]
@@ -37,6 +42,7 @@ class Thumbnail:
     y_level: int
     reduction: int
     mpp: Mpp
+    lost: NDArray[np.bool_] | None = None
 
 
 def read_thumbnail(slide: Slide, mpp: Mpp | None) -> Thumbnail:
@@ -47,23 +53,81 @@ def read_thumbnail(slide: Slide, mpp: Mpp | None) -> Thumbnail:
         mpp: its level-0 scale; None where unknown.
 
     Raises:
-        SlideUnreadable: the file is damaged.
+        SlideUnreadable: nothing of it can be read.
     """
     level, level_mpp = _cheapest_level(slide.info.levels, mpp or ASSUMED_MPP)
     reduction = max(1, int(THUMBNAIL_MPP / level_mpp + 0.05))
     area = level.inside(slide.info.bounds)
-    shape = (-(-area.size.height // reduction), -(-area.size.width // reduction), 3)
-    pixels = np.empty(shape, np.uint8)
-    block = max(1, _BLOCK // reduction) * reduction
-    for top in range(0, area.size.height, block):
-        for left in range(0, area.size.width, block):
-            size = Size(min(block, area.size.width - left), min(block, area.size.height - top))
-            corner = level.to_l0(np.array([area.x + left, area.y + top], np.int64))
-            part = slide.read_region(PointL0(*map(int, corner)), level.number, size)
-            small = np.asarray(Image.fromarray(part).reduce(reduction))
-            y, x = top // reduction, left // reduction
-            pixels[y : y + small.shape[0], x : x + small.shape[1]] = small
-    return Thumbnail(pixels, level, area.x, area.y, reduction, Mpp(level_mpp * reduction))
+    shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
+    canvas = _Canvas(
+        slide,
+        level,
+        area,
+        reduction,
+        np.full((*shape, 3), 255, np.uint8),
+        np.zeros(shape, np.bool_),
+    )
+    for square in _squares(RegionLevel(0, 0, area.size), _BLOCK, reduction):
+        if not canvas.paint(square):
+            # The damage may be one tile: only that is lost.
+            for small in _squares(square, _SMALL_BLOCK, reduction):
+                if not canvas.paint(small):
+                    canvas.lose(small)
+    if canvas.lost.size and canvas.lost.all():
+        raise SlideUnreadable(f"{slide.path}: nothing of level {level.number} can be read")
+    return Thumbnail(
+        canvas.pixels,
+        level,
+        area.x,
+        area.y,
+        reduction,
+        Mpp(level_mpp * reduction),
+        canvas.lost if canvas.lost.any() else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Canvas:
+    """A thumbnail being painted, square by square of the area it shows."""
+
+    slide: Slide
+    level: Level
+    area: RegionLevel
+    reduction: int
+    pixels: NDArray[np.uint8]
+    lost: NDArray[np.bool_]
+
+    def paint(self, square: RegionLevel) -> bool:
+        """Read a square, its place counted from the area's corner. False if it cannot be read."""
+        place = np.array([self.area.x + square.x, self.area.y + square.y], np.int64)
+        x, y = map(int, self.level.to_l0(place))
+        try:
+            part = self.slide.read_region(PointL0(x, y), self.level.number, square.size)
+        except SlideUnreadable:
+            return False
+        small = Image.fromarray(part).reduce(self.reduction)
+        self.pixels[self._place(square)] = np.asarray(small)
+        return True
+
+    def lose(self, square: RegionLevel) -> None:
+        """Mark a square as unknown."""
+        self.lost[self._place(square)] = True
+
+    def _place(self, square: RegionLevel) -> tuple[slice, slice]:
+        x, y = square.x // self.reduction, square.y // self.reduction
+        width = -(-square.size.width // self.reduction)
+        height = -(-square.size.height // self.reduction)
+        return slice(y, y + height), slice(x, x + width)
+
+
+def _squares(area: RegionLevel, side: int, reduction: int) -> Iterator[RegionLevel]:
+    """An area cut into squares of about `side`, a whole number of thumbnail pixels each."""
+    side = max(1, side // reduction) * reduction
+    for y in range(area.y, area.y + area.size.height, side):
+        for x in range(area.x, area.x + area.size.width, side):
+            width = min(side, area.x + area.size.width - x)
+            height = min(side, area.y + area.size.height - y)
+            yield RegionLevel(x, y, Size(width, height))
 
 
 def _cheapest_level(levels: tuple[Level, ...], mpp: Mpp) -> tuple[Level, Mpp]:

@@ -34,6 +34,7 @@ MAP_SIZE = 1 << 44
 _SMALLEST_MAP = 1 << 28
 _MAX_READERS = 4096
 _MAX_DATABASES = 32
+_LOCK_BYTES = 128 + 64 * _MAX_READERS
 _FREE_LOW = 16 << 20
 """A disk with less free space than this counts as full when a write fails."""
 
@@ -153,17 +154,22 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
 
 def _open(path: Path, *, write: bool) -> Environment:
     data = path / "data.mdb"
-    if (
-        data.exists() and data.stat().st_size
-    ):  # empty where a writer has only just begun, or was killed
-        _check_length(data)
-    elif not write:
+    try:
+        # Empty where a writer has only just begun, or was killed.
+        begun = data.exists() and data.stat().st_size > 0
+        if begun:
+            _check_length(data)
+    except OSError as error:
+        raise UsageError(f"{data} cannot be read", found=error.strerror) from error
+    if not begun and not write:
         raise NothingToDo(
             f"no store at {path}",
             expected="a folder with a data.mdb, made by `histopipe ingest`",
             todo="check the path",
         )
     with mapped_errors(path):
+        if write or os.access(path, os.W_OK):
+            _allocate_lock(path)
         handle = _open_handle(path, write=write)
         if write:
             handle.reader_check()  # free the slots of readers that were killed
@@ -175,6 +181,20 @@ def _open(path: Path, *, write: bool) -> Environment:
             handle.close()
             raise
     return environment
+
+
+def _allocate_lock(path: Path) -> None:
+    """Give LMDB's lock file its disk space: LMDB maps it sparse, and a full disk would then be a SIGBUS."""
+    try:
+        lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+        try:
+            os.posix_fallocate(lock, 0, _LOCK_BYTES)
+        finally:
+            os.close(lock)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise MachineShort(f"the disk that holds {path} is full", todo="make room") from error
+        # Anything else is LMDB's to tell.
 
 
 def _open_handle(path: Path, *, write: bool) -> lmdb.Environment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
 
@@ -20,16 +20,22 @@ from histopipe.store.format import (
 )
 from histopipe.store.record import SlideRecord
 
+T = TypeVar("T")
+
 
 def read_meta(
-    transaction: lmdb.Transaction, databases: Mapping[bytes, Any], name: str, path: Path
-) -> Any:
+    transaction: lmdb.Transaction,
+    databases: Mapping[bytes, Any],
+    name: str,
+    kind: type[T],
+    path: Path,
+) -> T:
     """One entry of `meta`, once the format's name, version and features are known ones.
 
     Raises:
         NothingToDo: an LMDB environment, but none of histopipe's.
         UnknownVersion: of a later version, or with a feature not known here.
-        DamagedStore: the entry is missing or no JSON.
+        DamagedStore: the entry is missing, no JSON, or of another type.
     """
     if databases.get(META) is None:
         raise NothingToDo(f"{path} is an LMDB environment, but no histopipe store")
@@ -38,7 +44,7 @@ def read_meta(
             f"{path} is empty: an ingest has only just begun it, or was stopped there"
         )
     _check_format(transaction, databases[META], path)
-    return _entry(transaction, databases[META], name, path)
+    return _entry(transaction, databases[META], name, kind, path)
 
 
 def read_records(
@@ -57,10 +63,9 @@ def read_records(
 
 
 def _check_format(transaction: lmdb.Transaction, database: Any, path: Path) -> None:
-    found = _entry(transaction, database, "format", path)
-    name = found.get("name") if isinstance(found, dict) else None
-    if name != FORMAT_NAME:
-        raise DamagedStore(f"{path}: format", found=repr(name), expected=FORMAT_NAME)
+    found = _entry(transaction, database, "format", dict, path)
+    if found.get("name") != FORMAT_NAME:
+        raise DamagedStore(f"{path}: format", found=repr(found.get("name")), expected=FORMAT_NAME)
     if found.get("version") != VERSION:
         raise UnknownVersion(
             f"{path}: store format version",
@@ -68,8 +73,8 @@ def _check_format(transaction: lmdb.Transaction, database: Any, path: Path) -> N
             expected=VERSION,
             todo="use the histopipe version that wrote it, or a later one",
         )
-    features = _entry(transaction, database, "required_features", path)
-    unknown = sorted(set(features) - KNOWN_FEATURES)
+    features = _entry(transaction, database, "required_features", list, path)
+    unknown = sorted({str(feature) for feature in features} - KNOWN_FEATURES)
     if unknown:
         raise UnknownVersion(
             f"{path} needs a feature not known to this version",
@@ -78,8 +83,12 @@ def _check_format(transaction: lmdb.Transaction, database: Any, path: Path) -> N
         )
 
 
-def _entry(transaction: lmdb.Transaction, database: Any, name: str, path: Path) -> Any:
-    value = transaction.get(name.encode(), db=database)
-    if value is None:
-        raise DamagedStore(f"{path}: meta has no entry {name!r}")
-    return from_json(value, where=f"{path}, meta {name!r}")
+def _entry(transaction: lmdb.Transaction, database: Any, name: str, kind: type[T], path: Path) -> T:
+    where = f"{path}, meta {name!r}"
+    stored = transaction.get(name.encode(), db=database)
+    if stored is None:
+        raise DamagedStore(f"{where} is missing")
+    value = from_json(stored, where=where)
+    if not isinstance(value, kind):
+        raise DamagedStore(where, found=repr(value)[:80], expected=f"a JSON {kind.__name__}")
+    return value

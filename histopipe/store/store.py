@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import read_meta, read_records
 from histopipe.store.record import SlideRecord, SlideState
+from histopipe.tiling.spec import MAX_PATCH_SIZE, TilingSpec
 
 ReadValue = Callable[[int, int], memoryview]
 
@@ -57,10 +59,11 @@ class Store:
         try:
             with self._environment.read() as transaction:
                 databases = self._environment.databases
-                self.uuid: str = read_meta(transaction, databases, "uuid", path)
-                self.spec: Mapping[str, Any] = read_meta(transaction, databases, "spec", path)
-                self.classes: list[str] = read_meta(transaction, databases, "classes", path)
-                self.created: str = read_meta(transaction, databases, "created", path)
+                self.uuid: str = read_meta(transaction, databases, "uuid", str, path)
+                self.spec: Mapping[str, Any] = read_meta(transaction, databases, "spec", dict, path)
+                self.classes: list[str] = read_meta(transaction, databases, "classes", list, path)
+                self.created: str = read_meta(transaction, databases, "created", str, path)
+                _check_spec(self.spec, path)
                 self.records: dict[int, SlideRecord] = read_records(transaction, databases, path)
         except BaseException:
             self.close()
@@ -190,6 +193,18 @@ class Store:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_spec(spec: Mapping[str, Any], path: Path) -> None:
+    """Whether a store's spec has all that reading needs."""
+    named = {field.name for field in dataclasses.fields(TilingSpec)}
+    size = spec.get("patch_size")
+    if not named <= set(spec) or not isinstance(size, int) or not 0 < size <= MAX_PATCH_SIZE:
+        raise DamagedStore(
+            f"{path}, meta 'spec'",
+            found=repr(spec)[:120],
+            expected="settings " + ", ".join(sorted(named)),
+        )
 
 
 class StoreSet:

@@ -15,7 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
+from histopipe.errors import (
+    DamagedStore,
+    MachineShort,
+    NothingToDo,
+    SpecMismatch,
+    UsageError,
+)
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
     FORMAT_NAME,
@@ -62,8 +68,13 @@ class StoreWriter:
 
     def __init__(self, path: Path, spec: TilingSpec) -> None:
         self.path = path
-        _refuse_what_is_no_store(path)
-        self._environment = open_environment(path, write=True)
+        made = _refuse_what_is_no_store(path)
+        try:
+            self._environment = open_environment(path, write=True)
+        except MachineShort:
+            if made:
+                _remove_begun(path)
+            raise
         try:
             self._write(lambda transaction: self._check_or_create(transaction, spec))
         except BaseException:
@@ -93,7 +104,7 @@ class StoreWriter:
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:
             known = {r.id: n for n, r in read_records(transaction, self._db, self.path).items()}
-            number = int(read_meta(transaction, self._db, "next_number", self.path))
+            number = read_meta(transaction, self._db, "next_number", int, self.path)
             for record in records:
                 if record.id in known:
                     continue
@@ -205,7 +216,7 @@ class StoreWriter:
             for name, value in _new_meta(spec).items():
                 transaction.put(name.encode(), to_json(value), db=self._db[META])
             return
-        found = read_meta(transaction, self._db, "spec", self.path)
+        found = read_meta(transaction, self._db, "spec", dict, self.path)
         wanted = spec.to_json()
         if found != wanted:
             raise SpecMismatch(
@@ -249,7 +260,40 @@ def _new_meta(spec: TilingSpec) -> dict[str, Any]:
     }
 
 
-def _refuse_what_is_no_store(path: Path) -> None:
+def _remove_begun(path: Path) -> None:
+    """Take away a store that could not even be begun."""
+    for name in ("data.mdb", "lock.mdb"):
+        (path / name).unlink(missing_ok=True)
+    path.rmdir()
+
+
+def _refuse_what_is_no_store(path: Path) -> bool:
+    """Make sure, without writing a byte into it, that a path may be a store. Whether its folder was made for it."""
+    _refuse_other_folders(path)
+    try:
+        environment = open_environment(path)  # for reading
+    except NothingToDo:
+        made = not path.exists()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{path} cannot be made", found=str(error)) from error
+        return made
+    try:
+        with environment.read() as transaction:
+            if environment.databases[META] is not None:
+                if transaction.stat(environment.databases[META])["entries"]:
+                    read_meta(transaction, environment.databases, "format", dict, path)
+            elif transaction.stat()["entries"]:
+                raise UsageError(
+                    f"{path} is an LMDB environment of something else", todo="choose another --out"
+                )
+    finally:
+        environment.close()
+    return False
+
+
+def _refuse_other_folders(path: Path) -> None:
     if path.is_dir():
         content: Iterable[Path] = path.iterdir()
         others = [p.name for p in content if p.name not in ("data.mdb", "lock.mdb", "ingest.lock")]
@@ -262,7 +306,3 @@ def _refuse_what_is_no_store(path: Path) -> None:
             )
     elif path.exists():
         raise UsageError(f"{path} is a file", expected="a folder", todo="choose another --out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be made", found=str(error)) from error

@@ -85,7 +85,8 @@ def _tissue_of(
     scale = thumbnail.level.downsample * thumbnail.reduction / choice.level.downsample
     origin = thumbnail.level.downsample / choice.level.downsample
     return covered_fractions(
-        mask.pixels,
+        # What could not be seen may be tissue: it is planned, and recorded as unreadable if it is so there too.
+        mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost,
         (grid.xs - thumbnail.x_level * origin) / scale,
         (grid.ys - thumbnail.y_level * origin) / scale,
         grid.cell / scale,

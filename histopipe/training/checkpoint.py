@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from histopipe.errors import DamagedStore
+from histopipe.files import appearing
 
 STATE_FILE = "resume.npz"
 
@@ -42,13 +43,11 @@ class TrainState:
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
     """Write `resume.npz` by one rename."""
-    part = folder / (STATE_FILE + ".part")
     arrays = {f"v{i:05d}": np.asarray(variable.value) for i, variable in enumerate(variables)}
-    with part.open("wb") as file:
+    with appearing(folder / STATE_FILE) as part, part.open("wb") as file:
         np.savez(file, allow_pickle=False, state=np.array(json.dumps(asdict(state))), **arrays)
         file.flush()
         os.fsync(file.fileno())
-    part.rename(folder / STATE_FILE)
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> TrainState:

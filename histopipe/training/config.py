@@ -23,6 +23,7 @@ class TrainConfig:
     Attributes:
         stores: paths of the stores.
         labels: a labels file that replaces the recorded labels; None for those.
+        allow_extra_rows: ignore rows of that file that name no slide.
         model: "small-cnn" or the name of a `keras.applications` model.
         weights: "none", "imagenet", or a weights file for the backbone.
         epochs, batch_size, seed: as everywhere; the batch is global, over all replicas.
@@ -43,6 +44,7 @@ class TrainConfig:
 
     stores: tuple[str, ...] = ("patches.lmdb",)
     labels: str | None = None
+    allow_extra_rows: bool = False
     model: str = "small-cnn"
     weights: str = "none"
     epochs: int = 20
@@ -71,18 +73,14 @@ class TrainConfig:
         _one_of("--optimizer", self.optimizer, get_args(Optimizer))
         _one_of("--class-weights", self.class_weights, get_args(ClassWeights))
         _one_of("--augment", self.augment, get_args(Augment))
-        if not self.learning_rate > 0:
-            raise UsageError("--learning-rate", found=self.learning_rate, expected="more than 0")
-        if not self.region_um > 0:
-            raise UsageError("--region-um", found=self.region_um, expected="more than 0")
+        _positive("--learning-rate", self.learning_rate)
+        _positive("--region-um", self.region_um)
         if not 0 <= self.dropout < 1:
             raise UsageError("--dropout", found=self.dropout, expected="from 0 to below 1")
         if (
             len(self.fractions) != 3
-            or min(self.fractions) < 0
-            or self.fractions[0] == 0
-            or self.fractions[1] == 0
-            or abs(sum(self.fractions) - 1) > 1e-6
+            or not (min(self.fractions) >= 0 and self.fractions[0] * self.fractions[1] > 0)
+            or not abs(sum(self.fractions) - 1) <= 1e-6
         ):
             raise UsageError(
                 "--fractions", found=self.fractions,
@@ -114,7 +112,28 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path}: unknown settings", found=", ".join(unknown), expected=", ".join(sorted(known))
         )
+    for field in dataclasses.fields(TrainConfig):
+        if field.name in values and not _fits(values[field.name], field.default):
+            raise UsageError(
+                f"{path}: {field.name}",
+                found=repr(values[field.name]),
+                expected=f"such as {field.default!r}" if field.default is not None else "a text",
+            )
     return values
+
+
+def _fits(value: object, default: object) -> bool:
+    """Whether a value from TOML is of a setting's type, which its default shows."""
+    if isinstance(default, tuple):
+        return isinstance(value, list) and all(_fits(v, default[0]) for v in value)
+    if isinstance(default, float):
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return type(value) is type(default) if default is not None else isinstance(value, str)
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise UsageError(name, found=value, expected="more than 0")
 
 
 def _at_least(name: str, value: int, least: int) -> None:

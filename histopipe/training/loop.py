@@ -8,7 +8,8 @@ one would.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,10 +108,11 @@ class Trainer:
         collected: list[tuple[Any, ...]] = []
         waits = 0.0
         started = time.monotonic()
-        for batch, waited in self._timed(batches, first):
-            waits += waited
-            collected.append(self.strategy.experimental_local_results(step(batch)))
-            progress.advance()
+        with closing(self._timed(batches, first)) as steps:
+            for batch, waited in steps:
+                waits += waited
+                collected.append(self.strategy.experimental_local_results(step(batch)))
+                progress.advance()
         rows = [
             [np.asarray(part[i]) for results in collected for part in results] for i in range(4)
         ]
@@ -123,7 +125,7 @@ class Trainer:
             seconds=time.monotonic() - started, input_wait=waits,
         )  # fmt: skip
 
-    def _timed(self, batches: Batches, first: int) -> Iterator[tuple[Any, float]]:
+    def _timed(self, batches: Batches, first: int) -> Generator[tuple[Any, float]]:
         """Each step's batch, one part a replica, with the seconds it was waited for.
 
         From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options
@@ -131,16 +133,18 @@ class Trainer:
         """
         source = BatchSource(batches)
         parts = iter(source.dataset(first, first + batches.steps_per_epoch))
-        for _ in range(batches.steps_per_epoch):
-            before = time.monotonic()
-            try:
+        try:
+            for _ in range(batches.steps_per_epoch):
+                before = time.monotonic()
                 step = [next(parts) for _ in range(batches.replicas)]
-            except tf.errors.OpError:
-                if source.failure is not None:
-                    raise source.failure from None  # what really happened, with its type
-                raise
-            waited = time.monotonic() - before
-            yield self._one_a_replica(step), waited
+                waited = time.monotonic() - before
+                yield self._one_a_replica(step), waited
+        except tf.errors.OpError:
+            if source.failure is not None:
+                raise source.failure from None  # what really happened, with its type
+            raise
+        finally:
+            source.settle()
 
     def _one_a_replica(self, parts: list[dict[str, tf.Tensor]]) -> Any:
         def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:

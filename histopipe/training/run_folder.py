@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 from histopipe.dataset.splits import Side, Splits, write_splits
 from histopipe.dataset.table import unpack_keys
 from histopipe.errors import UsageError
+from histopipe.files import appearing
 from histopipe.store.store import Store
 from histopipe.training.config import TrainConfig
 from histopipe.training.loop import Predictions
@@ -47,6 +49,8 @@ def create(folder: Path, config: TrainConfig, splits: Splits) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
         raise UsageError(f"{folder} cannot be made", found=str(error)) from error
     write_splits(splits, folder / SPLITS)
     write_text(folder / CONFIG, config.to_toml())
@@ -54,9 +58,8 @@ def create(folder: Path, config: TrainConfig, splits: Splits) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file by one rename."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.rename(path)
+    with appearing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
@@ -80,15 +83,16 @@ def write_predictions(
     predictions: Iterable[tuple[Side, Predictions]],
 ) -> None:
     """`predictions.csv`: one row a patch, by slide id and level-0 coordinates."""
-    part = folder / (PREDICTIONS + ".part")
-    with part.open("w", newline="", encoding="utf-8") as file:
+    with (
+        appearing(folder / PREDICTIONS) as part,
+        part.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow(
             ["split", "slide", "x_l0", "y_l0", "label", "predicted", *(f"p_{c}" for c in classes)]
         )
         for side, predicted in predictions:
             _write_rows(writer, stores, classes, side, predicted)
-    part.rename(folder / PREDICTIONS)
 
 
 def _write_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from histopipe.dataset.splits import (
 )
 from histopipe.dataset.table import PatchTable
 from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.files import appearing
 from histopipe.geometry import Micrometres
 from histopipe.slides.tables import SlideNames, read_labels
 from histopipe.store.store import Store, check_patch_sizes
@@ -78,15 +80,22 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False) -> TrainRe
         splits = _splits(config, stores, folder, resume=resume)
         _tell(splits, stores)
         run = _Run(config, folder, stores, splits)
-        # All that can be wrong with the settings has been found by now: the folder begins to exist.
-        run_folder.create(folder, config, splits)
         try:
+            # All that can be wrong with the settings has been found by now: the folder begins to exist.
+            run_folder.create(folder, config, splits)
             return run.run(resume=resume)
         except tf.errors.ResourceExhaustedError as error:
             raise MachineShort(
                 "memory ran out while training",
                 found=error.message.split("\n")[0][:200],
                 todo="go on with --resume and a smaller --batch-size",
+            ) from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise MachineShort(
+                f"the disk that holds {folder} is full",
+                todo=f"make room and go on with `histopipe train --resume --out {folder}`",
             ) from error
 
 
@@ -160,9 +169,8 @@ class _Run:
             progress.close()
 
     def _save_model(self) -> None:
-        part = self._folder / f"part-{run_folder.MODEL}"  # Keras insists on the suffix
-        self._trainer.model.serving.save(part)
-        part.rename(self._folder / run_folder.MODEL)
+        with appearing(self._folder / run_folder.MODEL) as part:
+            self._trainer.model.serving.save(part)
 
     def _finish(self, state: TrainState) -> TrainResult:
         """Judge the best model on what it did not train on, and write that down."""
@@ -228,7 +236,7 @@ def _labels(
     if config.labels is None:
         return None
     names = SlideNames(record.id for store in stores for record in store.slides)
-    rows = read_labels(Path(config.labels), names)
+    rows = read_labels(Path(config.labels), names, allow_extra=config.allow_extra_rows)
     return {name: (row.label, row.patient, row.site) for name, row in rows.items()}
 
 
