@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,6 +34,12 @@ def data() -> Path:
     path = (PROJECT / folder).resolve()
     assert (path / "slides").is_dir(), f"HISTOPIPE_TEST_DATA={folder} has no folder slides"
     return path
+
+
+@pytest.fixture
+def golden(tmp_path: Path) -> Path:
+    """A copy of the committed store of format version 1: reading leaves a lock file in its folder."""
+    return Path(shutil.copytree(PROJECT / "tests" / "golden" / "store-v1", tmp_path / "golden"))
 
 
 @pytest.fixture

@@ -31,8 +31,6 @@ from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageErr
 from histopipe.geometry import Micrometres
 from histopipe.store.store import Store
 
-GOLDEN = Path(__file__).parent / "golden" / "store-v1"
-
 
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 100))
 def test_a_permutation_is_one(n: int, seed: int, epoch: int) -> None:
@@ -186,8 +184,8 @@ def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
                 batches.load(step)
 
 
-def test_unreadable_patches_are_never_drawn() -> None:
-    with Store(GOLDEN) as store:
+def test_unreadable_patches_are_never_drawn(golden: Path) -> None:
+    with Store(golden) as store:
         table = whole_table([store], ["normal", "tumour"], labelled_only=True)
         assert len(table) == 7
         keys = np.array(epoch_keys(Batches([store], table, batch_size=3, seed=1), 0), np.int64)

@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -39,14 +38,8 @@ from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
 
-GOLDEN = Path(__file__).parent / "golden" / "store-v1"
 SPEC = TilingSpec(mpp=Mpp(0.5), patch_size=16)
 RECORD = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
-
-
-@pytest.fixture
-def golden(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(GOLDEN, tmp_path / "golden"))
 
 
 def columns_of(crc: Any, length: Any) -> dict[str, Any]:
