@@ -509,31 +509,39 @@ def plan_slide(settings, job):
     if "evil" in job.slide.id:
         os.abort()
     return worker.plan_slide(settings, job)
+
+def encode_chunk(settings, job, choice, chunk):
+    if "late" in job.slide.id and chunk.first:
+        os.abort()
+    return worker.encode_chunk(settings, job, choice, chunk)
 """
 
 
 def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None:
     """A real abort in a real worker, in the place of a decoder's."""
     make_slides(tmp_path / "in", "--size", "1500x1500", "--count", "4")
-    shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / "evil.svs")
+    for name in ("evil.svs", "late.svs"):
+        shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / name)
     (tmp_path / "crashing.py").write_text(CRASHING)
     code = (
         "import crashing, histopipe.ingest.pipeline as p\n"
         "p.plan_slide = crashing.plan_slide\n"
+        "p.encode_chunk = crashing.encode_chunk\n"
         "if __name__ == '__main__':\n"
         "    from histopipe.cli import main\n"
         "    main()\n"
     )
     (tmp_path / "main.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "main.py", "ingest", "in", "--workers", "2", "--json"],
+        [sys.executable, "main.py", "ingest", "in", "--workers", "2", "--json", "--patch-size", "32"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     found = outcomes(done.stdout)
-    assert "the worker process that read it died" in found["evil"]["reason"]
-    assert [s["status"] for n, s in found.items() if n != "evil"] == ["complete"] * 4
+    for name in ("evil", "late"):
+        assert "the worker process that read it died" in found.pop(name)["reason"]
+    assert [slide["status"] for slide in found.values()] == ["complete"] * 4
 
 
 def test_a_damaged_overview_costs_its_tile_only(run: Run, tmp_path: Path) -> None:

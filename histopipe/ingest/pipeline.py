@@ -80,6 +80,7 @@ class Pipeline:
     _executor: Executor | None = None
     _waiting: deque[SlideJob] = field(default_factory=deque)
     _suspects: deque[SlideJob] = field(default_factory=deque)
+    _tried_alone: set[int] = field(default_factory=set)
     _planning: dict[int, SlideJob] = field(default_factory=dict)
     _deferred: deque[SlideJob] = field(default_factory=deque)
     _working: dict[int, _Work] = field(default_factory=dict)
@@ -93,18 +94,22 @@ class Pipeline:
         """
         self._waiting.extend(jobs)
         while self._waiting or self._deferred or self._suspects or self._working or self._futures:
-            self._submit()
-            if not self._futures:
-                yield from self._retry_deferred()
-                continue
-            done, _ = wait(self._futures, return_when=FIRST_COMPLETED)
             try:
-                for future in done:
-                    outcome = self._futures.pop(future)(future.result())
-                    if outcome is not None:
-                        yield outcome
+                yield from self._advance()
             except BrokenExecutor:
                 yield from self._on_dead_worker()
+
+    def _advance(self) -> Iterator[SlideOutcome]:
+        """Give out tasks, and take in those that are done."""
+        self._submit()
+        if not self._futures:
+            yield from self._retry_deferred()
+            return
+        done, _ = wait(self._futures, return_when=FIRST_COMPLETED)
+        for future in done:
+            outcome = self._futures.pop(future)(future.result())
+            if outcome is not None:
+                yield outcome
 
     def close(self) -> None:
         """End the workers, once they are done with what they are at."""
@@ -116,26 +121,23 @@ class Pipeline:
         """Fill the executor: chunks of slides begun first, so that slides end; else the next slide's plan."""
         if self._executor is None:
             self._executor = self.make_executor()
-        try:
-            while len(self._futures) < self.in_flight:
-                if not (self._submit_chunk(self._executor) or self._submit_plan(self._executor)):
-                    return
-        except BrokenExecutor:
-            return  # the tasks under way will tell
+        while len(self._futures) < self.in_flight:
+            if not (self._submit_chunk(self._executor) or self._submit_plan(self._executor)):
+                return
 
     def _on_dead_worker(self) -> Iterator[SlideOutcome]:
         """A worker was killed, or crashed on a slide: which one shows when each in flight is done again by itself."""
-        suspects = [*self._planning.values(), *(work.job for work in self._working.values())]
+        in_flight = {job.number: job for job in self._planning.values()}
+        in_flight |= {number: work.job for number, work in self._working.items()}
         self._futures.clear()
         self._planning.clear()
         self._working.clear()
         self.close()
-        for job in suspects:
+        for number, job in in_flight.items():
             self.progress.dropped(job.slide.id)
-        if len(suspects) > 1:
-            self._suspects.extend(suspects)
-            return
-        for job in suspects:
+            if number not in self._tried_alone:
+                self._suspects.append(job)
+                continue
             reason = (
                 f"{job.slide.path}: the worker process that read it died; the file is probably damaged in a "
                 "way that crashes its decoder, or memory ran out"
@@ -155,10 +157,12 @@ class Pipeline:
         return False
 
     def _submit_plan(self, executor: Executor) -> bool:
+        if self._tried_alone & {*self._planning, *self._working}:
+            return False  # a suspect is at work: nothing beside it
         if self._suspects:
-            if self._futures:
-                return False  # one suspect at a time, and nothing beside it
-            self._plan(executor, self._suspects.popleft())
+            job = self._suspects.popleft()
+            self._tried_alone.add(job.number)
+            self._plan(executor, job)
             return True
         while self._waiting:
             job = self._waiting.popleft()
