@@ -18,6 +18,10 @@ PROJECT = Path(__file__).parents[1]
 TOOLS = PROJECT / "tools"
 COMMAND = [str(Path(sys.executable).with_name("histopipe"))]
 
+# A job in the background of a script ignores Ctrl-C, and so would what it starts: here it must not.
+_RESET = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+INTERRUPTIBLE = [sys.executable, "-c", _RESET, *COMMAND]
+
 # Machines here are noisy: how long an example takes says nothing.
 settings.register_profile("steady", deadline=None)
 settings.load_profile("steady")

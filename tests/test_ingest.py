@@ -18,7 +18,7 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
-from conftest import COMMAND, Run, make_slides
+from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
 from PIL import Image
 
 from histopipe.errors import DamagedStore
@@ -205,7 +205,7 @@ def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path) ->
 def test_an_interrupt_leaves_a_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
     make_slides(tmp_path / "in", "--count", "3", "--size", "5000x5000")
     child = subprocess.Popen(
-        [*COMMAND, "ingest", "in", "--patch-size", "32", "--workers", "2"],
+        [*INTERRUPTIBLE, "ingest", "in", "--patch-size", "32", "--workers", "2"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, Run
+from conftest import COMMAND, INTERRUPTIBLE, Run
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.store import Store
@@ -264,7 +264,17 @@ def test_a_damaged_run_is_told(run: Run, trained: Path, tmp_path: Path) -> None:
 
 def test_an_interrupt_says_how_to_go_on(made_store: Path, tmp_path: Path) -> None:
     child = subprocess.Popen(
-        [*COMMAND, "train", str(made_store), "--out", "run", "--epochs", "500", "--patience", "0"],
+        [
+            *INTERRUPTIBLE,
+            "train",
+            str(made_store),
+            "--out",
+            "run",
+            "--epochs",
+            "500",
+            "--patience",
+            "0",
+        ],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
