@@ -450,6 +450,19 @@ with Store(path) as store:
 """
 
 
+def test_a_program_that_ends_half_way_ends(made_store: Path) -> None:
+    code = (
+        "import sys, histopipe\n"
+        "batches = iter(histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50))\n"
+        "next(batches)\n"
+        "raise SystemExit(7)\n"
+    )
+    for _ in range(3):
+        command = [sys.executable, "-c", code, str(made_store)]
+        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
+        assert done.returncode == 7
+
+
 def test_a_failure_keeps_its_type_and_no_batch_is_skipped(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FAILING, str(tmp_path / "s.lmdb"), str(Path(__file__).parent)],

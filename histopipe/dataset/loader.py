@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +73,15 @@ def load_dataset(
     return BatchSource(batches).dataset(start_step, epochs * batches.steps_per_epoch)
 
 
+_sources: weakref.WeakSet[BatchSource] = weakref.WeakSet()
+
+
+@atexit.register
+def _settle_all() -> None:
+    for source in list(_sources):
+        source.settle()
+
+
 class BatchSource:
     """Serves batches to tf.data and remembers what went wrong.
 
@@ -83,6 +94,7 @@ class BatchSource:
         self.failure: Exception | None = None
         self._lock = threading.Lock()
         self._running = 0
+        _sources.add(self)
 
     def dataset(
         self, first_step: int, last_step: int, *, parallel_calls: int | None = None
@@ -120,8 +132,8 @@ class BatchSource:
     def settle(self) -> None:
         """Fail all that is still to be loaded, and wait for what is under way.
 
-        To be called before an iterator is dropped that has not come to its end: TensorFlow drops it while holding Python's
-        lock, for which a load under way would wait for ever.
+        Called for every source when Python ends: TensorFlow waits for loads under way, and these would wait for Python's lock,
+        which is gone by then. A program that ended with an iterator half-way was seen to hang so, every time.
         """
         self.failure = self.failure or RuntimeError("the iterator was dropped")
         quiet = 0
