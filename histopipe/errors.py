@@ -5,7 +5,8 @@
     │   └── SpecMismatch                2   a store was made with other settings
     ├── SlideError                      3   one slide cannot be used; the run goes on
     │   ├── SlideUnreadable (OSError)   3   the file is not a slide, broken, or changed
-    │   └── ScaleError (ValueError)     3   its scale is unknown or does not fit the options
+    │   ├── ScaleError (ValueError)     3   its scale is unknown or does not fit the options
+    │   └── RouteUnfit (ValueError)     3   it cannot go by the route that was asked for
     ├── NothingToDo (LookupError)       4   no slides, no store, nothing to train on
     ├── DamagedStore (ValueError)       5   a store or run is damaged
     │   └── UnknownVersion              5   a store or run of a version or feature not known here
@@ -99,6 +100,10 @@ class SlideUnreadable(SlideError, OSError):
 
 class ScaleError(SlideError, ValueError):
     """A slide's scale is unknown, implausible, or does not fit the options given."""
+
+
+class RouteUnfit(SlideError, ValueError):
+    """A slide's patches cannot be made by the route that was asked for."""
 
 
 class NothingToDo(HistopipeError, LookupError):

@@ -1,10 +1,14 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and the filesystems that they lie on."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_OCTAL = re.compile(r"\\(\d{3})")
 
 
 @contextmanager
@@ -26,3 +30,64 @@ def appearing(path: Path) -> Iterator[Path]:
 def storable(text: str) -> str:
     """A text that is UTF-8: bytes of file names that are not are written as \\xNN."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def free_bytes(path: Path) -> int:
+    """What a user may still write to the disk that an existing path lies on."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+NETWORK_FILESYSTEMS = frozenset(
+    [
+        "9p",
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "davfs",
+        "fhgfs",
+        "fuse.ceph-fuse",
+        "fuse.cvmfs2",
+        "fuse.gcsfuse",
+        "fuse.glusterfs",
+        "fuse.juicefs",
+        "fuse.mfs",
+        "fuse.rclone",
+        "fuse.s3fs",
+        "fuse.sshfs",
+        "fuse.vmhgfs-fuse",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ncpfs",
+        "nfs",
+        "nfs4",
+        "orangefs",
+        "panfs",
+        "pvfs2",
+        "smb3",
+        "smbfs",
+        "vboxsf",
+        "virtiofs",
+        "wekafs",
+    ]
+)
+"""Filesystems, as Linux names them, on which locks and shared memory between machines cannot be relied on."""
+
+
+def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The kind of network filesystem that a path lies on, existing or not; None on a local one.
+
+    Source:
+        proc_pid_mountinfo(5): the mount point is the fifth field, the kind the first one after a lone hyphen.
+    """
+    real = path.resolve()
+    best, kind = -1, ""
+    for entry in mounts.read_text(errors="surrogateescape").splitlines():
+        before, _, after = entry.partition(" - ")
+        point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split(" ")[4])
+        # Mounts of one point stack up, and the last one is seen.
+        if real.is_relative_to(point) and len(point) >= best:
+            best, kind = len(point), after.split(" ")[0]
+    return kind if kind in NETWORK_FILESYSTEMS else None

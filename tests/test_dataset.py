@@ -247,7 +247,7 @@ def test_copies_stay_together(tmp_path: Path) -> None:
         ]  # fmt: skip
         numbers = writer.register(records)
         for rec in records:
-            crc = writer.put_patches(numbers[rec.id], 0, [b"x", b"y"])
+            crc = writer.put_patches(numbers[rec.id], [0, 1], [b"x", b"y"])
             writer.complete(numbers[rec.id], rec, columns_of(crc, np.ones(2)), {})
     with Store(tmp_path / "s.lmdb") as store:
         for seed in range(20):

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Executor, Future
+from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from histopipe.ingest.decide import Action, decide
 from histopipe.ingest.outcome import Status
 from histopipe.ingest.pipeline import Pipeline
 from histopipe.ingest.progress import Lines
-from histopipe.ingest.worker import Settings, SlideJob, encode_chunk
+from histopipe.ingest.worker import Settings, SlideJob, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
@@ -205,7 +206,17 @@ def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path) ->
 def test_an_interrupt_leaves_a_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
     make_slides(tmp_path / "in", "--count", "3", "--size", "5000x5000")
     child = subprocess.Popen(
-        [*INTERRUPTIBLE, "ingest", "in", "--patch-size", "32", "--workers", "2"],
+        [
+            *INTERRUPTIBLE,
+            "ingest",
+            "in",
+            "--patch-size",
+            "32",
+            "--codec",
+            "png",
+            "--tissue",
+            "none",
+        ],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
@@ -248,7 +259,7 @@ def _alive(pid: int) -> bool:
 def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "6000x6000")
     child = subprocess.Popen(
-        [*COMMAND, "ingest", "in", "--patch-size", "32", "--workers", "2"],
+        [*COMMAND, "ingest", "in", "--patch-size", "32", "--codec", "png", "--tissue", "none"],
         cwd=tmp_path,
         stderr=subprocess.DEVNULL,
     )
@@ -336,17 +347,17 @@ def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> 
     assert after[path.stem][3] != before[path.stem][3]
 
 
-class Meddling(Executor):
+class Meddling:
     """Runs everything at once in this process, and touches a file before the first patch is read."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if fn is encode_chunk:
+    def submit_within(self, seconds: float, fn: Any, /, *args: Any) -> Future[Any]:
+        if fn is store_chunk:
             os.utime(self._path, ns=(7, 7))
         future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
+        future.set_result(fn(*args))
         return future
 
 
@@ -358,7 +369,7 @@ def test_a_slide_that_changes_while_it_is_read_fails(tmp_path: Path) -> None:
         job = SlideJob(writer.register([record])["a"], SlideFile("a", path, (path,)), record)
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, make_executor=lambda: Meddling(path), settings=Settings(store, spec), claims=claims,
+            writer=writer, workers=Meddling(path), settings=Settings(store, spec), claims=claims,
             progress=Lines(io.StringIO()), max_unreadable=0.01, in_flight=2,
         )  # fmt: skip
         (outcome,) = pipeline.run([job])
@@ -370,26 +381,64 @@ def test_a_slide_that_changes_while_it_is_read_fails(tmp_path: Path) -> None:
             read(0, 0)  # nothing of it is left
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_ends_the_run_and_keeps_what_is_complete(run: Run, tmp_path: Path) -> None:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 30 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small filesystem needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_what_does_not_fit_is_not_begun(run: Run, tmp_path: Path, disk: Path) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
     make_slides(tmp_path / "in", "--size", "6000x6000", "--name", "b")
-    (tmp_path / "disk").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path / "disk")]
-    subprocess.run(mount, check=True)
-    try:
-        done = run("ingest", "in", "--out", "disk/s.lmdb", "--workers", 1)
-        assert done.returncode == 6, done.stderr
-        assert "disk/s.lmdb is full" in done.stderr
-        assert "run the same command again" in done.stderr
-        assert "Traceback" not in done.stderr
-        with Store(tmp_path / "disk" / "s.lmdb") as store:
-            assert [record.state for record in store.slides] == ["complete", "pending"]
-            assert store.read("a000", 0).shape == (256, 256, 3)
-        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "disk")], check=True)
-        assert run("ingest", "in", "--out", "disk/s.lmdb").returncode == 0
-    finally:
-        subprocess.run(["umount", str(tmp_path / "disk")], check=True)
+    (disk / "other").write_bytes(bytes(24_000_000))
+    done = run("ingest", "in", "--out", disk / "s.lmdb")
+    assert done.returncode == 6, done.stderr
+    assert "in/b000.svs needs about" in done.stderr
+    assert "run the same command again" in done.stderr
+    with Store(disk / "s.lmdb") as store:
+        assert [record.state for record in store.slides] == ["complete", "pending"]
+    (disk / "other").unlink()
+    assert run("ingest", "in", "--out", disk / "s.lmdb").returncode == 0
+
+
+@pytest.mark.parametrize("route", ["copy", "openslide"])
+def test_a_disk_that_fills_midway_keeps_what_is_complete(
+    run: Run, tmp_path: Path, disk: Path, route: str
+) -> None:
+    make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
+    make_slides(tmp_path / "in", "--size", "6000x6000", "--name", "b")
+    out = disk / "s.lmdb"
+    assert run("ingest", "in/a000.svs", "--out", out, "--route", route).returncode == 0
+    before = contents(out)
+    # Nobody else writes meanwhile: the estimate itself is made to miss, as a file that grows would make it.
+    code = (
+        "import histopipe.ingest.pipeline as p\n"
+        "p.free_bytes = lambda path: 1 << 40\n"
+        "if __name__ == '__main__':\n"
+        "    from histopipe.cli import main\n"
+        "    main()\n"
+    )
+    (tmp_path / "main.py").write_text(code)
+    (disk / "other").write_bytes(bytes(27_000_000))
+    done = subprocess.run(
+        [sys.executable, "main.py", "ingest", "in", "--out", str(out), "--route", route, "--workers", "1"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 6, done.stderr
+    assert f"{out} is full" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert contents(out) == before
+    (disk / "other").unlink()
+    assert run("ingest", "in", "--out", out, "--route", route).returncode == 0
+    assert set(contents(out)) == {"a000", "b000"}
 
 
 def test_copies_are_stored_and_told(run: Run, tmp_path: Path) -> None:
@@ -510,10 +559,11 @@ def plan_slide(settings, job):
         os.abort()
     return worker.plan_slide(settings, job)
 
-def encode_chunk(settings, job, choice, chunk):
-    if "late" in job.slide.id and chunk.first:
+def store_chunk(settings, job, choice, route, chunk):
+    result = worker.store_chunk(settings, job, choice, route, chunk)
+    if "late" in job.slide.id:
         os.abort()
-    return worker.encode_chunk(settings, job, choice, chunk)
+    return result
 """
 
 
@@ -526,7 +576,7 @@ def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None
     code = (
         "import crashing, histopipe.ingest.pipeline as p\n"
         "p.plan_slide = crashing.plan_slide\n"
-        "p.encode_chunk = crashing.encode_chunk\n"
+        "p.store_chunk = crashing.store_chunk\n"
         "if __name__ == '__main__':\n"
         "    from histopipe.cli import main\n"
         "    main()\n"
@@ -540,7 +590,7 @@ def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None
     assert done.returncode == 3, done.stderr
     found = outcomes(done.stdout)
     for name in ("evil", "late"):
-        assert "the worker process that read it died" in found.pop(name)["reason"]
+        assert "worker processes that read it died" in found.pop(name)["reason"]
     assert [slide["status"] for slide in found.values()] == ["complete"] * 4
 
 

@@ -49,7 +49,7 @@ def columns_of(crc: Any, length: Any) -> dict[str, Any]:
 def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
     writer = StoreWriter(path, SPEC)
     number = writer.register([RECORD])["a"]
-    crc = writer.put_patches(number, 0, values)
+    crc = writer.put_patches(number, range(len(values)), values)
     length = np.array([len(v or b"") for v in values])
     lost = values.count(None)
     record = dataclasses.replace(
@@ -159,7 +159,7 @@ def test_what_is_not_complete_is_not_seen(tmp_path: Path) -> None:
     path = tmp_path / "s.lmdb"
     with StoreWriter(path, SPEC) as writer:
         number = writer.register([RECORD])["a"]
-        crc = writer.put_patches(number, 0, [b"x", b"y"])
+        crc = writer.put_patches(number, [0, 1], [b"x", b"y"])
         with Store(path) as store:
             assert len(store) == 0
             with pytest.raises(UsageError, match="is pending"):
@@ -291,7 +291,7 @@ def test_a_changed_value_is_found(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (16, 16)).save(buffer, "PNG")
     with one_slide(tmp_path / "s.lmdb", [buffer.getvalue()] * 2) as writer:
-        writer.put_patches(0, 1, [buffer.getvalue() + b"!"])
+        writer.put_patches(0, [1], [buffer.getvalue() + b"!"])
         with Store(tmp_path / "s.lmdb") as store:
             assert store.read("a", 0).shape == (16, 16, 3)
             with pytest.raises(DamagedStore, match="slide a: patch 1 is not what was written"):
@@ -334,7 +334,7 @@ import test_store
 test_store.one_slide(Path(sys.argv[1]), [b"x" * 1000] * 5).close()
 writer = test_store.StoreWriter(Path(sys.argv[1]), test_store.SPEC)
 writer._environment.handle.set_mapsize(1 << 20)
-writer.put_patches(1, 0, [b"y" * 100_000] * 40)  # 4 MB into a map of 1
+writer.put_patches(1, range(40), [b"y" * 100_000] * 40)  # 4 MB into a map of 1
 print(writer._environment.handle.info()["map_size"])
 """
 
@@ -359,7 +359,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
         with one_slide(disk / "s.lmdb", [b"x" * 1000] * 3) as writer:
             with pytest.raises(MachineShort, match=r"the disk that holds .* is full"):
                 for first in range(0, 1000, 10):
-                    writer.put_patches(1, first, [b"y" * 100_000] * 10)
+                    writer.put_patches(1, range(first, first + 10), [b"y" * 100_000] * 10)
             with Store(disk / "s.lmdb") as store:
                 assert store.value(0, 2) == b"x" * 1000
         with Store(disk / "s.lmdb") as store:
@@ -391,7 +391,7 @@ import test_store
 writer = test_store.StoreWriter(Path(sys.argv[1]), test_store.SPEC)
 print("ready", flush=True)
 for first in range(0, 10**9, 50):
-    writer.put_patches(1, first, [b"z" * 5000] * 50)
+    writer.put_patches(1, range(first, first + 50), [b"z" * 5000] * 50)
 """
 
 

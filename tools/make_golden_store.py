@@ -48,7 +48,7 @@ def _complete(
     lost: tuple[int, ...],
 ) -> None:
     values = [None if i in lost else encode(colour(number, i), spec) for i in range(patches)]
-    crc = writer.put_patches(number, 0, values)
+    crc = writer.put_patches(number, range(len(values)), values)
     x = np.arange(patches) * PATCH
     length = np.array([len(value or b"") for value in values])
     filled = np.full(patches, np.nan)

@@ -15,6 +15,7 @@ from histopipe.errors import UsageError
 if TYPE_CHECKING:
     from histopipe.geometry import Mpp
     from histopipe.ingest.outcome import IngestReport
+    from histopipe.ingest.preview import IngestPreview
     from histopipe.slides.discovery import SlideFile
     from histopipe.slides.tables import SlideLabel, SlideNames
     from histopipe.tiling.spec import TilingSpec
@@ -75,15 +76,31 @@ class _Share(click.ParamType[float]):
     type=click.Choice(["auto", "jpeg", "png"]),
     default="auto",
     show_default=True,
-    help="How patches are stored; auto is jpeg.",
+    help="How patches are stored; auto copies a slide's own JPEG tiles where patches lie on them, else encodes JPEG.",
 )
-@click.option("--quality", type=int, default=90, show_default=True, help="JPEG quality.")
+@click.option(
+    "--quality", type=int, default=90, show_default=True, help="JPEG quality of what is encoded."
+)
 @click.option(
     "--subsampling",
     type=click.Choice(["444", "422", "420"]),
     default="444",
     show_default=True,
     help="JPEG chroma subsampling.",
+)
+@click.option(
+    "--resample",
+    type=click.Choice(["fast", "exact"]),
+    default="fast",
+    show_default=True,
+    help="fast decodes JPEG tiles at 1/2, 1/4 or 1/8 where that suits; exact decodes all and averages.",
+)
+@click.option(
+    "--route",
+    type=click.Choice(["auto", "copy", "decode", "openslide"]),
+    default="auto",
+    show_default=True,
+    help="How patches are made. auto copies tiles, else decodes them, else goes through OpenSlide.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
 @click.option(
@@ -109,10 +126,28 @@ class _Share(click.ParamType[float]):
     show_default=True,
     help="Share of a slide's patches that may be lost to damage.",
 )
+@click.option(
+    "--slide-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds of work that a slide may take.  [default: 600, and 0.2 a patch]",
+)
+@click.option(
+    "--allow-network",
+    is_flag=True,
+    help="Let the store lie on a network filesystem, at your own risk.",
+)
+@click.option(
+    "--plan",
+    "plan_only",
+    is_flag=True,
+    help="Write nothing; tell each slide's level, route, patches, and estimated bytes and time.",
+)
 @click.option("--force", is_flag=True, help="Ingest again slides whose file was replaced.")
 @click.option("--retry-failed", is_flag=True, help="Try again slides whose file was bad.")
 @click.option("--json", "as_json", is_flag=True, help="The outcome of every slide as JSON.")
-def command(slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) -> int:
+def command(
+    slides: tuple[Path, ...], out: Path, as_json: bool, plan_only: bool, **flags: Any
+) -> int:
     """Tile SLIDES, files or folders, into a store.
 
     Complete slides are skipped, so the same command goes on where it was interrupted. A bad slide is recorded, passed
@@ -123,8 +158,10 @@ def command(slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) ->
     """  # fmt: skip
     # Late: `--help` needs none of it.
     from histopipe.ingest.decide import with_recorded_ids
+    from histopipe.ingest.preview import plan_ingest
     from histopipe.ingest.progress import choose_progress
-    from histopipe.ingest.run import IngestOptions, ingest, recorded, resolved
+    from histopipe.ingest.request import IngestOptions, recorded, resolved
+    from histopipe.ingest.run import ingest
     from histopipe.slides.discovery import discover
     from histopipe.slides.tables import SlideNames
 
@@ -144,13 +181,22 @@ def command(slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) ->
         max_unreadable=flags["max_unreadable"],
         force=flags["force"],
         retry_failed=flags["retry_failed"],
+        route=flags["route"],
+        slide_timeout=flags["slide_timeout"],
+        allow_network=flags["allow_network"],
     )
     listed = _listed(found, flags["slide_list"], names, extra)
     progress = choose_progress()
     try:
-        report = ingest(listed, out, spec, options, progress)
+        if plan_only:
+            preview = plan_ingest(listed, out, spec, options, progress)
+        else:
+            report = ingest(listed, out, spec, options, progress)
     finally:
         progress.close()
+    if plan_only:
+        _print_plan(preview, as_json=as_json)
+        return preview.exit_code
     _print(report, as_json=as_json)
     return report.exit_code
 
@@ -175,9 +221,10 @@ def _spec(flags: dict[str, Any]) -> TilingSpec:
         level=flags["level"],
         tissue=flags["tissue"],
         tissue_threshold=flags["tissue_threshold"],
-        codec="png" if flags["codec"] == "png" else "jpeg",
+        codec=flags["codec"],
         quality=flags["quality"],
         subsampling=flags["subsampling"],
+        resample=flags["resample"],
     )
 
 
@@ -235,6 +282,7 @@ def _mpps(path: Path | None, names: SlideNames, allow_extra: bool) -> dict[str, 
 
 def _print(report: IngestReport, *, as_json: bool) -> None:
     from histopipe.ingest.outcome import Status
+    from histopipe.ingest.summary import summary_lines
 
     if as_json:
         value = dataclasses.asdict(report) | {"exit_code": int(report.exit_code)}
@@ -247,11 +295,14 @@ def _print(report: IngestReport, *, as_json: bool) -> None:
         click.echo(f"\n{len(failed)} of {len(report.slides)} slides failed:", err=True)
         for slide in failed:
             click.echo(f"  {slide.id}: {slide.reason}", err=True)
-    done, skipped = report.of(Status.COMPLETE), report.of(Status.SKIPPED)
-    patches = sum(slide.patches for slide in done)
     sys.stderr.flush()
-    click.echo(
-        f"{report.store}: {len(done)} slides ingested ({patches} patches, "
-        f"{patches / report.seconds:.0f}/s, {sum(s.stored_bytes for s in done) / 1e6:.1f} MB), "
-        f"{len(skipped)} already complete, {len(failed)} failed"
-    )
+    click.echo("\n".join([str(report.store), *summary_lines(report)]))
+
+
+def _print_plan(preview: IngestPreview, *, as_json: bool) -> None:
+    from histopipe.ingest.preview import preview_lines
+
+    if as_json:
+        click.echo(json.dumps(preview.to_json(), indent=2, ensure_ascii=False))
+        return
+    click.echo("\n".join(preview_lines(preview)))

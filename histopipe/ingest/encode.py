@@ -1,4 +1,4 @@
-"""The openslide route: a patch read through OpenSlide, reduced to the wanted scale and encoded."""
+"""Pixels into the bytes of a patch: reduced to the wanted scale, and encoded."""
 
 from __future__ import annotations
 
@@ -9,34 +9,26 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.geometry import PointL0, Size
-from histopipe.slides.slide import Slide
-from histopipe.tiling.level import LevelChoice
+from histopipe.tiling.level import Resampling
 from histopipe.tiling.spec import TilingSpec
 
+_THUMBNAIL_QUALITY = 85
 
-def read_patch(slide: Slide, choice: LevelChoice, origin: PointL0, size: int) -> NDArray[np.uint8]:
+
+def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDArray[np.uint8]:
     """A patch's pixels at the wanted scale.
 
     Args:
-        slide: an open slide.
-        choice: the level and how it is read.
-        origin: top left corner, level 0.
+        pixels: (side, side, 3) uint8 RGB as read.
         size: side of the patch as stored.
-
-    Returns:
-        (size, size, 3) uint8 RGB.
-
-    Raises:
-        SlideUnreadable: the file is damaged there.
+        resampling: how the one becomes the other.
     """
-    read = choice.read_size
-    pixels = slide.read_region(origin, choice.level.number, Size(read, read))
-    if choice.resampling == "none":
+    side = len(pixels)
+    if side == size:
         return pixels
     image = Image.fromarray(pixels)
-    if choice.resampling == "area":
-        return np.asarray(image.reduce(read // size))
+    if resampling == "area":
+        return np.asarray(image.reduce(side // size))
     return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
 
 
@@ -48,9 +40,7 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
         spec: codec, quality and subsampling.
     """
     if spec.codec == "png":
-        buffer = io.BytesIO()
-        Image.fromarray(pixels).save(buffer, "PNG")
-        return buffer.getvalue()
+        return png(pixels)
     return bytes(
         simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels),
@@ -59,3 +49,19 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
             colorsubsampling=spec.subsampling,
         )
     )
+
+
+def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
+    """A JPEG of a thumbnail, (H, W, 3) uint8 RGB."""
+    return bytes(
+        simplejpeg.encode_jpeg(
+            np.ascontiguousarray(pixels), quality=_THUMBNAIL_QUALITY, colorspace="RGB"
+        )
+    )
+
+
+def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
+    """A PNG of a picture or a mask."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

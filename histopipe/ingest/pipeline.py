@@ -1,4 +1,4 @@
-"""The ingest itself: keeps an executor's workers busy with the plans and chunks of several slides at once.
+"""The ingest itself: keeps workers busy with the plans and chunks of several slides at once.
 
 The process that runs this decides and records; its workers read and write pixels. A slide becomes visible by this
 process's last transaction for it. Killed at any moment, the run loses the slides in flight and nothing else.
@@ -10,161 +10,114 @@ import dataclasses
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-
-from histopipe.errors import SlideUnreadable
-from histopipe.files import storable
+from histopipe.errors import MachineShort
+from histopipe.files import free_bytes, storable
+from histopipe.ingest.chunks import Chunk, chunks
 from histopipe.ingest.claims import Claims
-from histopipe.ingest.outcome import SlideOutcome, Status
+from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.ingest.pool import TookTooLong, WorkerDied
 from histopipe.ingest.progress import Progress
+from histopipe.ingest.work import SlideTimeout, Work
 from histopipe.ingest.worker import (
-    Chunk,
     ChunkResult,
-    PlannedSlide,
     Settings,
     SlideFailure,
     SlideJob,
-    encode_chunk,
     plan_slide,
+    store_chunk,
 )
-from histopipe.slides.identity import fingerprint
-from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
 
-_CHUNK_PIXELS = 1 << 24
-"""Pixels encoded between two transactions: 256 patches of 256², about 5 MB as JPEG."""
-_CHUNK_PATCHES = 512
 _CLAIM_POLL_SECONDS = 0.5
+_TRIES = 2
+"""A worker may be killed by no fault of its slide; a slide whose workers die twice has failed."""
+_SPARE_BYTES = 2 << 20
+"""Room on the disk beyond the estimate: records, indices, and what an estimate is off by."""
 
 
-@dataclass(slots=True)
-class _Work:
-    """A slide in flight."""
+class Workers(Protocol):
+    """What runs tasks. Their futures raise WorkerDied, or TookTooLong, if they end without an answer."""
 
-    job: SlideJob
-    planned: PlannedSlide
-    chunks: deque[Chunk]
-    running: int = 0
-    length: Any = None
-    crc: Any = None
-    unreadable: int = 0
-    problem: str | None = None
+    def submit_within(self, seconds: float, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Run a task that may take so long."""
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """Ingests jobs into a store through an executor.
+    """Ingests jobs into a store.
 
     Args:
         writer: the store.
-        make_executor: makes what runs `plan_slide` and `encode_chunk`; called again when a worker died.
+        workers: what runs `plan_slide` and `store_chunk`.
         settings: the same for every slide.
         claims: which slides are this run's.
         progress: told what happens.
         max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable in a complete slide.
-        in_flight: tasks given to the executor at once; twice its workers keeps all busy.
+        timeout: what a slide may take.
+        in_flight: tasks given out at once; twice the workers keeps all busy.
     """
 
     writer: StoreWriter
-    make_executor: Callable[[], Executor]
+    workers: Workers
     settings: Settings
     claims: Claims
     progress: Progress
     max_unreadable: float
     in_flight: int
-    _executor: Executor | None = None
+    timeout: SlideTimeout = field(default_factory=SlideTimeout)
     _waiting: deque[SlideJob] = field(default_factory=deque)
-    _suspects: deque[SlideJob] = field(default_factory=deque)
-    _tried_alone: set[int] = field(default_factory=set)
-    _planning: dict[int, SlideJob] = field(default_factory=dict)
     _deferred: deque[SlideJob] = field(default_factory=deque)
-    _working: dict[int, _Work] = field(default_factory=dict)
-    _futures: dict[Future[Any], Callable[[Any], SlideOutcome | None]] = field(default_factory=dict)
+    _cramped: deque[Work] = field(default_factory=deque)
+    _working: dict[int, Work] = field(default_factory=dict)
+    _futures: dict[Future[Any], Callable[[], SlideOutcome | None]] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[SlideJob]) -> Iterator[SlideOutcome]:
         """Ingest every job, yielding outcomes as slides end.
 
         Raises:
-            MachineShort: a full disk, or no memory. Nothing that was complete is lost.
+            MachineShort: no room on the disk, or no memory. Nothing that was complete is lost.
         """
         self._waiting.extend(jobs)
-        while self._waiting or self._deferred or self._suspects or self._working or self._futures:
-            try:
-                yield from self._advance()
-            except BrokenExecutor:
-                yield from self._on_dead_worker()
-
-    def _advance(self) -> Iterator[SlideOutcome]:
-        """Give out tasks, and take in those that are done."""
-        self._submit()
-        if not self._futures:
-            yield from self._retry_deferred()
-            return
-        done, _ = wait(self._futures, return_when=FIRST_COMPLETED)
-        for future in done:
-            outcome = self._futures.pop(future)(future.result())
-            if outcome is not None:
-                yield outcome
-
-    def close(self) -> None:
-        """End the workers, once they are done with what they are at."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-            self._executor = None
+        while self._waiting or self._deferred or self._working:
+            self._submit()
+            if self._futures:
+                done, _ = wait(self._futures, return_when=FIRST_COMPLETED)
+                ended = (self._futures.pop(future)() for future in done)
+                yield from (outcome for outcome in ended if outcome is not None)
+            elif self._cramped:
+                work = self._cramped.popleft()
+                self._begin_chunks(work, last_chance=True)
+                outcome = self._finish(work)
+                if outcome is not None:
+                    yield outcome
+            else:
+                yield from self._retry_deferred()
 
     def _submit(self) -> None:
-        """Fill the executor: chunks of slides begun first, so that slides end; else the next slide's plan."""
-        if self._executor is None:
-            self._executor = self.make_executor()
+        """Give out tasks: chunks of slides begun first, so that slides end; else the next slide's plan."""
         while len(self._futures) < self.in_flight:
-            if not (self._submit_chunk(self._executor) or self._submit_plan(self._executor)):
+            if not (self._submit_chunk() or self._submit_plan()):
                 return
 
-    def _on_dead_worker(self) -> Iterator[SlideOutcome]:
-        """A worker was killed, or crashed on a slide: which one shows when each in flight is done again by itself."""
-        in_flight = {job.number: job for job in self._planning.values()}
-        in_flight |= {number: work.job for number, work in self._working.items()}
-        self._futures.clear()
-        self._planning.clear()
-        self._working.clear()
-        self.close()
-        for number, job in in_flight.items():
-            self.progress.dropped(job.slide.id)
-            if number not in self._tried_alone:
-                self._suspects.append(job)
-                continue
-            reason = (
-                f"{job.slide.path}: the worker process that read it died; the file is probably damaged in a "
-                "way that crashes its decoder, or memory ran out"
-            )
-            yield self._fail(job, SlideFailure(reason, FailureKind.FILE, job.record))
-
-    def _submit_chunk(self, executor: Executor) -> bool:
+    def _submit_chunk(self) -> bool:
         for work in self._working.values():
             if work.chunks:
-                chunk = work.chunks.popleft()
-                work.running += 1
-                future = executor.submit(
-                    encode_chunk, self.settings, work.job, work.planned.plan.choice, chunk
-                )
-                self._futures[future] = functools.partial(self._on_chunk, work)
+                chunk, planned = work.chunks.popleft(), work.plan
+                self._give(
+                    work, functools.partial(self._on_chunk, work, chunk),
+                    store_chunk, self.settings, work.job, planned.plan.choice, planned.route, chunk,
+                )  # fmt: skip
                 return True
         return False
 
-    def _submit_plan(self, executor: Executor) -> bool:
-        if self._tried_alone & {*self._planning, *self._working}:
-            return False  # a suspect is at work: nothing beside it
-        if self._suspects:
-            job = self._suspects.popleft()
-            self._tried_alone.add(job.number)
-            self._plan(executor, job)
-            return True
-        while self._waiting:
+    def _submit_plan(self) -> bool:
+        while self._waiting and not self._cramped:
             job = self._waiting.popleft()
             if not self.claims.take(job.number):
                 self._deferred.append(job)  # another run is at it: look again when all else is done
@@ -173,15 +126,121 @@ class Pipeline:
                 self.claims.release(job.number)
                 self._deferred.append(job)  # another run has done it since the store was looked at
                 continue
-            self._plan(executor, job)
+            self.writer.restart(job.number, job.record)
+            work = self._working[job.number] = Work(job, time.monotonic())
+            self._plan(work)
             return True
         return False
 
-    def _plan(self, executor: Executor, job: SlideJob) -> None:
-        self.writer.restart(job.number, job.record)
-        self._planning[job.number] = job
-        future = executor.submit(plan_slide, self.settings, job)
-        self._futures[future] = functools.partial(self._on_plan, job)
+    def _plan(self, work: Work) -> None:
+        self._give(
+            work, functools.partial(self._on_plan, work), plan_slide, self.settings, work.job
+        )
+
+    def _give(
+        self,
+        work: Work,
+        then: Callable[[Future[Any]], SlideOutcome | None],
+        task: Callable[..., Any],
+        *args: Any,
+    ) -> None:
+        """Have a worker do a task of a slide within the time that the slide has left."""
+        work.running += 1
+        left = max(1.0, self.timeout.of(work.patches) - work.spent)
+        future = self.workers.submit_within(left, task, *args)
+        self._futures[future] = functools.partial(then, future)
+
+    def _on_plan(self, work: Work, future: Future[Any]) -> SlideOutcome | None:
+        result = self._result(work, future, functools.partial(self._plan, work))
+        if isinstance(result, SlideFailure):
+            work.failure = result
+        elif result is not None:
+            work.plan_in(result)
+            self.progress.planned(work.job.slide.id, len(result.plan))
+            if not self._begin_chunks(work, last_chance=False):
+                return None
+        return self._finish(work)
+
+    def _begin_chunks(self, work: Work, *, last_chance: bool) -> bool:
+        """Let a planned slide's chunks be given out, if they will fit on the disk; False if it has to wait.
+
+        Raises:
+            MachineShort: they do not fit, and nothing else is in flight that could turn out smaller.
+        """
+        needed = sum(other.bytes_to_come for other in self._working.values() if other.chunks)
+        needed += work.bytes_to_come + _SPARE_BYTES
+        free = free_bytes(self.settings.store)
+        if needed > free and not last_chance:
+            self._cramped.append(work)
+            return False
+        if needed > free:
+            raise MachineShort(
+                f"{work.job.slide.path} needs about {work.bytes_to_come / 1e6:,.0f} MB in {self.settings.store}",
+                found=f"{free / 1e6:,.0f} MB free on that disk, {_SPARE_BYTES / 1e6:.0f} MB of which are kept",
+                todo="make room and run the same command again: what was complete stays",
+            )
+        plan, route = work.plan.plan, work.plan.route
+        work.chunks.extend(chunks(plan, route.name, self.settings.spec.patch_size))
+        return True
+
+    def _on_chunk(self, work: Work, chunk: Chunk, future: Future[Any]) -> SlideOutcome | None:
+        again = functools.partial(work.chunks.appendleft, chunk)
+        result: ChunkResult | None = self._result(work, future, again)
+        if result is not None:
+            work.chunk_in(result)
+            self.progress.advanced(work.job.slide.id, len(chunk))
+            if work.lost_share > self.max_unreadable:
+                work.chunks.clear()  # no use reading on: it fails once the chunks under way are in
+        return self._finish(work)
+
+    def _result(self, work: Work, future: Future[Any], again: Callable[[], None]) -> Any:
+        """A task's answer; None if its worker ended, and the task is to be done again, or the slide has failed."""
+        work.running -= 1
+        path = work.job.slide.path
+        try:
+            return future.result()
+        except TookTooLong:
+            reason = (
+                f"{path} is not done after {self.timeout.of(work.patches):.0f} s of work; leave it out, or give it more time with "
+                "--slide-timeout"
+            )
+        except WorkerDied as error:
+            work.deaths += 1
+            self.progress.said(f"a worker at {work.job.slide.id} died: {error}")
+            if work.deaths < _TRIES and work.failure is None:
+                again()
+                return None
+            reason = (
+                f"{path}: worker processes that read it died ({error}); the file is probably damaged in a way that "
+                "crashes its decoder, or memory ran out"
+            )
+        record = work.planned.record if work.planned else work.job.record
+        work.failure = work.failure or SlideFailure(reason, FailureKind.FILE, record)
+        work.chunks.clear()
+        return None
+
+    def _finish(self, work: Work) -> SlideOutcome | None:
+        """The slide's outcome once nothing of it is left to do; None before."""
+        if work.chunks or work.running:
+            return None
+        del self._working[work.job.number]
+        failure = work.failure or work.last_look(self.max_unreadable)
+        if failure is not None:
+            return self._fail(work, failure)
+        record = work.record()
+        self.writer.complete(work.job.number, record, work.columns(), work.plan.thumbnails)
+        return self._ended(work, outcome_of(record, Status.COMPLETE))
+
+    def _fail(self, work: Work, failure: SlideFailure) -> SlideOutcome:
+        reason = storable(failure.reason)
+        self.writer.fail(work.job.number, failure.record, reason, failure.kind)
+        return self._ended(work, failed_outcome(failure.record, reason))
+
+    def _ended(self, work: Work, outcome: SlideOutcome) -> SlideOutcome:
+        outcome = dataclasses.replace(outcome, seconds=time.monotonic() - work.begun)
+        self.claims.release(work.job.number)
+        self.progress.finished(outcome)
+        return outcome
 
     def _retry_deferred(self) -> Iterator[SlideOutcome]:
         """Slides that another run claimed: complete by now, or free to be taken over."""
@@ -191,121 +250,11 @@ class Pipeline:
             job = self._deferred.popleft()
             record = records[job.number]
             if record.state is SlideState.COMPLETE:
-                yield self._ended(job, outcome_of(record, Status.SKIPPED))
+                outcome = outcome_of(record, Status.SKIPPED)
+                self.progress.finished(outcome)
+                yield outcome
             elif self.claims.take(job.number):
                 self.claims.release(job.number)
                 self._waiting.append(job)
             else:
                 self._deferred.append(job)
-
-    def _on_plan(self, job: SlideJob, result: PlannedSlide | SlideFailure) -> SlideOutcome | None:
-        del self._planning[job.number]
-        if isinstance(result, SlideFailure):
-            return self._fail(job, result)
-        plan = result.plan
-        work = _Work(job, result, deque(_chunks(result, self.settings.spec.patch_size)))
-        work.length = np.zeros(len(plan), np.uint32)
-        work.crc = np.zeros(len(plan), np.uint32)
-        self.progress.planned(job.slide.id, len(plan))
-        self._working[job.number] = work
-        return self._finish(work)
-
-    def _on_chunk(self, work: _Work, result: ChunkResult) -> SlideOutcome | None:
-        work.running -= 1
-        rows = slice(result.first, result.first + len(result.length))
-        work.length[rows], work.crc[rows] = result.length, result.crc
-        work.unreadable += int((result.length == 0).sum())
-        work.problem = work.problem or result.problem
-        self.progress.advanced(work.job.slide.id, len(result.length))
-        if work.unreadable > self.max_unreadable * len(work.planned.plan):
-            work.chunks.clear()  # no use reading on: it fails once the chunks under way are in
-        return self._finish(work)
-
-    def _finish(self, work: _Work) -> SlideOutcome | None:
-        if work.chunks or work.running:
-            return None
-        del self._working[work.job.number]
-        problem = self._problem(work)
-        if problem is not None:
-            return self._fail(
-                work.job, SlideFailure(problem, FailureKind.FILE, work.planned.record)
-            )
-        record = dataclasses.replace(
-            work.planned.record,
-            stored=len(work.planned.plan) - work.unreadable,
-            unreadable=work.unreadable,
-            stored_bytes=int(work.length.sum()),
-            notes=[*work.planned.record.notes, *_unreadable_note(work)],
-        )
-        self.writer.complete(work.job.number, record, _columns(work), work.planned.thumbnails)
-        return self._ended(work.job, outcome_of(record, Status.COMPLETE))
-
-    def _problem(self, work: _Work) -> str | None:
-        """Why a slide whose chunks are all in is not complete after all."""
-        slide, planned = work.job.slide, len(work.planned.plan)
-        if work.unreadable > self.max_unreadable * planned:
-            return (
-                f"{slide.path}: at least {work.unreadable} of {planned} patches cannot be read "
-                f"(--max-unreadable allows {self.max_unreadable:.2%}), first: {work.problem}"
-            )
-        try:
-            after = fingerprint(slide)
-        except SlideUnreadable as error:
-            return str(error)
-        if after != work.planned.before:
-            return f"{slide.path} changed while it was being read; ingest again once it is at rest"
-        return None
-
-    def _fail(self, job: SlideJob, failure: SlideFailure) -> SlideOutcome:
-        reason = storable(failure.reason)
-        self.writer.fail(job.number, failure.record, reason, failure.kind)
-        return self._ended(job, failed_outcome(failure.record, reason))
-
-    def _ended(self, job: SlideJob, outcome: SlideOutcome) -> SlideOutcome:
-        self.claims.release(job.number)
-        self.progress.finished(outcome)
-        return outcome
-
-
-def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
-    """The outcome that a complete slide's record tells."""
-    return SlideOutcome(
-        id=record.id, path=record.path, status=status, patches=record.stored,
-        unreadable=record.unreadable, stored_bytes=record.stored_bytes, notes=tuple(record.notes),
-    )  # fmt: skip
-
-
-def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
-    """The outcome of a slide that failed."""
-    return SlideOutcome(record.id, record.path, Status.FAILED, reason=reason)
-
-
-def _chunks(planned: PlannedSlide, patch_size: int) -> Iterator[Chunk]:
-    pixels = max(patch_size, planned.plan.choice.read_size) ** 2
-    size = max(1, min(_CHUNK_PATCHES, _CHUNK_PIXELS // pixels))
-    for first in range(0, len(planned.plan), size):
-        rows = slice(first, first + size)
-        yield Chunk(first, planned.plan.x_l0[rows], planned.plan.y_l0[rows])
-
-
-def _columns(work: _Work) -> Mapping[str, Any]:
-    plan = work.planned.plan
-    return {
-        "x_l0": plan.x_l0,
-        "y_l0": plan.y_l0,
-        "x_level": plan.x_level,
-        "y_level": plan.y_level,
-        "tissue": plan.tissue,
-        "focus": np.full(len(plan), np.nan, np.float32),  # measured later, by its own command
-        "length": work.length,
-        "crc": work.crc,
-        "label": np.full(
-            len(plan), -1, np.int32
-        ),  # of annotations; a slide's label is in its record
-    }
-
-
-def _unreadable_note(work: _Work) -> list[str]:
-    return (
-        [f"{work.unreadable} unreadable patches, first: {work.problem}"] if work.unreadable else []
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn, Protocol, TextIO
 
 from tqdm import tqdm
@@ -25,11 +27,11 @@ class Progress(Protocol):
     def advanced(self, slide: str, patches: int) -> None:
         """So many more patches of it are stored."""
 
-    def dropped(self, slide: str) -> None:
-        """What was done of a slide is lost; it will be planned again, or fail."""
-
     def finished(self, outcome: SlideOutcome) -> None:
         """A slide is done, however it ended."""
+
+    def said(self, text: str) -> None:
+        """Something a person may want to know of."""
 
     def close(self) -> None:
         """The run is over."""
@@ -72,19 +74,19 @@ class Bars:
         if slide in self._slides:
             self._slides[slide][0].update(patches)
 
-    def dropped(self, slide: str) -> None:
-        if slide in self._slides:
-            bar, patches = self._slides.pop(slide)
+    def finished(self, outcome: SlideOutcome) -> None:
+        if outcome.id in self._slides:
+            bar, patches = self._slides.pop(outcome.id)
             self._expect(int(bar.n) - patches)  # less than none if it ended half-way
             bar.close()
-
-    def finished(self, outcome: SlideOutcome) -> None:
-        self.dropped(outcome.id)
         if outcome.status is Status.FAILED:
-            tqdm.write(_line(outcome), file=self._stream)
+            tqdm.write(line(outcome), file=self._stream)
         self._done += 1
         if self._all is not None:
             self._all.set_description(self._title())
+
+    def said(self, text: str) -> None:
+        tqdm.write(text, file=self._stream)
 
     def close(self) -> None:
         for bar, _ in self._slides.values():
@@ -129,12 +131,12 @@ class Lines:
                 f"about {left:.0f} s for the slides begun"
             )
 
-    def dropped(self, slide: str) -> None:
-        pass  # the rate and the rest of the next line will be a little off
-
     def finished(self, outcome: SlideOutcome) -> None:
         self._done += 1
-        self._say(f"[{self._done}/{self._slides}] {_line(outcome)}")
+        self._say(f"[{self._done}/{self._slides}] {line(outcome)}")
+
+    def said(self, text: str) -> None:
+        self._say(text)
 
     def close(self) -> None:
         pass
@@ -143,9 +145,75 @@ class Lines:
         print(text, file=self._stream, flush=True)
 
 
-def _line(outcome: SlideOutcome) -> str:
+class _QuietFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        pass
+
+
+class Log:
+    """Every slide's end and every message, with the time, appended to a file. A disk that takes no log stops nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._handler = _QuietFile(path, encoding="utf-8", errors="backslashreplace")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._logger = logging.Logger("histopipe.ingest")  # of no tree: nobody else's handlers
+        self._logger.addHandler(self._handler)
+
+    def begin(self, slides: int) -> None:
+        self.said(f"begins: {slides} slides asked for")
+
+    def planned(self, slide: str, patches: int) -> None:
+        self.said(f"planned {slide}: {patches} patches")
+
+    def advanced(self, slide: str, patches: int) -> None:
+        pass
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        self.said(line(outcome))
+
+    def said(self, text: str) -> None:
+        self._logger.info("%s", text)
+
+    def close(self) -> None:
+        self._handler.close()
+
+
+class Both:
+    """Tells two what happens."""
+
+    def __init__(self, *told: Progress) -> None:
+        self._told = told
+
+    def begin(self, slides: int) -> None:
+        for progress in self._told:
+            progress.begin(slides)
+
+    def planned(self, slide: str, patches: int) -> None:
+        for progress in self._told:
+            progress.planned(slide, patches)
+
+    def advanced(self, slide: str, patches: int) -> None:
+        for progress in self._told:
+            progress.advanced(slide, patches)
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        for progress in self._told:
+            progress.finished(outcome)
+
+    def said(self, text: str) -> None:
+        for progress in self._told:
+            progress.said(text)
+
+    def close(self) -> None:
+        for progress in self._told:
+            progress.close()
+
+
+def line(outcome: SlideOutcome) -> str:
+    """An outcome in one line."""
     if outcome.status is Status.FAILED:
         return f"failed {outcome.id}: {outcome.reason}"
     lost = f", {outcome.unreadable} unreadable" if outcome.unreadable else ""
+    route = f", {outcome.route}" if outcome.route and outcome.patches else ""
     notes = "".join(f" ({note})" for note in outcome.notes)
-    return f"{outcome.status} {outcome.id}: {outcome.patches} patches{lost}{notes}"
+    return f"{outcome.status} {outcome.id}: {outcome.patches} patches{route}{lost}{notes}"

@@ -1,38 +1,45 @@
-"""What a worker process does: plan a slide, and encode a chunk of its patches into the store.
+"""What a worker process does: plan a slide, and make a chunk of its patches and store them.
 
-Plain functions of picklable values, so that any `concurrent.futures.Executor` can run them. Pixels never travel between
-processes: a chunk is encoded in memory, then put under LMDB's own lock for the milliseconds that takes.
+Plain functions of picklable values, so that any executor can run them. Pixels never travel between processes: a chunk is
+made in memory, then put under LMDB's own lock for the milliseconds that takes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import io
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image
 
-from histopipe.errors import ScaleError, SlideError, SlideUnreadable
-from histopipe.geometry import Mpp, PointL0
-from histopipe.ingest.encode import encode, read_patch
+from histopipe.errors import RouteUnfit, ScaleError, SlideError, SlideUnreadable
+from histopipe.geometry import Mpp
+from histopipe.ingest.chunks import Chunk, chunk_of
+from histopipe.ingest.encode import encode_thumbnail, png
+from histopipe.ingest.route import AskedRoute, RouteChoice, choose_route
+from histopipe.ingest.source import PatchSource, Value
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint, fingerprint, tile_hash
+from histopipe.slides.native import NotNative
+from histopipe.slides.native_check import NativeLevels
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.thumbnail import read_thumbnail
+from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
+from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.level import LevelChoice, choose_level
-from histopipe.tiling.mask import tissue_mask
+from histopipe.tiling.mask import load_algorithms, tissue_mask
 from histopipe.tiling.plan import TilingPlan, plan_tiles
 from histopipe.tiling.spec import TilingSpec
 
-_THUMBNAIL_QUALITY = 85
+_SAMPLED_PATCHES = 8
+_SOURCES_KEPT = 2
+"""A worker makes a slide's chunks one after another; a second source spares opening where two slides take turns. Each
+holds at most one OpenSlide handle, whose cache is 32 MB, and 48 MB of decoded tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Settings:
     store: Path
     spec: TilingSpec
     default_mpp: Mpp | None = None
+    route: AskedRoute = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +67,24 @@ class SlideJob:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a slide will take: bytes in the store, and seconds of one worker. From a few of its patches."""
+
+    stored_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedSlide:
-    """A slide ready to be encoded."""
+    """A slide ready to be stored."""
 
     record: SlideRecord
     plan: TilingPlan
+    route: RouteChoice
     thumbnails: dict[str, bytes]
     before: Fingerprint
+    estimate: Estimate
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,97 +97,90 @@ class SlideFailure:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive patches of a plan.
-
-    Attributes:
-        first: number of the first.
-        x_l0, y_l0: (N,) int64 top left corners, level 0.
-    """
-
-    first: int
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkResult:
     """What was stored of a chunk.
 
     Attributes:
-        first: number of its first patch.
+        rows: (N,) int64 numbers of its patches.
         length: (N,) uint32 bytes of each value, 0 where unreadable.
         crc: (N,) uint32.
         problem: what the first unreadable patch said; None where all could be read.
+        seconds: the time it took.
     """
 
-    first: int
+    rows: NDArray[np.int64]
     length: NDArray[np.uint32]
     crc: NDArray[np.uint32]
     problem: str | None
+    seconds: float
+
+
+def prepare() -> None:
+    """Import, while the first slides are looked up, what planning would import late."""
+    from histopipe.slides import tiff_tiles  # noqa: F401
+
+    load_algorithms()
 
 
 def plan_slide(settings: Settings, job: SlideJob) -> PlannedSlide | SlideFailure:
-    """Open a slide and decide its patches."""
-    record = job.record
+    """Open a slide and decide its patches and their route."""
+    started, record, spec = time.monotonic(), job.record, settings.spec
     try:
         if job.slide.problem is not None:
             raise SlideUnreadable(f"{job.slide.id}: {job.slide.problem}")
         before = fingerprint(job.slide)
         record = dataclasses.replace(record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns)
-        slide = _open(job.slide.path)
-        record = _described(record, slide.info, job.slide.path)
-        scale, notes = _scale(settings, job, slide.info)
-        mpp = scale.mpp if scale else None
-        choice = choose_level(job.slide.id, slide.info.levels, mpp, settings.spec)
-        thumbnail = read_thumbnail(slide, mpp)
-    except ScaleError as error:
+        with Slide(job.slide.path) as slide:
+            record = _described(record, slide.info, job.slide.path)
+            scale, notes = _scale(settings, job, slide.info)
+            mpp = scale.mpp if scale else None
+            choice = choose_level(job.slide.id, slide.info.levels, mpp, spec)
+            levels = NativeLevels(slide, job.slide.files)
+            thumbnail = _thumbnail(slide, mpp, levels)
+            plan, pictures = _planned(slide.info, choice, spec, thumbnail)
+            route = choose_route(job.slide.id, plan, spec, settings.route, levels)
+        estimate = _estimate(PatchSource(job.slide.path, choice, route, spec), plan, route)
+    except (ScaleError, RouteUnfit) as error:
         return SlideFailure(str(error), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
-    mask = None
-    pictures = {"thumb": encode_thumbnail(thumbnail.pixels)}
-    if settings.spec.tissue == "otsu":
-        mask = tissue_mask(thumbnail.pixels, thumbnail.mpp)
-        pictures["mask"] = _png(mask.pixels)
-    plan = plan_tiles(slide.info, choice, settings.spec, thumbnail, mask)
-    record = _with_plan(record, scale, plan, [*notes, *plan.notes])
-    return PlannedSlide(record, plan, pictures, before)
+    record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
+    seconds = time.monotonic() - started
+    return PlannedSlide(record, plan, route, pictures, before, estimate, seconds)
 
 
-def encode_chunk(
-    settings: Settings, job: SlideJob, choice: LevelChoice, chunk: Chunk
+def store_chunk(
+    settings: Settings, job: SlideJob, choice: LevelChoice, route: RouteChoice, chunk: Chunk
 ) -> ChunkResult:
-    """Read, encode and store some patches of a slide, whatever cells of it cannot be read."""
-    slide = _open(job.slide.path)
-    spec = settings.spec
-    values: list[bytes | None] = []
-    problem: str | None = None
-    for x, y in zip(chunk.x_l0.tolist(), chunk.y_l0.tolist(), strict=True):
-        try:
-            values.append(encode(read_patch(slide, choice, PointL0(x, y), spec.patch_size), spec))
-        except SlideUnreadable as error:
-            values.append(None)
-            problem = problem or str(error)
-    crc = _writer(settings.store, spec).put_patches(job.number, chunk.first, values)
-    length = np.array([len(value or b"") for value in values], np.uint32)
-    return ChunkResult(chunk.first, length, crc, problem)
-
-
-def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
-    """A JPEG of a thumbnail, (H, W, 3) uint8 RGB."""
-    return bytes(
-        simplejpeg.encode_jpeg(
-            np.ascontiguousarray(pixels), quality=_THUMBNAIL_QUALITY, colorspace="RGB"
-        )
+    """Make and store some patches of a slide, whatever cells of it cannot be read."""
+    started = time.monotonic()
+    values = _source(settings, job, choice, route).values(chunk)
+    order = np.argsort(chunk.rows)  # in the order of keys, LMDB fills its pages
+    rows, values = chunk.rows[order], [values[place] for place in order.tolist()]
+    stored = [value if isinstance(value, bytes) else None for value in values]
+    crc = _writer(settings.store, settings.spec).put_patches(job.number, rows.tolist(), stored)
+    problems = [str(value) for value in values if not isinstance(value, bytes)]
+    return ChunkResult(
+        rows=rows,
+        length=np.array([len(value or b"") for value in stored], np.uint32),
+        crc=crc,
+        problem=problems[0] if problems else None,
+        seconds=time.monotonic() - started,
     )
 
 
-# A worker handles a slide's chunks one after another, so two open slides are enough: the one it works on, and the one it
-# planned in between. Each handle has a cache of its own inside OpenSlide.
-@functools.lru_cache(maxsize=2)
-def _open(path: Path) -> Slide:
-    return Slide(path)
+_sources: dict[tuple[Path, int], PatchSource] = {}
+
+
+def _source(
+    settings: Settings, job: SlideJob, choice: LevelChoice, route: RouteChoice
+) -> PatchSource:
+    key = settings.store, job.number
+    if key not in _sources:
+        while len(_sources) >= _SOURCES_KEPT:
+            _sources.pop(next(iter(_sources))).close()
+        _sources[key] = PatchSource(job.slide.path, choice, route, settings.spec)
+    return _sources[key]
 
 
 @functools.lru_cache(maxsize=1)
@@ -191,6 +203,46 @@ def _scale(
     return scale, [scale.note] if scale.note else []
 
 
+def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
+    """The slide's picture, by the same way whatever route its patches take: they must not depend on that."""
+    try:
+        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
+    except NotNative:
+        return read_thumbnail(slide, mpp)
+    return read_thumbnail(slide, mpp, tiles)
+
+
+def _planned(
+    info: SlideInfo, choice: LevelChoice, spec: TilingSpec, thumbnail: Thumbnail
+) -> tuple[TilingPlan, dict[str, bytes]]:
+    """A slide's patches, and the pictures that show where they come from."""
+    mask, pictures = None, {"thumb": encode_thumbnail(thumbnail.pixels)}
+    if spec.tissue == "otsu":
+        mask = tissue_mask(thumbnail.pixels, thumbnail.mpp)
+        pictures["mask"] = png(mask.pixels)
+    return plan_tiles(info, choice, spec, thumbnail, mask), pictures
+
+
+def _estimate(source: PatchSource, plan: TilingPlan, route: RouteChoice) -> Estimate:
+    """What storing a plan will take, from patches spread over it."""
+    if not len(plan):
+        return Estimate()
+    rows = np.unique(np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(np.int64))
+    started = time.monotonic()
+    values: list[Value] = source.values(chunk_of(plan, rows))
+    seconds = (time.monotonic() - started) / len(rows) * len(plan)
+    source.close()
+    lengths = np.array([len(value) for value in values if isinstance(value, bytes)] or [0])
+    if route.native is not None and route.name == "copy":
+        native = route.native
+        tiles = native.lengths[
+            (plan.y_level - native.y_level) // native.tile.height,
+            (plan.x_level - native.x_level) // native.tile.width,
+        ]
+        lengths = tiles + max(0, int(lengths.max() - tiles.max()))
+    return Estimate(int(stored_size(lengths).mean() * len(plan)), seconds)
+
+
 def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
     bounds = info.bounds
     return dataclasses.replace(
@@ -206,7 +258,11 @@ def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
 
 
 def _with_plan(
-    record: SlideRecord, scale: ResolvedMpp | None, plan: TilingPlan, notes: list[str]
+    record: SlideRecord,
+    scale: ResolvedMpp | None,
+    plan: TilingPlan,
+    route: RouteChoice,
+    notes: list[str],
 ) -> SlideRecord:
     choice = plan.choice
     return dataclasses.replace(
@@ -218,15 +274,9 @@ def _with_plan(
         downsample=choice.level.downsample,
         read_size=choice.read_size,
         stride=choice.stride,
-        resampling=choice.resampling,
-        route="openslide",
-        route_reason="the only route of this version",
+        resampling=choice.resampling if route.reduction == 1 else "dct",
+        route=route.name,
+        route_reason=route.reason,
         planned=len(plan),
         notes=notes,
     )
-
-
-def _png(mask: NDArray[np.bool_]) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(mask).save(buffer, "PNG")
-    return buffer.getvalue()

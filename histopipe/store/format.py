@@ -45,6 +45,9 @@ INDEX_COLUMNS: Mapping[str, str] = {
 """Columns of an index block with their little-endian types, in the order written."""
 
 _ALIGNMENT = 8
+_PAGE, _PAGE_HEADER = 4096, 16
+_PAGE_SHARE = 64
+"""A value's key, its place, and its part of the pages above it in the tree."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _PATCH_KEY = struct.Struct(">II")
 _SLIDE_KEY = struct.Struct(">I")
@@ -73,6 +76,11 @@ def thumbnail_key(slide: int, kind: str) -> bytes:
 def value_crc(key: bytes, value: bytes | memoryview) -> int:
     """CRC-32 over key and value, so that two swapped values are found."""
     return zlib.crc32(value, zlib.crc32(key))
+
+
+def stored_size(lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Bytes that values of these lengths take in LMDB's file: whole pages, with their headers and keys."""
+    return np.asarray(-(-(lengths + _PAGE_HEADER) // _PAGE) * _PAGE + _PAGE_SHARE, np.int64)
 
 
 def to_json(value: Any) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,9 +26,12 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import read_meta, read_records
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.tiling.spec import MAX_PATCH_SIZE, TilingSpec
+from histopipe.tiling.spec import MAX_PATCH_SIZE
 
 ReadValue = Callable[[int, int], memoryview]
+
+_READ_SETTINGS = {"patch_size", "overlap", "mpp", "level", "tissue", "tissue_threshold", "codec"}
+"""What readers use of a spec; what later versions add is not among it."""
 
 
 class Store:
@@ -197,13 +199,16 @@ class Store:
 
 def _check_spec(spec: Mapping[str, Any], path: Path) -> None:
     """Whether a store's spec has all that reading needs."""
-    named = {field.name for field in dataclasses.fields(TilingSpec)}
     size = spec.get("patch_size")
-    if not named <= set(spec) or not isinstance(size, int) or not 0 < size <= MAX_PATCH_SIZE:
+    if (
+        not set(spec) >= _READ_SETTINGS
+        or not isinstance(size, int)
+        or not 0 < size <= MAX_PATCH_SIZE
+    ):
         raise DamagedStore(
             f"{path}, meta 'spec'",
             found=repr(spec)[:120],
-            expected="settings " + ", ".join(sorted(named)),
+            expected="settings " + ", ".join(sorted(_READ_SETTINGS)),
         )
 
 

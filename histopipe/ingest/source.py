@@ -1,0 +1,123 @@
+"""Where the patches of one slide come from: the three routes, each a way from cells to the bytes that are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Size
+from histopipe.ingest.chunks import Cell, Chunk
+from histopipe.ingest.encode import encode, reduced
+from histopipe.ingest.route import RouteChoice
+from histopipe.slides.native import NativeTiles
+from histopipe.slides.slide import Slide
+from histopipe.tiling.level import LevelChoice
+from histopipe.tiling.spec import TilingSpec
+
+Maker = Callable[[NativeTiles, Cell], bytes | None]
+Value = bytes | SlideUnreadable
+"""A patch as it is stored, or why it cannot be read."""
+
+_RUN = 4096
+"""Pixels that are read at once along a row: one call of OpenSlide for 16 patches of 256 takes a fifth less than 16."""
+
+
+class PatchSource:
+    """Makes a slide's patches.
+
+    Args:
+        path: the slide.
+        choice: the level and how it is read.
+        route: the way to go.
+        spec: how patches are stored.
+    """
+
+    def __init__(
+        self, path: Path, choice: LevelChoice, route: RouteChoice, spec: TilingSpec
+    ) -> None:
+        self._path, self._choice, self._route, self._spec = path, choice, route, spec
+        self._tiles = None if route.native is None else NativeTiles(route.native)
+        self._slide: Slide | None = None
+
+    def values(self, chunk: Chunk) -> list[Value]:
+        """The patches of a chunk, in its order; what cannot be read is lost alone."""
+        if self._tiles is None:
+            return [value for run in self._runs(chunk) for value in self._read(run)]
+        make = self._copied if self._route.name == "copy" else self._decoded
+        return [self._made(make, self._tiles, cell) for cell in chunk.cells()]
+
+    def close(self) -> None:
+        """Give files and decoded tiles back; the source can go on being used."""
+        if self._slide is not None:
+            self._slide.close()
+
+    def _open(self) -> Slide:
+        if self._slide is None:
+            self._slide = Slide(self._path)  # late: copying needs none
+        return self._slide
+
+    def _made(self, make: Maker, tiles: NativeTiles, cell: Cell) -> Value:
+        try:
+            value = make(tiles, cell)
+        except SlideUnreadable as error:
+            return error
+        # Tiles never written are left to OpenSlide, which may show what a finer level has there.
+        return self._one(cell) if value is None else value
+
+    def _copied(self, tiles: NativeTiles, cell: Cell) -> bytes | None:
+        native = tiles.native
+        row = (cell.region.y - native.y_level) // native.tile.height
+        column = (cell.region.x - native.x_level) // native.tile.width
+        return tiles.jpeg(row, column)
+
+    def _decoded(self, tiles: NativeTiles, cell: Cell) -> bytes | None:
+        pixels = tiles.pixels(cell.region, self._route.reduction)
+        return None if pixels is None else self._encoded(pixels)
+
+    def _runs(self, chunk: Chunk) -> Iterator[list[Cell]]:
+        """Neighbours along a row, which can be read together.
+
+        Only where a level's pixels lie on whole pixels of level 0: elsewhere OpenSlide interpolates, from where a region
+        begins, and a patch's pixels would depend on its neighbours.
+        """
+        run: list[Cell] = []
+        joined = self._choice.level.downsample.is_integer()
+        for cell in chunk.cells():
+            if run and not (joined and self._continues(run, cell)):
+                yield run
+                run = []
+            run.append(cell)
+        if run:
+            yield run
+
+    def _continues(self, run: list[Cell], cell: Cell) -> bool:
+        first, last = run[0].region, run[-1].region
+        return (
+            cell.region.y == last.y
+            and cell.region.x == last.x + self._choice.stride
+            and cell.region.x + cell.region.size.width - first.x <= _RUN
+        )
+
+    def _read(self, run: list[Cell]) -> Iterator[Value]:
+        """Patches of a run through OpenSlide; where it is damaged, cell by cell."""
+        first, last = run[0].region, run[-1].region
+        side = first.size.height
+        size = Size(last.x + side - first.x, side)
+        try:
+            pixels = self._open().read_region(run[0].origin, self._choice.level.number, size)
+        except SlideUnreadable as error:
+            yield from (error,) if len(run) == 1 else map(self._one, run)
+            return
+        for cell in run:
+            left = cell.region.x - first.x
+            yield self._encoded(pixels[:, left : left + side])
+
+    def _one(self, cell: Cell) -> Value:
+        return next(self._read([cell]))
+
+    def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:
+        return encode(reduced(pixels, self._spec.patch_size, self._choice.resampling), self._spec)

@@ -1,0 +1,51 @@
+"""A run in a table, for people and as CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from histopipe.files import appearing
+from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
+
+LOG, SUMMARY = "ingest.log", "ingest.csv"
+"""What an ingest leaves in the store's folder beside the store itself; LMDB takes no notice."""
+
+_COLUMNS = [field.name for field in dataclasses.fields(SlideOutcome)]
+
+
+def summary_lines(report: IngestReport) -> list[str]:
+    """Slides, patches, speed, bytes and routes of a run, a line for each kind of outcome.
+
+    Patches a second are the whole run's share: those of a route over all of the run's seconds.
+    """
+    done = report.of(Status.COMPLETE)
+    routes = sorted({slide.route or "none" for slide in done})
+    rows = [("ingested", done)]
+    rows += [(f"  {route}", [s for s in done if (s.route or "none") == route]) for route in routes]
+    rows += [(str(status), report.of(status)) for status in (Status.SKIPPED, Status.FAILED)]
+    header = f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}"
+    return [header, *(_line(name, slides, report.seconds) for name, slides in rows)]
+
+
+def write_csv(report: IngestReport, path: Path) -> None:
+    """A row a slide, with the fields of `SlideOutcome`; it replaces an earlier run's whole or not at all."""
+    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(_COLUMNS)
+        for slide in report.slides:
+            values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
+            table.writerow([values[name] for name in _COLUMNS])
+
+
+def _line(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
+    patches = sum(slide.patches for slide in slides)
+    if name == Status.FAILED:
+        return f"{name:<12}{len(slides):>8,}"
+    sums = (
+        f"{name:<12}{len(slides):>8,}{patches:>13,}{sum(s.unreadable for s in slides):>12,}"
+        f"{sum(s.stored_bytes for s in slides) / 1e6:>11,.1f}"
+    )
+    return sums if name == Status.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"

@@ -1,0 +1,154 @@
+"""JPEG as bytes: native tiles made into plain JPEG files without decoding a pixel.
+
+A tile inside a slide is seldom a file that can stand alone. Its tables may be kept once for all tiles, and whether it holds
+RGB or YCbCr may be said by the slide's header only, where a decoder of the tile cannot see it.
+
+Source:
+    ITU-T T.81 (markers and segments); ITU-T T.872 (the Adobe segment that names the colour transform).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from histopipe.geometry import Size
+
+Colour = Literal["rgb", "ycbcr", "grey"]
+
+SOI, EOI = b"\xff\xd8", b"\xff\xd9"
+
+_SOS, _SOF, _DHT, _DQT, _DRI = 0xDA, (0xC0, 0xC1, 0xC2), 0xC4, 0xDB, 0xDD
+_KEPT = {_SOS, _DHT, _DQT, _DRI, *_SOF}
+"""What decoding needs. Comments and application segments (JFIF, Exif, profiles, Adobe) are left out: they may contradict
+the slide's header, and no property of a slide is to be stored unasked."""
+
+_ADOBE = {
+    colour: b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
+    for colour, transform in (("rgb", 0), ("ycbcr", 1))
+}
+_LONGEST_PADDING = 16
+"""Bytes that may follow the end marker: DICOM pads to even lengths, some TIFF writers to words."""
+
+
+class NotPlain(ValueError):
+    """A tile is no JPEG that could be made a file; its text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a JPEG's header says of its picture.
+
+    Attributes:
+        size: pixels.
+        sampling: horizontal and vertical factor of each component, `((2, 2), (1, 1), (1, 1))` for 4:2:0.
+        bits: of a sample.
+    """
+
+    size: Size
+    sampling: tuple[tuple[int, int], ...]
+    bits: int
+
+    def __str__(self) -> str:
+        factors = ", ".join(f"{h}×{v}" for h, v in self.sampling)
+        return f"{self.size} of {self.bits} bits, sampling {factors}"
+
+
+class TileFormat:
+    """How the tiles of one image become plain files: which tables to add, which colour to name, what to expect.
+
+    Args:
+        tables: the tables that all tiles share, as TIFF's `JPEGTables` holds them; empty where each has its own.
+        colour: what the slide's header says the components are.
+        frame: what every tile's header must say; None takes any.
+    """
+
+    def __init__(self, tables: bytes, colour: Colour, frame: Frame | None = None) -> None:
+        kept = (tables[s:e] for marker, s, e in _segments(tables) if marker in _KEPT)
+        self._begin = SOI + _ADOBE.get(colour, b"") + b"".join(kept)
+        self._frame = frame
+        # Tiles of one image mostly begin alike, byte for byte: then nothing has to be looked at twice.
+        self._known: tuple[bytes, bytes] | None = None
+
+    def plain(self, tile: bytes) -> bytes:
+        """A tile as a file of its own; its compressed data is untouched.
+
+        Raises:
+            NotPlain: it is cut short, no JPEG, or not like the others.
+        """
+        end = _end(tile)
+        if self._known is None or not tile.startswith(self._known[0]):
+            self._known = self._header(tile)
+        raw, header = self._known
+        return b"".join((header, memoryview(tile)[len(raw) : end]))
+
+    def _header(self, tile: bytes) -> tuple[bytes, bytes]:
+        """The tile's bytes up to the compressed data, and what takes their place."""
+        if tile[:2] != SOI:
+            raise NotPlain(
+                f"begins with {tile[:2].hex(' ') or 'nothing'}, not with a JPEG's marker"
+            )
+        kept, stop = [], 0
+        for marker, start, stop in _segments(tile):
+            if marker in _KEPT:
+                kept.append(tile[start:stop])
+        header = self._begin + b"".join(kept)
+        found = frame_of(header)
+        if self._frame is not None and found != self._frame:
+            raise NotPlain(f"is {found}, the others {self._frame}")
+        if not any(marker == _DQT for marker, _, _ in _segments(header)):
+            raise NotPlain("has no quantisation tables, and the image has none for it")
+        if not any(marker == _DHT for marker, _, _ in _segments(header)):
+            raise NotPlain("has no Huffman tables, and the image has none for it")
+        return tile[:stop], header
+
+
+def frame_of(jpeg: bytes) -> Frame:
+    """What a JPEG's header says of its picture.
+
+    Raises:
+        NotPlain: there is none, or it is of a kind that few decoders read.
+    """
+    for marker, start, stop in _segments(jpeg):
+        if marker in _SOF:
+            body = jpeg[start + 4 : stop]
+            height, width = int.from_bytes(body[1:3]), int.from_bytes(body[3:5])
+            factors = body[7 : 6 + 3 * body[5] : 3]
+            sampling = tuple((factor >> 4, factor & 15) for factor in factors)
+            return Frame(Size(width, height), sampling, body[0])
+    raise NotPlain("has no baseline or progressive frame")
+
+
+def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:
+    """Marker, start and end of each segment up to and with the start of the compressed data.
+
+    Raises:
+        NotPlain: the header is cut short, or something else stands where a marker should.
+    """
+    place = 2
+    while place + 4 <= len(jpeg):
+        if jpeg[place] != 0xFF:
+            raise NotPlain(f"has {jpeg[place]:02x} where a marker should be, at byte {place}")
+        if jpeg[place + 1] == 0xFF:
+            place += 1  # markers may be preceded by any number of fill bytes
+            continue
+        start, marker = place, jpeg[place + 1]
+        if marker == EOI[1]:
+            return
+        place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
+        if place > len(jpeg):
+            raise NotPlain("ends within its header")
+        yield marker, start, place
+        if marker == _SOS:
+            return
+
+
+def _end(tile: bytes) -> int:
+    """Where the end marker ends."""
+    if tile.endswith(EOI):
+        return len(tile)
+    place = tile.rfind(EOI, max(0, len(tile) - _LONGEST_PADDING))
+    if place < 0 or tile[place + 2 :].strip(b"\0\xff"):
+        raise NotPlain("has no end marker: it is cut short")
+    return place + 2
