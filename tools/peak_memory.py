@@ -19,6 +19,14 @@ def main() -> int:
     command = sys.argv[1:]
     if command[:1] == ["--"]:
         command = command[1:]
+    code, peaks = peaks_of(command)
+    for pid, (kilobytes, name) in sorted(peaks.items(), key=lambda item: -item[1][0]):
+        print(f"{kilobytes / 1024:8.1f} MB  {pid}  {name}", file=sys.stderr)
+    return code
+
+
+def peaks_of(command: list[str]) -> tuple[int, dict[int, tuple[int, str]]]:
+    """Run a command: its exit code, and each process's peak in kilobytes with its command line."""
     process = subprocess.Popen(command)
     peaks: dict[int, tuple[int, str]] = {}
     while process.poll() is None:
@@ -27,9 +35,7 @@ def main() -> int:
             if kilobytes > peaks.get(pid, (0, ""))[0]:
                 peaks[pid] = kilobytes, name
         time.sleep(0.02)
-    for pid, (kilobytes, name) in sorted(peaks.items(), key=lambda item: -item[1][0]):
-        print(f"{kilobytes / 1024:8.1f} MB  {pid}  {name}", file=sys.stderr)
-    return process.returncode
+    return process.returncode, peaks
 
 
 def _family(root: int) -> list[int]:

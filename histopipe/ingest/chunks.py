@@ -15,9 +15,9 @@ from histopipe.tiling.plan import TilingPlan
 _STRIP = 8192
 """Width, in pixels of the level, of the strips that patches are made along. The tiles that two rows of patches share stay
 decoded meanwhile: two rows of tiles of such a strip are 12 MB."""
-_READ_PIXELS = 1 << 25
-"""Pixels read between two transactions: 512 patches of 256²."""
-_COPIED_PIXELS = 1 << 26
+_COPIED_PIXELS, _READ_PIXELS = 1 << 25, 1 << 24
+"""Pixels of the level between two transactions: 512 or 256 patches of 256². Copying as few costs a tenth more time; reading
+more lets workers wait for the last one at a slide's end."""
 _MOST_PATCHES = 4096
 
 
@@ -79,8 +79,10 @@ def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chun
     side = max(patch_size, plan.choice.read_size)
     pixels = _COPIED_PIXELS
     if route != "copy":
-        rows = np.lexsort((plan.x_level, plan.y_level, plan.x_level // max(side, _STRIP)))
         pixels = _READ_PIXELS
+        rows = np.lexsort((plan.x_level, plan.y_level, plan.x_level // max(side, _STRIP)))
     size = max(1, min(_MOST_PATCHES, pixels // side**2))
-    for first in range(0, len(rows), size):
-        yield chunk_of(plan, rows[first : first + size])
+    # Of equal length, so that the last workers end together.
+    for part in np.array_split(rows, -(-len(rows) // size) or 1):
+        if len(part):
+            yield chunk_of(plan, part)

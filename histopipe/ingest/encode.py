@@ -9,6 +9,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
+from histopipe.slides.slide import rgb_image
 from histopipe.tiling.level import Resampling
 from histopipe.tiling.spec import TilingSpec
 
@@ -19,14 +20,14 @@ def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDA
     """A patch's pixels at the wanted scale.
 
     Args:
-        pixels: (side, side, 3) uint8 RGB as read.
+        pixels: (side, side, 3 or 4) uint8 RGB or BGRX as read.
         size: side of the patch as stored.
         resampling: how the one becomes the other.
     """
     side = len(pixels)
     if side == size:
         return pixels
-    image = Image.fromarray(pixels)
+    image = _image(pixels)
     if resampling == "area":
         return np.asarray(image.reduce(side // size))
     return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
@@ -36,19 +37,25 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
     """A plain JPEG or PNG file.
 
     Args:
-        pixels: (H, W, 3) uint8 RGB.
+        pixels: (H, W, 3 or 4) uint8 RGB or BGRX.
         spec: codec, quality and subsampling.
     """
     if spec.codec == "png":
-        return png(pixels)
+        return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
     return bytes(
         simplejpeg.encode_jpeg(
             np.ascontiguousarray(pixels),
             quality=spec.quality,
-            colorspace="RGB",
+            colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
             colorsubsampling=spec.subsampling,
         )
     )
+
+
+def _image(pixels: NDArray[np.uint8]) -> Image.Image:
+    height, width, channels = pixels.shape
+    mode = "RGB" if channels == 3 else "RGBX"  # four bytes: which is which does not matter here
+    return Image.frombuffer(mode, (width, height), np.ascontiguousarray(pixels))
 
 
 def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:

@@ -22,8 +22,8 @@ Maker = Callable[[NativeTiles, Cell], bytes | None]
 Value = bytes | SlideUnreadable
 """A patch as it is stored, or why it cannot be read."""
 
-_RUN = 4096
-"""Pixels that are read at once along a row: one call of OpenSlide for 16 patches of 256 takes a fifth less than 16."""
+_RUN = 1024
+"""Pixels that are read at once along a row. Longer runs leave the processor's cache and are no faster."""
 
 
 class PatchSource:
@@ -108,7 +108,7 @@ class PatchSource:
         side = first.size.height
         size = Size(last.x + side - first.x, side)
         try:
-            pixels = self._open().read_region(run[0].origin, self._choice.level.number, size)
+            pixels = self._open().read_bgrx(run[0].origin, self._choice.level.number, size)
         except SlideUnreadable as error:
             yield from (error,) if len(run) == 1 else map(self._one, run)
             return

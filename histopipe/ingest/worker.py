@@ -7,7 +7,6 @@ made in memory, then put under LMDB's own lock for the milliseconds that takes.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,11 +153,12 @@ def store_chunk(
 ) -> ChunkResult:
     """Make and store some patches of a slide, whatever cells of it cannot be read."""
     started = time.monotonic()
+    writer = _writer(settings.store, settings.spec)
     values = _source(settings, job, choice, route).values(chunk)
     order = np.argsort(chunk.rows)  # in the order of keys, LMDB fills its pages
     rows, values = chunk.rows[order], [values[place] for place in order.tolist()]
     stored = [value if isinstance(value, bytes) else None for value in values]
-    crc = _writer(settings.store, settings.spec).put_patches(job.number, rows.tolist(), stored)
+    crc = writer.put_patches(job.number, rows.tolist(), stored)
     problems = [str(value) for value in values if not isinstance(value, bytes)]
     return ChunkResult(
         rows=rows,
@@ -167,6 +167,14 @@ def store_chunk(
         problem=problems[0] if problems else None,
         seconds=time.monotonic() - started,
     )
+
+
+def close_all() -> None:
+    """Close what this process keeps open between chunks: for workers that outlive a run, as threads do."""
+    while _sources:
+        _sources.popitem()[1].close()
+    while _writers:
+        _writers.popitem()[1].close()
 
 
 _sources: dict[tuple[Path, int], PatchSource] = {}
@@ -183,9 +191,14 @@ def _source(
     return _sources[key]
 
 
-@functools.lru_cache(maxsize=1)
+_writers: dict[tuple[Path, TilingSpec], StoreWriter] = {}
+
+
 def _writer(store: Path, spec: TilingSpec) -> StoreWriter:
-    return StoreWriter(store, spec)
+    if (store, spec) not in _writers:
+        close_all()
+        _writers[store, spec] = StoreWriter(store, spec)
+    return _writers[store, spec]
 
 
 def _scale(
