@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from histopipe.ingest.decide import Action, decide
 from histopipe.ingest.outcome import Status
 from histopipe.ingest.pipeline import Pipeline
 from histopipe.ingest.progress import Lines
-from histopipe.ingest.worker import Settings, SlideJob, store_chunk
+from histopipe.ingest.route import AskedRoute
+from histopipe.ingest.worker import Settings, SlideJob, close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
@@ -348,20 +350,31 @@ def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> 
 
 
 class Meddling:
-    """Runs everything at once in this process, and touches a file before the first patch is read."""
+    """Runs everything at once in this process, and does something to a slide before its first patch is read."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, meddle: Callable[[], None]) -> None:
+        self._meddle = meddle
 
     def submit_within(self, seconds: float, fn: Any, /, *args: Any) -> Future[Any]:
         if fn is store_chunk:
-            os.utime(self._path, ns=(7, 7))
+            self._meddle()
         future: Future[Any] = Future()
         future.set_result(fn(*args))
         return future
 
 
-def test_a_slide_that_changes_while_it_is_read_fails(tmp_path: Path) -> None:
+@pytest.mark.parametrize("route", ["copy", "openslide"])
+@pytest.mark.parametrize(
+    ("meddle", "says"),
+    [
+        (lambda path: os.utime(path, ns=(7, 7)), "changed while it was being read"),
+        (lambda path: path.unlink(missing_ok=True), "No such file"),
+        (lambda path: os.truncate(path, 1000), "cannot be read|changed while"),
+    ],
+)
+def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
+    tmp_path: Path, meddle: Callable[[Path], None], says: str, route: AskedRoute
+) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     store, spec = tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))
     with StoreWriter(store, spec) as writer:
@@ -369,16 +382,18 @@ def test_a_slide_that_changes_while_it_is_read_fails(tmp_path: Path) -> None:
         job = SlideJob(writer.register([record])["a"], SlideFile("a", path, (path,)), record)
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, workers=Meddling(path), settings=Settings(store, spec), claims=claims,
+            writer=writer, workers=Meddling(lambda: meddle(path)),
+            settings=Settings(store, spec, route=route), claims=claims,
             progress=Lines(io.StringIO()), max_unreadable=0.01, in_flight=2,
         )  # fmt: skip
         (outcome,) = pipeline.run([job])
         claims.close()
         assert outcome.status is Status.FAILED
-        assert "changed while it was being read" in outcome.reason
+        assert re.search(says, outcome.reason)
         assert writer.record(0).state is SlideState.FAILED
         with Store(store) as opened, pytest.raises(DamagedStore), opened.values() as read:
             read(0, 0)  # nothing of it is left
+    close_all()
 
 
 @pytest.fixture

@@ -216,7 +216,7 @@ def write_slide(path: Path, painter: Painter, options: argparse.Namespace) -> No
     pages = (
         Page(
             size=size,
-            tile=painter.tile,
+            tile=Size(painter.tile, painter.tile),
             tiles=compressed,
             subsampling=options.subsampling,
             description=description if number == 0 or path.suffix == ".svs" else None,

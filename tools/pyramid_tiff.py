@@ -16,21 +16,34 @@ from histopipe.geometry import Size
 
 JpegTiles = Iterable[bytes]
 
-_SHORT, _LONG, _RATIONAL, _LONG8, _ASCII = 3, 4, 5, 16, 2
+_SHORT, _LONG, _RATIONAL, _LONG8, _ASCII, _BYTES = 3, 4, 5, 16, 2, 7
 _FORMATS = {_SHORT: "H", _LONG: "I", _LONG8: "Q"}
-_JPEG, _YCBCR = 7, 6
+_JPEG = 7
+_PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
 
 
 @dataclass(frozen=True)
 class Page:
-    """One image of the pyramid: its JPEG tiles row by row, each a whole JPEG file in YCbCr."""
+    """One image of the pyramid.
+
+    Attributes:
+        size, tile: of the image, and of each of its tiles.
+        tiles: JPEG files row by row; an empty one is a tile that was never written.
+        subsampling: of chroma, as the header will say.
+        colour: what the header will say that the components are: `ycbcr`, `rgb` or `grey`.
+        tables: JPEG tables that the tiles leave out.
+        compression: TIFF's number; 7 is JPEG.
+    """
 
     size: Size
-    tile: int
+    tile: Size
     tiles: JpegTiles
     subsampling: str
     description: str | None
     mpp: float
+    colour: str = "ycbcr"
+    tables: bytes = b""
+    compression: int = _JPEG
 
 
 def write_pyramid(path: Path, pages: Iterable[Page]) -> None:
@@ -47,29 +60,35 @@ def write_pyramid(path: Path, pages: Iterable[Page]) -> None:
 def _write_page(file: BinaryIO, page: Page, link: int) -> int:
     offsets, counts = [], []
     for tile in page.tiles:
-        offsets.append(file.tell())
+        offsets.append(file.tell() if tile else 0)
         counts.append(len(tile))
         file.write(tile)
-    horizontal, vertical = {"444": (1, 1), "422": (2, 1), "420": (2, 2)}[page.subsampling]
+    horizontal, vertical = {"444": (1, 1), "422": (2, 1), "420": (2, 2), "440": (1, 2)}[
+        page.subsampling
+    ]
+    samples = 1 if page.colour == "grey" else 3
     per_centimetre = round(1e8 / page.mpp), 10_000
     tags: list[tuple[int, int, list[int] | bytes]] = [
         (254, _LONG, [0]),
         (256, _LONG, [page.size.width]),
         (257, _LONG, [page.size.height]),
-        (258, _SHORT, [8, 8, 8]),
-        (259, _SHORT, [_JPEG]),
-        (262, _SHORT, [_YCBCR]),
-        (277, _SHORT, [3]),
+        (258, _SHORT, [8] * samples),
+        (259, _SHORT, [page.compression]),
+        (262, _SHORT, [_PHOTOMETRIC[page.colour]]),
+        (277, _SHORT, [samples]),
         (282, _RATIONAL, struct.pack("<II", *per_centimetre)),
         (283, _RATIONAL, struct.pack("<II", *per_centimetre)),
         (284, _SHORT, [1]),
         (296, _SHORT, [3]),
-        (322, _SHORT, [page.tile]),
-        (323, _SHORT, [page.tile]),
+        (322, _SHORT, [page.tile.width]),
+        (323, _SHORT, [page.tile.height]),
         (324, _LONG8, offsets),
         (325, _LONG8, counts),
-        (530, _SHORT, [horizontal, vertical]),
     ]
+    if page.colour == "ycbcr":
+        tags.append((530, _SHORT, [horizontal, vertical]))
+    if page.tables:
+        tags.append((347, _BYTES, page.tables))
     if page.description is not None:
         tags.append((270, _ASCII, page.description.encode() + b"\0"))
     return _write_directory(file, sorted(tags), link)

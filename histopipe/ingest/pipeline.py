@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from histopipe.errors import MachineShort
+from histopipe.errors import MachineShort, SlideError
 from histopipe.files import free_bytes, storable
 from histopipe.ingest.chunks import Chunk, chunks
 from histopipe.ingest.claims import Claims
@@ -199,6 +199,8 @@ class Pipeline:
         path = work.job.slide.path
         try:
             return future.result()
+        except SlideError as error:  # it has gone since it was planned
+            reason = str(error)
         except TookTooLong:
             reason = (
                 f"{path} is not done after {self.timeout.of(work.patches):.0f} s of work; leave it out, or give it more time with "

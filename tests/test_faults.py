@@ -1,0 +1,237 @@
+"""Faults made for real. Afterwards every complete slide is whole, and a rerun finishes the rest."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import lmdb.verify
+import pytest
+import simplejpeg
+from conftest import COMMAND, Run, make_slides
+from test_ingest import contents, outcomes
+
+from histopipe.store.format import patch_key
+from histopipe.store.store import Store
+
+SEEDS = range(20)
+ARGUMENTS = ["--patch-size", "64", "--workers", "2"]
+
+
+def check_store(path: Path) -> set[str]:
+    """Every structure, checksum and image of a store; the ids of its complete slides."""
+    with Store(path) as store:
+        for number, record in store.complete.items():
+            index = store.index(number)
+            assert record.planned == record.stored + record.unreadable == len(index["crc"])
+            for row in range(record.planned):
+                value, key = store.value(number, row), patch_key(number, row)
+                assert len(value) == index["length"][row]
+                if value:
+                    assert zlib.crc32(value, zlib.crc32(key)) == index["crc"][row]
+                    assert simplejpeg.decode_jpeg(value).shape == (store.patch_size,) * 2 + (3,)
+        return {record.id for record in store.complete.values()}
+
+
+@pytest.fixture(scope="module")
+def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six slides, by two routes: patches of 64 are cut from tiles of 256, and copied from tiles of 64."""
+    folder = tmp_path_factory.mktemp("cohort")
+    make_slides(folder, "--count", "3", "--size", "3000x3000", "--name", "cut")
+    make_slides(folder, "--count", "3", "--size", "3000x3000", "--name", "copied", "--tile", "64")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], float]:
+    """The same in one go, and how long that took."""
+    store, started = tmp_path_factory.mktemp("whole") / "s.lmdb", time.monotonic()
+    subprocess.run(
+        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
+        check=True,
+        capture_output=True,
+    )
+    seconds = time.monotonic() - started
+    assert {record[1]["route"] for record in contents(store).values()} == {"copy", "decode"}
+    return contents(store), seconds
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_killed_at_a_random_moment(
+    seed: int, cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
+) -> None:
+    """Even seeds kill the whole run, odd ones a worker of it."""
+    moment = random.Random(seed).uniform(0.3, whole[1])
+    store = tmp_path / "s.lmdb"
+    child = subprocess.Popen(
+        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    time.sleep(moment)
+    if seed % 2:
+        for pid in workers_of(child.pid)[:1]:
+            os.kill(pid, signal.SIGKILL)
+        _, stderr = child.communicate(timeout=120)
+        assert child.returncode == 0, stderr
+    else:
+        child.kill()
+        child.communicate(timeout=120)
+    if store.exists() and (store / "data.mdb").exists() and (store / "data.mdb").stat().st_size:
+        before = check_store(store)
+        assert seed % 2 == 0 or len(before) == 6
+        # LMDB's own checker walks the file without the engine.
+        assert lmdb.verify.verify(str(store)) == []  # type: ignore[no-untyped-call]
+    again = run("ingest", cohort, "--out", store, *ARGUMENTS)
+    assert again.returncode == 0, again.stderr
+    assert contents(store) == whole[0]
+
+
+def workers_of(pid: int) -> list[int]:
+    """The worker processes of a run; its resource tracker is none."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            for child in map(int, task.read_text().split()):
+                if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                    found.append(child)
+        except OSError:
+            continue
+    return found
+
+
+FAULTY = """
+import ctypes, os, time
+import histopipe.ingest.pipeline as pipeline
+from histopipe.ingest import worker
+
+def plan_slide(settings, job):
+    if "segfault-at-once" in job.slide.id:
+        ctypes.string_at(0)
+    if "hang-at-once" in job.slide.id:
+        time.sleep(1000)
+    return worker.plan_slide(settings, job)
+
+def store_chunk(settings, job, choice, route, chunk):
+    result = worker.store_chunk(settings, job, choice, route, chunk)
+    if "segfault-later" in job.slide.id:
+        ctypes.string_at(0)
+    if "hang-later" in job.slide.id:
+        time.sleep(1000)
+    return result
+
+pipeline.plan_slide, pipeline.store_chunk = plan_slide, store_chunk
+"""
+MAIN = """
+import faulty
+if __name__ == "__main__":
+    from histopipe.cli import main
+    main()
+"""
+
+
+def test_segfaults_and_hangs_cost_their_slides_only(
+    cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
+) -> None:
+    shutil.copytree(cohort, tmp_path / "in")
+    bad = ["segfault-at-once", "segfault-later", "hang-at-once", "hang-later"]
+    for name in bad:
+        shutil.copy(cohort / "cut000.svs", tmp_path / "in" / f"{name}.svs")
+    (tmp_path / "in" / "labels.csv").unlink()
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "main.py").write_text(MAIN)
+    done = subprocess.run(
+        [sys.executable, "main.py", "ingest", "in", "--slide-timeout", "8", "--json", *ARGUMENTS],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    found = outcomes(done.stdout)
+    for name in bad:
+        reason = found.pop(name)["reason"]
+        said = "killed by SIGSEGV" if name.startswith("segfault") else "not done after 8 s of work"
+        assert said in reason
+    assert {slide["status"] for slide in found.values()} == {"complete"}
+    store = tmp_path / "patches.lmdb"
+    assert check_store(store) == set(found)
+    with Store(store) as opened:
+        for number, record in opened.records.items():
+            if record.id in bad:  # nothing of it is left
+                with opened.values() as read, pytest.raises(Exception, match="is missing"):
+                    read(number, 0)
+    log = (store / "ingest.log").read_text()
+    assert "a worker at segfault-later died: killed by SIGSEGV" in log
+    again = run("ingest", "in", "--retry-failed", *ARGUMENTS)
+    assert again.returncode == 0, again.stderr
+    assert len(check_store(store)) == 10
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> None:
+    """A real slide whose directory lies in its middle, and a made one whose directories come last."""
+    made = make_slides(tmp_path / "in", "--size", "1500x1500", "--levels", "1")
+    real = tmp_path / "in" / "real.svs"
+    shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", real)
+    (tmp_path / "in" / "labels.csv").unlink()
+    wholes = {path: path.read_bytes() for path in (*made, real)}
+    for path, content in wholes.items():
+        path.write_bytes(content[: len(content) * tenth // 10])
+    done = run("ingest", "in", "--patch-size", 240, "--level", 0, "--json")
+    assert done.returncode in (3, 4), done.stderr
+    assert "Traceback" not in done.stderr
+    found = outcomes(done.stdout)
+    store = tmp_path / "patches.lmdb"
+    complete = {name for name, slide in found.items() if slide["status"] == "complete"}
+    assert check_store(store) == complete
+    assert all(found[name]["reason"] for name in set(found) - complete)
+    for path, content in wholes.items():
+        path.write_bytes(content)
+    again = run("ingest", "in", "--patch-size", 240, "--level", 0, "--force")
+    assert again.returncode == 0, again.stderr
+    assert check_store(store) == {"real", "slide-000"}
+
+
+def immutable(path: Path, flag: str) -> bool:
+    """Make a file immutable (`+i`) or not (`-i`), for root too; False where the filesystem has no such thing."""
+    return (
+        subprocess.run(["chattr", flag, str(path)], check=False, capture_output=True).returncode
+        == 0
+    )
+
+
+def test_a_store_that_becomes_read_only(
+    cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
+) -> None:
+    store = tmp_path / "s.lmdb"
+    first = run("ingest", cohort / "cut000.svs", "--out", store, *ARGUMENTS)
+    assert first.returncode == 0, first.stderr
+    before = contents(store)
+    child = subprocess.Popen(
+        [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not workers_of(child.pid):
+        time.sleep(0.01)
+    if not immutable(store / "data.mdb", "+i"):
+        child.communicate(timeout=120)
+        pytest.skip("files cannot be made immutable here: it needs root, and ext4 or the like")
+    try:
+        _, stderr = child.communicate(timeout=120)
+        assert child.returncode in (2, 6), stderr
+        assert "s.lmdb" in stderr
+        assert "Traceback" not in stderr
+    finally:
+        immutable(store / "data.mdb", "-i")
+    assert contents(store)["cut000"] == before["cut000"]
+    check_store(store)
+    again = run("ingest", cohort, "--out", store, *ARGUMENTS)
+    assert again.returncode == 0, again.stderr
+    after = contents(store)
+    assert set(after) == set(whole[0])

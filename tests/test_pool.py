@@ -1,0 +1,112 @@
+"""Worker processes that crash, hang or are killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import wait
+from pathlib import Path
+
+import pytest
+
+from histopipe.errors import MachineShort, SlideUnreadable
+from histopipe.ingest import pool as module
+from histopipe.ingest.pool import TookTooLong, WorkerDied, WorkerPool
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2) as made:
+        yield made
+
+
+def fail() -> None:
+    raise SlideUnreadable("a.svs", found="nothing")
+
+
+def crash() -> None:
+    ctypes.string_at(0)
+
+
+def test_results_and_errors_come_back(pool: WorkerPool) -> None:
+    futures = [pool.submit(pow, 2, n) for n in range(50)]
+    assert [future.result() for future in futures] == [2**n for n in range(50)]
+    with pytest.raises(SlideUnreadable, match=r"a\.svs: found nothing"):
+        pool.submit(fail).result()
+
+
+def test_both_work_at_once(pool: WorkerPool) -> None:
+    wait([pool.submit(time.sleep, 0.01) for _ in range(2)])
+    pool.submit(time.sleep, 0.5)
+    assert pool.submit(os.getpid).result(timeout=0.4) != os.getpid()
+
+
+def test_a_crash_costs_its_own_task_only(pool: WorkerPool) -> None:
+    futures = [pool.submit(abs, n) for n in range(15)]
+    crashed = pool.submit(crash)
+    futures += [pool.submit(abs, n) for n in range(15, 30)]
+    assert [future.result() for future in futures] == list(range(30))
+    with pytest.raises(WorkerDied, match="killed by SIGSEGV"):
+        crashed.result()
+
+
+def test_a_hanging_task_is_ended(pool: WorkerPool) -> None:
+    hanging = pool.submit_within(0.3, signal.pause)
+    others = [pool.submit(abs, n) for n in range(10)]
+    assert [future.result() for future in others] == list(range(10))
+    with pytest.raises(TookTooLong):
+        hanging.result(timeout=10)
+    assert pool.submit(abs, -1).result() == 1
+
+
+def test_a_task_in_time_is_left_alone(pool: WorkerPool) -> None:
+    assert pool.submit_within(60, abs, -1).result() == 1
+    time.sleep(0.1)
+    assert pool.submit(abs, -2).result() == 2
+
+
+def test_killed_from_outside_while_idle(pool: WorkerPool) -> None:
+    pids = {pool.submit(os.getpid).result() for _ in range(20)}
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert pool.submit(os.getpid).result() not in pids
+
+
+def end_at_once() -> None:
+    os._exit(3)
+
+
+def test_workers_that_never_begin_are_an_error_not_a_loop() -> None:
+    with WorkerPool(2, end_at_once) as pool, pytest.raises(MachineShort, match="exit code 3"):
+        pool.submit(abs, 1).result(timeout=60)
+
+
+def test_a_hurried_end_drops_what_waits_and_ends_what_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.5)
+    pool = WorkerPool(1)
+    hanging, waiting = pool.submit(signal.pause), pool.submit(abs, 1)
+    while not hanging.running():
+        time.sleep(0.01)
+    pool.shutdown(cancel_futures=True)
+    assert waiting.cancelled()
+    assert isinstance(hanging.exception(), TookTooLong)
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.submit(abs, 1)
+
+
+def touch_later(path: str) -> None:
+    time.sleep(0.3)
+    Path(path).touch()
+
+
+def test_an_ordinary_end_waits_for_all(tmp_path: Path) -> None:
+    with WorkerPool(1) as pool:
+        for name in "ab":
+            pool.submit(touch_later, str(tmp_path / name))
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}

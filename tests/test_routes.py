@@ -1,0 +1,419 @@
+"""The three routes: what is copied, what is decoded, what is left to OpenSlide, and that all of them show the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from conftest import Run, make_slides
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from slide_variants import COPIED, Pixels, Variant, picture, write_slide
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.ingest.chunks import chunk_of, chunks
+from histopipe.ingest.route import AskedRoute
+from histopipe.ingest.source import PatchSource, Value
+from histopipe.ingest.worker import PlannedSlide, Settings, SlideFailure, SlideJob, plan_slide
+from histopipe.slides import native, native_check
+from histopipe.slides.discovery import SlideFile
+from histopipe.slides.jpeg import NotPlain, TileFormat, frame_of
+from histopipe.slides.native import NativeLevel
+from histopipe.slides.slide import Slide
+from histopipe.store.record import FailureKind, SlideRecord
+from histopipe.store.store import Store
+from histopipe.tiling.spec import TilingSpec
+
+Spec = dict[str, Any]
+ROUTES: tuple[AskedRoute, ...] = ("copy", "decode", "openslide")
+PLAIN: Spec = {"tissue": "none", "level": 0}
+
+
+def plan(path: Path, route: AskedRoute = "auto", **spec: Any) -> PlannedSlide | SlideFailure:
+    record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
+    job = SlideJob(0, SlideFile("a", path, (path,)), record)
+    return plan_slide(Settings(Path(), TilingSpec(**{**PLAIN, **spec}), route=route), job)
+
+
+def patches(
+    path: Path, route: AskedRoute = "auto", **spec: Any
+) -> tuple[PlannedSlide, list[Value]]:
+    """A slide's plan and all of its patches, in the order of their numbers."""
+    planned = plan(path, route, **spec)
+    assert isinstance(planned, PlannedSlide), planned
+    full = TilingSpec(**{**PLAIN, **spec})
+    source = PatchSource(path, planned.plan.choice, planned.route, full)
+    values: dict[int, Value] = {}
+    for chunk in chunks(planned.plan, planned.route.name, full.patch_size):
+        values |= zip(chunk.rows.tolist(), source.values(chunk), strict=True)
+    assert sorted(values) == list(range(len(planned.plan)))
+    return planned, [values[row] for row in range(len(values))]
+
+
+def pillow(value: Value) -> Pixels:
+    assert isinstance(value, bytes)
+    return np.asarray(Image.open(io.BytesIO(value)).convert("RGB"))
+
+
+def truth(path: Path, planned: PlannedSlide) -> list[Pixels]:
+    """What OpenSlide shows where the patches are, one by one."""
+    choice, side = planned.plan.choice, planned.plan.choice.read_size
+    with Slide(path) as slide:
+        return [
+            slide.read_region(PointL0(x, y), choice.level.number, Size(side, side))
+            for x, y in zip(planned.plan.x_l0.tolist(), planned.plan.y_l0.tolist(), strict=True)
+        ]
+
+
+@pytest.mark.parametrize("suffix", [".svs", ".tiff"])
+@pytest.mark.parametrize("name", COPIED)
+def test_copied_patches_show_what_openslide_shows(tmp_path: Path, name: str, suffix: str) -> None:
+    """Every pixel, by three decoders, partial tiles at the edges left out."""
+    import tensorflow as tf
+
+    path = write_slide(
+        tmp_path / f"a{suffix}", [picture(Size(300, 220))], Size(64, 64), COPIED[name]
+    )
+    planned, values = patches(path, patch_size=64)
+    assert planned.record.route == "copy"
+    assert str(planned.record.route_reason).startswith("patches are native tiles; ")
+    assert str(planned.record.route_reason).endswith(" tiles equal to OpenSlide's")
+    assert len(values) == 12
+    for value, expected in zip(values, truth(path, planned), strict=True):
+        assert isinstance(value, bytes)
+        assert value.count(b"Adobe") == 1
+        assert b"JFIF" not in value
+        assert b"Patient" not in value
+        assert (pillow(value) == expected).all()
+        assert (simplejpeg.decode_jpeg(value) == expected).all()
+        shown = tf.io.decode_jpeg(value, channels=3, dct_method="INTEGER_ACCURATE")
+        assert (shown.numpy() == expected).all()
+
+
+def test_a_real_slide_is_copied_pixel_by_pixel(run: Run, data: Path, tmp_path: Path) -> None:
+    """RGB tiles with shared tables and no marker, under a header that says 4:2:0 of what is 4:4:4."""
+    path = data / "slides" / "CMU-1-Small-Region.svs"
+    done = run("ingest", path, "--patch-size", 240, "--level", 0)
+    assert done.returncode == 0, done.stderr
+    with Store(tmp_path / "patches.lmdb") as store, Slide(path) as slide:
+        (record,) = store.slides
+        index = store.index(0)
+        assert record.route == "copy"
+        assert len(store) > 30
+        for row in range(len(store)):
+            place = PointL0(int(index["x_l0"][row]), int(index["y_l0"][row]))
+            expected = slide.read_region(place, 0, Size(240, 240))
+            assert (store.read(record.id, row) == expected).all()
+    assert "1 copy" in run("info", "patches.lmdb").stdout
+
+
+def test_dicom_frames_are_copied(data: Path) -> None:
+    path = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
+    planned, values = patches(path)
+    assert planned.record.route == "copy"
+    assert len(values) == 8
+    for value, expected in zip(values, truth(path, planned), strict=True):
+        assert (pillow(value) == expected).all()
+
+
+def test_tiles_of_an_area_within_a_larger_one_are_copied(tmp_path: Path) -> None:
+    (path,) = make_slides(
+        tmp_path, "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
+    )
+    planned, values = patches(path)
+    assert planned.record.route == "copy"
+    assert planned.plan.x_l0[0] == 640
+    for value, expected in zip(values, truth(path, planned), strict=True):
+        assert (pillow(value) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("variant", "spec", "route", "why"),
+    [
+        (Variant("grey", "L"), {}, "decode", "native tiles are grey, patches RGB"),
+        (Variant(), {"patch_size": 48}, "decode", "patches are 48 pixels, native tiles 64×64"),
+        (Variant(), {"overlap": 16}, "decode", "patches lie across native tiles"),
+        (Variant(), {"codec": "jpeg"}, "decode", "--codec jpeg encodes anew"),
+        (Variant(), {"level": None, "mpp": 1.0}, "decode", "reduced from 128 to 64 pixels"),
+        (Variant(edit=lambda tiles: [b""] * len(tiles)), {}, "openslide", "its longest tile"),
+    ],
+)
+def test_what_cannot_be_copied_says_why(
+    tmp_path: Path, variant: Variant, spec: Spec, route: str, why: str
+) -> None:
+    path = write_slide(tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), variant)
+    planned, values = patches(path, **{"patch_size": 64, **spec})
+    assert planned.record.route == route
+    assert planned.record.route_reason is not None
+    assert why in planned.record.route_reason
+    assert all(isinstance(value, bytes) for value in values)
+
+
+def test_a_route_asked_for_that_cannot_be_is_a_failure_of_the_option(tmp_path: Path) -> None:
+    path = write_slide(tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64))
+    failed = plan(path, "copy", patch_size=48)
+    assert isinstance(failed, SlideFailure)
+    assert failed.kind is FailureKind.OPTION
+    assert "cannot go by --route copy: found patches are 48 pixels" in failed.reason
+    for route in ROUTES[1:]:
+        planned, _ = patches(path, route, patch_size=64)
+        assert planned.record.route == route
+        assert str(planned.record.route_reason).startswith("asked for")
+
+
+def test_jpeg_2000_is_left_to_openslide(data: Path) -> None:
+    planned = plan(data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs", patch_size=256)
+    assert isinstance(planned, PlannedSlide)
+    assert (planned.record.route, planned.record.route_reason) == (
+        "openslide",
+        "its tiles are JPEG 2000",
+    )
+
+
+def test_tiles_never_written_are_what_openslide_makes_of_them(tmp_path: Path) -> None:
+    def drop(tiles: list[bytes]) -> list[bytes]:
+        return [b"" if place == 6 else tile for place, tile in enumerate(tiles)]
+
+    path = write_slide(
+        tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), Variant(edit=drop)
+    )
+    for route in ROUTES[:2]:
+        planned, values = patches(path, route, patch_size=64)
+        assert (pillow(values[5]) == 255).all()  # row 1 of 4 patches, column 1
+        assert (pillow(values[0]) == truth(path, planned)[0]).all() == (route == "copy")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tile: tile[:-20],
+        lambda tile: bytes(len(tile)),
+        lambda tile: tile[:-2] + b"\0\0",
+        lambda tile: tile[:30],
+    ],
+)
+@pytest.mark.parametrize("route", ["copy", "decode"])
+def test_a_damaged_tile_is_lost_alone(
+    tmp_path: Path, damage: Callable[[bytes], bytes], route: AskedRoute
+) -> None:
+    def break_one(tiles: list[bytes]) -> list[bytes]:
+        return [damage(tile) if place == 6 else tile for place, tile in enumerate(tiles)]
+
+    path = write_slide(
+        tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), Variant(edit=break_one)
+    )
+    _, values = patches(path, route, patch_size=64)
+    lost = [place for place, value in enumerate(values) if isinstance(value, SlideUnreadable)]
+    assert lost == [5]
+    assert "row 1, column 1" in str(values[5])
+
+
+def test_a_tile_unlike_the_others_is_not_copied(tmp_path: Path) -> None:
+    other = io.BytesIO()
+    Image.fromarray(picture(Size(64, 64))).save(other, "JPEG", subsampling=0)
+
+    def swap(tiles: list[bytes]) -> list[bytes]:
+        return [other.getvalue() if place == 6 else tile for place, tile in enumerate(tiles)]
+
+    path = write_slide(
+        tmp_path / "a.svs",
+        [picture(Size(300, 220))],
+        Size(64, 64),
+        Variant(save={"quality": 97}, edit=swap),
+    )
+    _, values = patches(path, "copy", patch_size=64)
+    assert isinstance(values[5], SlideUnreadable)
+    assert "the others 64×64" in str(values[5])
+
+
+def moved(level: NativeLevel) -> NativeLevel:
+    return dataclasses.replace(
+        level, offsets=np.roll(level.offsets, 1), lengths=np.roll(level.lengths, 1)
+    )
+
+
+def of_another_colour(level: NativeLevel) -> NativeLevel:
+    return dataclasses.replace(level, colour="rgb")
+
+
+@pytest.mark.parametrize("wrong", [moved, of_another_colour])
+@pytest.mark.parametrize("size", [Size(300, 220), Size(301, 223)])
+def test_a_shortcut_that_differs_is_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any, size: Size
+) -> None:
+    """At level 0, where pixels must be equal, and at a level that OpenSlide interpolates."""
+    pixels = picture(size)
+    half = np.asarray(Image.fromarray(pixels).resize((size.width // 2, size.height // 2)))
+    path = write_slide(tmp_path / "a.svs", [pixels, half], Size(32, 32))
+    find = native.find_native
+    for level in (0, 1):
+        monkeypatch.setattr(native_check, "find_native", find)
+        planned, _ = patches(path, patch_size=32, level=level)
+        assert planned.record.route == "copy"
+        reason = str(planned.record.route_reason)
+        assert ("approximate" in reason) == (not planned.plan.choice.level.downsample.is_integer())
+        monkeypatch.setattr(native_check, "find_native", lambda *of: wrong(find(*of)))
+        planned, values = patches(path, patch_size=32, level=level)
+        assert planned.record.route == "openslide"
+        assert "differ from what OpenSlide shows" in str(planned.record.route_reason)
+        expected = truth(path, planned)[0].astype(int)
+        assert abs(pillow(values[0]) - expected).mean() < 8
+
+
+def test_a_shift_by_one_pixel_is_found_where_openslide_interpolates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = picture(Size(1027, 823))
+    half = np.asarray(Image.fromarray(pixels).resize((513, 411)))
+    path = write_slide(tmp_path / "a.svs", [pixels, half], Size(64, 64))
+    find = native.find_native
+    monkeypatch.setattr(
+        native_check, "find_native", lambda *of: dataclasses.replace(find(*of), x_level=1)
+    )
+    planned = plan(path, patch_size=64, level=1)
+    assert isinstance(planned, PlannedSlide)
+    assert planned.record.route == "openslide"
+    assert "least when shifted by (-1, 0)" in str(planned.record.route_reason)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 8])
+def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path: Path) -> None:
+    (path,) = make_slides(
+        tmp_path, "--size", "2048x2048", "--mpp", "0.25", "--levels", "1,16",
+        "--texture", str(data / "slides" / "CMU-1-Small-Region.svs"),
+    )  # fmt: skip
+    wanted: Spec = {"patch_size": 64, "level": None, "mpp": Mpp(0.25 * factor)}
+    planned, fast = patches(path, **wanted)
+    assert (planned.record.route, planned.record.resampling) == ("decode", "dct")
+    assert f"decoded at 1/{factor}" in str(planned.record.route_reason)
+    exactly, exact = patches(path, resample="exact", **wanted)
+    assert exactly.record.resampling == "area"
+    expected = [np.asarray(Image.fromarray(t).reduce(factor)) for t in truth(path, planned)]
+    for values, limit in ((fast, 4.0), (exact, 3.5)):
+        errors = [
+            abs(pillow(v).astype(int) - e).mean() for v, e in zip(values, expected, strict=True)
+        ]
+        assert np.mean(errors) < limit  # what quality 90 alone makes
+
+
+def test_exact_means_equal_to_the_bit(tmp_path: Path) -> None:
+    path = write_slide(tmp_path / "a.svs", [picture(Size(600, 500))], Size(64, 64), mpp=0.25)
+    for wanted in (0.5, 0.6):  # averaged, filtered
+        spec: Spec = {"patch_size": 48, "level": None, "mpp": Mpp(wanted), "codec": "png"}
+        decoded, ours = patches(path, "decode", **spec)
+        read, theirs = patches(path, "openslide", **spec)
+        assert decoded.record.route != read.record.route
+        assert len(ours) > 4
+        assert ours == theirs
+
+
+Settings40 = settings(
+    max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+@Settings40
+@given(data=st.data())
+def test_routes_agree_whatever_the_slide(data: st.DataObject) -> None:
+    """Any size, tile, patch, overlap and scale: inside the slide, each cell once, the same pixels by every route."""
+    size = Size(data.draw(st.integers(40, 330)), data.draw(st.integers(40, 330)))
+    tile = Size(*(16 * data.draw(st.integers(1, 6)) for _ in range(2)))
+    patch = data.draw(st.one_of(st.integers(8, 100), st.just(tile.width)))
+    overlap = data.draw(st.one_of(st.just(0), st.integers(0, patch - 1)))
+    wanted = data.draw(st.sampled_from([0.25, 0.25, 0.3, 0.5, 0.503, 0.75, 1.0]))
+    variant = data.draw(st.sampled_from(list(COPIED.values())))
+    spec: Spec = {"patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(wanted)}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_slide(Path(folder) / "a.svs", [picture(size, patch)], tile, variant, mpp=0.25)
+        planned, by_openslide = patches(path, "openslide", codec="png", **spec)
+        _, decoded = patches(path, codec="png", **spec)
+        assert decoded == by_openslide
+        automatic, values = patches(path, **spec)
+        check_cells(size, planned, overlap)
+        for name in ("x_level", "y_level", "x_l0", "y_l0"):
+            assert (getattr(automatic.plan, name) == getattr(planned.plan, name)).all()
+        if automatic.record.route == "copy":
+            assert all(
+                (pillow(a) == pillow(b)).all() for a, b in zip(values, by_openslide, strict=True)
+            )
+
+
+def check_cells(size: Size, planned: PlannedSlide, overlap: int) -> None:
+    """Cells lie inside; without overlap every pixel of their area is covered once."""
+    cells, choice = planned.plan, planned.plan.choice
+    covered = np.zeros((size.height, size.width), int)
+    for x, y in zip(cells.x_level.tolist(), cells.y_level.tolist(), strict=True):
+        assert 0 <= x <= size.width - choice.read_size
+        assert 0 <= y <= size.height - choice.read_size
+        covered[y : y + choice.read_size, x : x + choice.read_size] += 1
+    if overlap == 0:
+        rows, columns = (extent // choice.read_size for extent in (size.height, size.width))
+        assert (covered[: rows * choice.read_size, : columns * choice.read_size] == 1).all()
+        assert covered.max(initial=0) <= 1
+        assert len(cells) == rows * columns
+
+
+def test_chunks_hold_every_patch_once(tmp_path: Path) -> None:
+    path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
+    for route, overlap in (("copy", 0), ("decode", 7), ("openslide", 3)):
+        planned = plan(path, patch_size=16, overlap=overlap)
+        assert isinstance(planned, PlannedSlide)
+        rows: list[NDArray[np.int64]] = [
+            chunk.rows
+            for chunk in chunks(planned.plan, route, 16)  # type: ignore[arg-type]
+        ]
+        assert sorted(np.concatenate(rows).tolist()) == list(range(len(planned.plan)))
+        assert max(map(len, rows)) - min(map(len, rows)) <= 1
+
+
+def test_neighbours_read_together_are_what_they_are_alone(tmp_path: Path) -> None:
+    path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
+    spec = TilingSpec(**PLAIN, patch_size=50, overlap=13, codec="png")
+    planned, together = patches(path, "openslide", patch_size=50, overlap=13, codec="png")
+    source = PatchSource(path, planned.plan.choice, planned.route, spec)
+    alone = [
+        source.values(chunk_of(planned.plan, np.array([row])))[0] for row in range(len(together))
+    ]
+    assert alone == together
+
+
+def jpeg(**save: Any) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(picture(Size(32, 16))).save(buffer, "JPEG", **save)
+    return buffer.getvalue()
+
+
+def test_frames_are_read_from_headers() -> None:
+    assert str(frame_of(jpeg(subsampling=2))) == "32×16 of 8 bits, sampling 2×2, 1×1, 1×1"
+    # Any number of fill bytes may precede a marker.
+    filled = jpeg(subsampling=0).replace(b"\xff\xc0\x00\x11", b"\xff\xff\xff\xc0\x00\x11")
+    assert frame_of(filled).sampling == ((1, 1),) * 3
+    assert (pillow(TileFormat(b"", "ycbcr").plain(filled)) == pillow(filled)).all()
+
+
+@pytest.mark.parametrize(
+    ("tile", "why"),
+    [
+        (b"", "no end marker"),
+        (bytes(100), "no end marker"),
+        (b"GIF89a" + jpeg(), "begins with 47 49"),
+        (jpeg()[:-2], "cut short"),
+        (jpeg()[:40] + b"\xff\xd9", "ends within its header"),
+        (jpeg(streamtype=2), "has no quantisation tables"),
+        (jpeg(streamtype=1), "no baseline or progressive frame"),
+        (jpeg().replace(b"\xff\xdb", b"\x00\xdb", 1), "where a marker should be"),
+    ],
+)
+def test_what_is_no_plain_jpeg_says_why(tile: bytes, why: str) -> None:
+    with pytest.raises(NotPlain, match=why):
+        TileFormat(b"", "ycbcr").plain(tile)
