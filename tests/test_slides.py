@@ -19,7 +19,7 @@ from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
 from histopipe.slides.discovery import discover
 from histopipe.slides.identity import fingerprint, tile_hash
 from histopipe.slides.scale import MppSource, resolve_mpp
-from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.slide import Slide, SlideInfo, _on_background, rgb_image
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -182,6 +182,19 @@ def test_a_level_s_inside_lies_inside(start: int, length: int, down: float) -> N
     area = level.inside(RegionL0(PointL0(start, start), Size(length, length)))
     assert area.x * down >= start - 0.01 * down
     assert (area.x + area.size.width) * down <= start + length + 0.01 * down or area.size.width == 0
+
+
+def test_half_transparent_pixels_are_laid_on_the_background() -> None:
+    """By the definition: colour times alpha, as OpenSlide has it, and the rest of the background."""
+    rng = np.random.default_rng(0)
+    colour, alpha = rng.integers(0, 256, (50, 40, 3)), rng.integers(0, 256, (50, 40, 1))
+    premultiplied = np.rint(colour * (alpha / 255)).astype(np.uint8)
+    bgra = np.concatenate([premultiplied[..., ::-1], alpha.astype(np.uint8)], axis=2)
+    laid = np.asarray(rgb_image(_on_background(bgra, (10, 200, 240)))).astype(int)
+    expected = premultiplied + (1 - alpha / 255) * np.array([10, 200, 240])
+    assert abs(laid - expected).max() < 2
+    opaque = np.concatenate([premultiplied, np.full((50, 40, 1), 255, np.uint8)], axis=2)
+    assert _on_background(opaque, (10, 200, 240)) is opaque
 
 
 def test_bounds_and_transparency(tmp_path: Path) -> None:

@@ -11,14 +11,22 @@ import pytest
 from conftest import make_slides
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image, ImageFilter
 
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, RegionLevel, Size, same_scale
+from histopipe.slides.native_check import NativeLevels
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.thumbnail import Thumbnail, read_thumbnail
+from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.tiling.grid import covered_fractions, lay_grid
 from histopipe.tiling.level import choose_level
-from histopipe.tiling.mask import SATURATION_BOUNDS, TissueMask, tissue_mask
+from histopipe.tiling.mask import (
+    SATURATION_BOUNDS,
+    TissueMask,
+    median3,
+    saturation_and_value,
+    tissue_mask,
+)
 from histopipe.tiling.plan import TilingPlan, plan_tiles
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
@@ -154,6 +162,29 @@ def test_the_coarsest_level_that_is_fine_enough(
     assert same_scale(choice.mpp, Mpp(wanted))
 
 
+@pytest.mark.parametrize(
+    ("mpp", "read_size", "resampling"),
+    [
+        (0.25, 512, "area"),
+        (0.2520, 512, "area"),
+        (0.2455, 512, "area"),
+        (0.2450, 522, "lanczos"),
+        (0.2560, 500, "lanczos"),
+        (0.1249, 1024, "area"),
+        (0.3333, 384, "lanczos"),
+    ],
+)
+def test_scales_near_a_whole_multiple_need_no_filter(
+    mpp: float, read_size: int, resampling: str
+) -> None:
+    spec = TilingSpec(mpp=Mpp(0.5), overlap=64)
+    choice = choose_level("a", info_of(Size(5000, 5000)).levels, Mpp(mpp), spec)
+    assert (choice.read_size, choice.resampling) == (read_size, resampling)
+    assert choice.stride == round(read_size * 192 / 256)
+    assert choice.mpp is not None
+    assert same_scale(choice.mpp, Mpp(0.5))
+
+
 def test_pixels_are_never_invented() -> None:
     with pytest.raises(ScaleError, match=r"a is too coarse: found 0\.52 mpp at its finest"):
         choose_level("a", levels(1, 4), Mpp(0.52), TilingSpec(mpp=Mpp(0.5)))
@@ -216,6 +247,18 @@ def test_pale_and_dark_stains_are_both_tissue_and_black_is_not() -> None:
     assert SATURATION_BOUNDS[0] <= mask.saturation_threshold <= SATURATION_BOUNDS[1]
 
 
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))
+def test_median_and_saturation_are_pillows(width: int, height: int, seed: int) -> None:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    image = Image.fromarray(pixels)
+    smooth = image.filter(ImageFilter.MedianFilter(3))
+    assert (median3(pixels) == np.asarray(smooth)).all()
+    _, saturation, value = (np.asarray(band) for band in image.convert("HSV").split())
+    ours = saturation_and_value(pixels)
+    assert (ours[0] == saturation).all()
+    assert (ours[1] == value).all()
+
+
 def test_a_dark_background_is_said() -> None:
     info = info_of(Size(640, 640))
     thumbnail = blank_thumbnail(info, 16)
@@ -269,6 +312,21 @@ def test_a_thumbnail_is_the_level_reduced(data: Path) -> None:
     means = whole[:h, :w].reshape(h // f, f, w // f, f, 3).mean(axis=(1, 3))
     difference = abs(thumbnail.pixels[: h // f, : w // f] - means)
     assert difference.max() <= 1
+
+
+@pytest.mark.parametrize("levels", ["1", "1,2", "1,4"])
+def test_a_thumbnail_from_native_tiles_is_openslides(tmp_path: Path, levels: str) -> None:
+    """Averaged over the same pixels; decoded at a reduced scale where that divides, to within what 40 dB allow."""
+    (path,) = make_slides(tmp_path, "--size", "2100x1700", "--mpp", "0.5", "--levels", levels)
+    with Slide(path) as slide:
+        mpp = Mpp(0.5)
+        level = thumbnail_level(slide.info.levels, mpp)
+        tiles, _ = NativeLevels(slide, (path,)).get(level)
+        ours, theirs = read_thumbnail(slide, mpp, tiles), read_thumbnail(slide, mpp)
+    assert ours.pixels.shape == theirs.pixels.shape
+    assert (ours.level, ours.reduction, ours.mpp) == (theirs.level, theirs.reduction, theirs.mpp)
+    difference = abs(ours.pixels.astype(int) - theirs.pixels)
+    assert difference.mean() < (1 if ours.reduction > 1 else 0.5)
 
 
 def test_real_tissue_is_found(data: Path) -> None:

@@ -38,7 +38,6 @@ from pathlib import Path
 import lmdb
 import openslide
 from peak_memory import peaks_of
-from PIL import Image
 
 from histopipe.geometry import Mpp
 from histopipe.ingest.chunks import chunks
@@ -96,7 +95,7 @@ def baseline_chunk(path: str, store: str, first: int, places: Places, read: int,
     for number, place in enumerate(places, start=first):
         image = _open[path].read_region(place, 0, (read, read)).convert("RGB")
         if read != patch:
-            image = image.resize((patch, patch), Image.Resampling.BOX)
+            image = image.reduce(read // patch)
         buffer = io.BytesIO()
         image.save(buffer, "JPEG", quality=90)
         items.append((struct.pack(">I", number), buffer.getvalue()))

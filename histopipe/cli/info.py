@@ -45,14 +45,14 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         "routes    " + _counts(summary["routes"]),
         f"unreadable patches  {summary['unreadable']}",
         "",
-        f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} why, notes",
+        f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} why, notes",
     ]
     for slide in summary["slides"]:
         mpp = f"{slide['mpp']:.4g}" if slide["mpp"] else "-"
-        why = "; ".join(filter(None, [slide["error"], *slide["notes"]]))
+        why = "; ".join(filter(None, [slide["error"] or slide["route_reason"], *slide["notes"]]))
         lines.append(
             f"{slide['id']:<40} {slide['state']:<9} {slide['stored']:>9,} {mpp:>8}  "
-            f"{slide['label'] or '-':<12} {why}".rstrip()
+            f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {why}".rstrip()
         )
     return lines
 

@@ -15,9 +15,9 @@ from histopipe.tiling.plan import TilingPlan
 _STRIP = 8192
 """Width, in pixels of the level, of the strips that patches are made along. The tiles that two rows of patches share stay
 decoded meanwhile: two rows of tiles of such a strip are 12 MB."""
-_COPIED_PIXELS, _READ_PIXELS = 1 << 25, 1 << 24
-"""Pixels of the level between two transactions: 512 or 256 patches of 256². Copying as few costs a tenth more time; reading
-more lets workers wait for the last one at a slide's end."""
+_CHUNK_PIXELS = 1 << 25
+"""Pixels of the level between two transactions: 512 patches of 256². Half of it costs copying a tenth more time, and decoding
+the tiles along a chunk's edge more often."""
 _MOST_PATCHES = 4096
 
 
@@ -77,12 +77,11 @@ def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chun
     """
     rows = np.arange(len(plan))
     side = max(patch_size, plan.choice.read_size)
-    pixels = _COPIED_PIXELS
     if route != "copy":
-        pixels = _READ_PIXELS
         rows = np.lexsort((plan.x_level, plan.y_level, plan.x_level // max(side, _STRIP)))
-    size = max(1, min(_MOST_PATCHES, pixels // side**2))
-    # Of equal length, so that the last workers end together.
-    for part in np.array_split(rows, -(-len(rows) // size) or 1):
+    size = max(1, min(_MOST_PATCHES, _CHUNK_PIXELS // side**2))
+    count = -(-len(rows) // size)
+    # Of equal length and, for two workers or four, an equal number each, so that they end together.
+    for part in np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4)):
         if len(part):
             yield chunk_of(plan, part)

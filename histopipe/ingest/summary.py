@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """What an ingest leaves in the store's folder beside the store itself; LMDB takes no notice."""
+
+_REASONS = 10
 
 _COLUMNS = [field.name for field in dataclasses.fields(SlideOutcome)]
 
@@ -27,7 +30,10 @@ def summary_lines(report: IngestReport) -> list[str]:
     rows += [(f"  {route}", [s for s in done if (s.route or "none") == route]) for route in routes]
     rows += [(str(status), report.of(status)) for status in (Status.SKIPPED, Status.FAILED)]
     header = f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}"
-    return [header, *(_line(name, slides, report.seconds) for name, slides in rows)]
+    lines = [header, *(_line(name, slides, report.seconds) for name, slides in rows)]
+    # Why a slide took no shorter route: a lab that sees one reason often may want to know.
+    reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
+    return [*lines, *(f"{count} by {reason}" for reason, count in reasons.most_common(_REASONS))]
 
 
 def write_csv(report: IngestReport, path: Path) -> None:

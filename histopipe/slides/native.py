@@ -84,6 +84,7 @@ class NativeTiles:
 
     def __init__(self, native: NativeLevel) -> None:
         self.native = native
+        self._file = -1
         self._format = TileFormat(native.tables, native.colour, native.frame)
         self._decoded = functools.lru_cache(maxsize=None)(self._decode)
         self._reduction = 0

@@ -59,7 +59,7 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     """
     threshold_otsu, remove_small_holes, remove_small_objects = load_algorithms()
     # A median keeps edges and drops the single pixels of JPEG noise.
-    saturation, value = _saturation_and_value(median3(thumbnail))
+    saturation, value = saturation_and_value(median3(thumbnail))
     black = value < BLACK_BELOW
     counts = np.bincount(saturation[~black], minlength=256)
     occupied = np.count_nonzero(counts) > 1
@@ -111,7 +111,7 @@ def _middle(a: NDArray[np.uint8], b: NDArray[np.uint8], c: NDArray[np.uint8]) ->
     return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
 
 
-def _saturation_and_value(rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def saturation_and_value(rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """S and V of HSV, 0 to 255, rounded down as Pillow does. (H, W) uint8 each."""
     red, green, blue = rgb[..., 0], rgb[..., 1], rgb[..., 2]
     value = np.maximum(np.maximum(red, green), blue)

@@ -1,0 +1,140 @@
+"""`--plan`, the table at the end, the log, and where a store may not lie."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Run, make_slides
+from test_ingest import CMU, TCGA, contents
+
+from histopipe.files import network_filesystem
+from histopipe.store.store import Store
+
+
+def test_a_plan_writes_nothing_and_tells_what_then_happens(
+    run: Run, data: Path, tmp_path: Path
+) -> None:
+    make_slides(tmp_path / "in", "--size", "3000x3000", "--count", "2")
+    shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / "twin.svs")
+    shutil.copy(data / "slides" / f"{CMU}.svs", tmp_path / "in")
+    shutil.copy(data / "bad" / "broken.svs", tmp_path / "in")
+    before = sorted(tmp_path.rglob("*"))
+    done = run("ingest", "in", "--plan", "--json")
+    assert done.returncode == 3
+    assert sorted(tmp_path.rglob("*")) == before
+    preview = json.loads(done.stdout)
+    slides = {slide["id"]: slide for slide in preview["slides"]}
+    assert slides["broken"]["status"] == "failed"
+    assert "is not a slide" in slides["broken"]["reason"]
+    assert preview["warnings"] == [
+        "slide-000, twin are copies of one slide: all are stored, and kept on one side of a split"
+    ]
+    assert run("ingest", "in").returncode == 3
+    with Store(tmp_path / "patches.lmdb") as store:
+        for record in store.complete.values():
+            planned = slides[record.id]
+            assert planned["status"] == "planned"
+            for name in ("level", "read_size", "resampling", "route", "route_reason", "planned"):
+                assert planned[name] == getattr(record, name)
+            stored = sum(
+                -(-store.index(n)["length"].astype(int) // 4096).sum() * 4096
+                for n, r in store.complete.items()
+                if r.id == record.id
+            )
+            assert planned["stored_bytes"] == pytest.approx(stored, rel=0.25)
+        total = sum(slide["stored_bytes"] for slide in slides.values())
+        assert total == preview["stored_bytes"] < preview["free_bytes"]
+    again = run("ingest", "in", "--plan")
+    assert again.returncode == 3
+    assert f"{CMU:<40} skipped" in again.stdout
+    assert "patches.lmdb: 0 patches" in again.stdout
+
+
+def test_a_plan_for_a_store_of_another_spec_is_refused(run: Run, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600")
+    assert run("ingest", "in").returncode == 0
+    done = run("ingest", "in", "--plan", "--patch-size", 128)
+    assert done.returncode == 2
+    assert "patch_size: 256 in the store, 128 asked for" in done.stderr
+
+
+def test_a_run_ends_with_a_table_a_csv_and_a_log(run: Run, data: Path, tmp_path: Path) -> None:
+    make_slides(tmp_path / "in", "--size", "1500x1500")
+    for name in (CMU, TCGA):
+        shutil.copy(data / "slides" / f"{name}.svs", tmp_path / "in")
+    done = run("ingest", "in")
+    assert done.returncode == 3
+    with Store(tmp_path / "patches.lmdb") as store:
+        records = {record.id: record for record in store.complete.values()}
+    lines = done.stdout.splitlines()
+    assert lines[0] == "patches.lmdb"
+    table = {line[:12].strip(): line[12:].split() for line in lines[2:7]}
+    assert table["ingested"][0] == "2"
+    for name, route in (("slide-000", "copy"), (CMU, "decode")):
+        assert table[route][:2] == ["1", str(records[name].stored)]
+        assert float(table[route][3]) == pytest.approx(records[name].stored_bytes / 1e6, abs=0.06)
+    assert table["failed"] == ["1"]
+    assert "1 by decode: patches are 256 pixels, native tiles 240×240" in done.stdout
+    with (tmp_path / "patches.lmdb" / "ingest.csv").open(newline="") as file:
+        rows = {row["id"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {CMU, TCGA, "slide-000"}
+    assert "no usable mpp" in rows[TCGA]["reason"]
+    assert rows["slide-000"]["route"] == "copy"
+    assert int(rows["slide-000"]["patches"]) == records["slide-000"].stored
+    assert float(rows["slide-000"]["seconds"]) > 0
+    log = (tmp_path / "patches.lmdb" / "ingest.log").read_text()
+    assert "patch_size=256" in log
+    assert f"failed {TCGA}: {TCGA} has no usable mpp" in log
+    shown = run("info", "patches.lmdb").stdout
+    assert "routes    1 decode, 1 copy" in shown
+    assert "patches are native tiles" in shown
+    before = contents(tmp_path / "patches.lmdb")
+    assert run("ingest", "in").returncode == 3
+    assert contents(tmp_path / "patches.lmdb") == before
+    assert (tmp_path / "patches.lmdb" / "ingest.log").read_text().startswith(log)
+
+
+MOUNTS = """\
+22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+40 22 0:30 / /mnt/lab\\040data rw,relatime shared:1 - nfs4 server:/export rw
+41 40 0:31 / /mnt/lab\\040data/scratch rw - xfs /dev/sdb rw
+42 22 0:32 / /home rw - fuse.sshfs server: rw
+43 22 0:33 / /over rw - ext4 /dev/sdc rw
+44 43 0:34 / /over rw - cifs //server/share rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/data/s.lmdb", None),
+        ("/mnt/lab data/s.lmdb", "nfs4"),
+        ("/mnt/lab data/scratch/s.lmdb", None),
+        ("/home/me/s.lmdb", "fuse.sshfs"),
+        ("/homes/me/s.lmdb", None),
+        ("/over/s.lmdb", "cifs"),
+    ],
+)
+def test_network_filesystems_are_told_by_their_mounts(
+    tmp_path: Path, path: str, kind: str | None
+) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert network_filesystem(Path(path), tmp_path / "mountinfo") == kind
+
+
+def test_a_store_on_a_network_filesystem_is_refused(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from histopipe.errors import UsageError
+    from histopipe.ingest import request
+    from histopipe.tiling.spec import TilingSpec
+
+    monkeypatch.setattr(request, "network_filesystem", lambda _: "nfs4")
+    spec = TilingSpec(level=0)
+    with pytest.raises(UsageError, match=r"network filesystem: found nfs4.*--allow-network"):
+        request.check_request([], tmp_path / "s.lmdb", spec, request.IngestOptions())
+    request.check_request([], tmp_path / "s.lmdb", spec, request.IngestOptions(allow_network=True))
