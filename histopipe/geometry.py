@@ -29,6 +29,11 @@ class Size:
     width: int
     height: int
 
+    @property
+    def area(self) -> int:
+        """Number of pixels."""
+        return self.width * self.height
+
     def __str__(self) -> str:
         return f"{self.width}×{self.height}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 from histopipe.geometry import Size
 
 sys.path.insert(0, str(TOOLS))
+from make_slides import leica_description
 from pyramid_tiff import Page, write_pyramid
 
 Pixels = NDArray[np.uint8]
@@ -90,24 +92,35 @@ def aperio(size: Size, mpp: float = 0.5) -> str:
     )
 
 
+def leica(size: Size, tile: Size, origin: tuple[int, int], mpp: float) -> str:
+    """The description that makes OpenSlide take a TIFF for a Leica slide, lying somewhere on a larger area."""
+    whole = (origin[0] + size.width + 100, origin[1] + size.height + 100)
+    return leica_description([size], Namespace(mpp=mpp, tile=tile.width, bounds=(*origin, *whole)))
+
+
 def write_slide(
     path: Path,
     levels: Sequence[Pixels],
     tile: Size,
     variant: Variant | None = None,
     mpp: float = 0.5,
+    origin: tuple[int, int] = (0, 0),
 ) -> Path:
-    """A slide of these levels: Aperio if its suffix is .svs, else a generic TIFF."""
+    """A slide of these levels: Aperio if its suffix is .svs, Leica if .scn, else a generic TIFF.
+
+    Only Leica's slides have an origin other than 0.
+    """
     variant = variant or Variant()
     tables = _file(levels[0][:16, :16], variant, streamtype=1) if variant.shared_tables else b""
     first = Size(levels[0].shape[1], levels[0].shape[0])
+    descriptions = {".svs": aperio(first, mpp), ".scn": leica(first, tile, origin, mpp)}
     pages = [
         Page(
             size=Size(pixels.shape[1], pixels.shape[0]),
             tile=tile,
             tiles=variant.edit(list(_tiles(pixels, tile, variant))),
             subsampling={0: "444", 1: "422"}.get(variant.save.get("subsampling", 2), "420"),
-            description=aperio(first, mpp) if path.suffix == ".svs" else None,
+            description=descriptions.get(path.suffix),
             mpp=mpp * first.width / pixels.shape[1],
             colour=variant.colour,
             tables=tables,

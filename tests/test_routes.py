@@ -325,7 +325,7 @@ Settings40 = settings(
 @Settings40
 @given(data=st.data())
 def test_routes_agree_whatever_the_slide(data: st.DataObject) -> None:
-    """Any size, tile, patch, overlap and scale: inside the slide, each cell once, the same pixels by every route."""
+    """Any size, place, tile, patch, overlap and scale: inside the slide, each cell once, the same pixels by every route."""
     size = Size(data.draw(st.integers(40, 330)), data.draw(st.integers(40, 330)))
     tile = Size(*(16 * data.draw(st.integers(1, 6)) for _ in range(2)))
     patch = data.draw(st.one_of(st.integers(8, 100), st.just(tile.width)))
@@ -334,12 +334,15 @@ def test_routes_agree_whatever_the_slide(data: st.DataObject) -> None:
     variant = data.draw(st.sampled_from(list(COPIED.values())))
     spec: Spec = {"patch_size": patch, "overlap": overlap, "level": None, "mpp": Mpp(wanted)}
     with tempfile.TemporaryDirectory() as folder:
-        path = write_slide(Path(folder) / "a.svs", [picture(size, patch)], tile, variant, mpp=0.25)
+        path = Path(folder) / data.draw(st.sampled_from(["a.svs", "a.tiff", "a.scn"]))
+        origin = data.draw(st.tuples(st.integers(0, 200), st.integers(0, 200)))
+        origin = origin if path.suffix == ".scn" else (0, 0)
+        write_slide(path, [picture(size, patch)], tile, variant, mpp=0.25, origin=origin)
         planned, by_openslide = patches(path, "openslide", codec="png", **spec)
         _, decoded = patches(path, codec="png", **spec)
         assert decoded == by_openslide
         automatic, values = patches(path, **spec)
-        check_cells(size, planned, overlap)
+        check_cells(size, origin, planned, overlap)
         for name in ("x_level", "y_level", "x_l0", "y_l0"):
             assert (getattr(automatic.plan, name) == getattr(planned.plan, name)).all()
         if automatic.record.route == "copy":
@@ -348,11 +351,12 @@ def test_routes_agree_whatever_the_slide(data: st.DataObject) -> None:
             )
 
 
-def check_cells(size: Size, planned: PlannedSlide, overlap: int) -> None:
+def check_cells(size: Size, origin: tuple[int, int], planned: PlannedSlide, overlap: int) -> None:
     """Cells lie inside; without overlap every pixel of their area is covered once."""
     cells, choice = planned.plan, planned.plan.choice
     covered = np.zeros((size.height, size.width), int)
-    for x, y in zip(cells.x_level.tolist(), cells.y_level.tolist(), strict=True):
+    xs, ys = cells.x_level - origin[0], cells.y_level - origin[1]
+    for x, y in zip(xs.tolist(), ys.tolist(), strict=True):
         assert 0 <= x <= size.width - choice.read_size
         assert 0 <= y <= size.height - choice.read_size
         covered[y : y + choice.read_size, x : x + choice.read_size] += 1

@@ -32,7 +32,14 @@ from histopipe.errors import (
 )
 from histopipe.geometry import Mpp
 from histopipe.store.environment import open_environment
-from histopipe.store.format import INDEX_COLUMNS, decode_index, encode_index, patch_key, value_crc
+from histopipe.store.format import (
+    INDEX_COLUMNS,
+    decode_index,
+    encode_index,
+    patch_key,
+    stored_size,
+    value_crc,
+)
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
@@ -418,3 +425,23 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_store(tmp_path: Path) -> N
         assert writer.records()[0].state is SlideState.COMPLETE
         with Store(path) as store:
             assert store.value(0, 1) == b"x" * 1000
+
+
+def test_room_left_by_deleted_values_is_known(tmp_path: Path) -> None:
+    """What a slide that begins anew leaves free is what its values took, and is used before the file grows."""
+    with StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))) as writer:
+        record = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
+        number = writer.register([record])["a"]
+        before = writer.reusable_bytes()
+        values: list[bytes | None] = [bytes(20_000)] * 300
+        writer.put_patches(number, range(300), values)
+        taken = int(stored_size(np.full(300, 20_000)).sum())
+        assert writer.reusable_bytes() - before < taken / 50
+        writer.restart(number, record)
+        assert writer.reusable_bytes() - before == pytest.approx(taken, rel=0.02)
+        size = (tmp_path / "s.lmdb" / "data.mdb").stat().st_size
+        for first in range(
+            0, 280, 10
+        ):  # LMDB uses what a transaction left free in the next but one
+            writer.put_patches(number, range(first, first + 10), values[:10])
+        assert (tmp_path / "s.lmdb" / "data.mdb").stat().st_size < size * 1.05

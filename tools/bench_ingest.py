@@ -414,7 +414,7 @@ def bench_scale(bench: Bench) -> None:
                 repeats=repeats,
             )
             out = bench.scratch / "memory"
-            _, peaks = peaks_of([COMMAND, "ingest", *run, "--out", str(out)])
+            _, peaks = peaks_of([COMMAND, "ingest", *run, "--out", str(out)], quiet=True)
             shutil.rmtree(out)
             say(
                 f"{' '.join(flags) or 'auto'}, {gigapixels} gigapixels, {len(plan.plan)} patches: {times['ours']:.2f} s, largest "

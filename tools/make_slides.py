@@ -210,7 +210,7 @@ def pyramid(
 def write_slide(path: Path, painter: Painter, options: argparse.Namespace) -> None:
     """One slide, in the format that the path's suffix asks for."""
     levels = [Size(painter.size.width // d, painter.size.height // d) for d in options.levels]
-    describe = {".svs": _aperio_description, ".scn": _leica_description}.get(path.suffix)
+    describe = {".svs": _aperio_description, ".scn": leica_description}.get(path.suffix)
     description = describe(levels, options) if describe else None
     tiles = pyramid(painter, options.levels, options.quality, options.subsampling)
     pages = (
@@ -236,7 +236,7 @@ def _aperio_description(levels: list[Size], options: argparse.Namespace) -> str:
     )
 
 
-def _leica_description(levels: list[Size], options: argparse.Namespace) -> str:
+def leica_description(levels: list[Size], options: argparse.Namespace) -> str:
     """Leica's XML, the TIFF dialect in which a slide can say where on a larger area it lies."""
     nm = options.mpp * 1000
     # OpenSlide takes an image that fills its whole area for the macro, so the area is a tile larger.

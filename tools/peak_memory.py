@@ -25,9 +25,10 @@ def main() -> int:
     return code
 
 
-def peaks_of(command: list[str]) -> tuple[int, dict[int, tuple[int, str]]]:
+def peaks_of(command: list[str], *, quiet: bool = False) -> tuple[int, dict[int, tuple[int, str]]]:
     """Run a command: its exit code, and each process's peak in kilobytes with its command line."""
-    process = subprocess.Popen(command)
+    output = subprocess.DEVNULL if quiet else None
+    process = subprocess.Popen(command, stdout=output, stderr=output)
     peaks: dict[int, tuple[int, str]] = {}
     while process.poll() is None:
         for pid in _family(process.pid):

@@ -123,7 +123,8 @@ def _decode(value: memoryview, out: NDArray[np.uint8], store: Store, slide: int,
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
     try:
         if value[:2] == _JPEG_START:
-            pixels = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out)
+            # Not strict: a copied tile may be damaged inside, and then shows what OpenSlide, too, makes of it.
+            pixels = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False)
         else:
             with Image.open(io.BytesIO(value)) as image:
                 pixels = np.asarray(image.convert("RGB"))

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from histopipe.errors import MachineShort, SlideError
+from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.files import free_bytes, storable
 from histopipe.ingest.chunks import Chunk, chunks
 from histopipe.ingest.claims import Claims
@@ -167,16 +168,16 @@ class Pipeline:
         Raises:
             MachineShort: they do not fit, and nothing else is in flight that could turn out smaller.
         """
-        needed = sum(other.bytes_to_come for other in self._working.values() if other.chunks)
-        needed += work.bytes_to_come + _SPARE_BYTES
-        free = free_bytes(self.settings.store)
+        begun = [other for other in self._working.values() if other not in self._cramped]
+        needed = sum(other.bytes_to_come for other in {*begun, work}) + _SPARE_BYTES
+        free = free_bytes(self.settings.store) + self.writer.reusable_bytes()
         if needed > free and not last_chance:
             self._cramped.append(work)
             return False
         if needed > free:
             raise MachineShort(
                 f"{work.job.slide.path} needs about {work.bytes_to_come / 1e6:,.0f} MB in {self.settings.store}",
-                found=f"{free / 1e6:,.0f} MB free on that disk, {_SPARE_BYTES / 1e6:.0f} MB of which are kept",
+                found=f"{free / 1e6:,.0f} MB free there, {_SPARE_BYTES / 1e6:.0f} MB of which are kept",
                 todo="make room and run the same command again: what was complete stays",
             )
         plan, route = work.plan.plan, work.plan.route
@@ -194,28 +195,25 @@ class Pipeline:
         return self._finish(work)
 
     def _result(self, work: Work, future: Future[Any], again: Callable[[], None]) -> Any:
-        """A task's answer; None if its worker ended, and the task is to be done again, or the slide has failed."""
+        """A task's answer; None if it gave none, and is to be done again or the slide has failed."""
         work.running -= 1
-        path = work.job.slide.path
         try:
             return future.result()
         except SlideError as error:  # it has gone since it was planned
             reason = str(error)
-        except TookTooLong:
-            reason = (
-                f"{path} is not done after {self.timeout.of(work.patches):.0f} s of work; leave it out, or give it more time with "
-                "--slide-timeout"
-            )
-        except WorkerDied as error:
-            work.deaths += 1
-            self.progress.said(f"a worker at {work.job.slide.id} died: {error}")
-            if work.deaths < _TRIES and work.failure is None:
-                again()
-                return None
-            reason = (
-                f"{path}: worker processes that read it died ({error}); the file is probably damaged in a way that "
-                "crashes its decoder, or memory ran out"
-            )
+        except HistopipeError:
+            raise  # the store or the machine, not the slide
+        except Exception as error:  # noqa: BLE001 - one slide that nobody thought of must not end a night's run
+            name, path = work.job.slide.id, work.job.slide.path
+            if isinstance(error, WorkerDied) and not isinstance(error, TookTooLong):
+                self.progress.said(f"a worker at {name} died: {error}")
+                work.deaths += 1
+                if work.deaths < _TRIES and work.failure is None:
+                    again()
+                    return None
+            elif not isinstance(error, TookTooLong):
+                self.progress.said("".join(traceback.format_exception(error)))
+            reason = f"{path}{_what_happened(error, self.timeout.of(work.patches))}"
         record = work.planned.record if work.planned else work.job.record
         work.failure = work.failure or SlideFailure(reason, FailureKind.FILE, record)
         work.chunks.clear()
@@ -260,3 +258,23 @@ class Pipeline:
                 self._waiting.append(job)
             else:
                 self._deferred.append(job)
+
+
+def _what_happened(error: Exception, limit: float) -> str:
+    """What befell a slide's task, said of the slide."""
+    if isinstance(error, TookTooLong):
+        return (
+            f" is not done after {limit:.0f} s of work; leave it out, or give it more time with "
+            "--slide-timeout"
+        )
+    if isinstance(error, WorkerDied):
+        return (
+            f": worker processes that read it died ({error}); the file is probably damaged in a way that "
+            "crashes its decoder, or memory ran out"
+        )
+    if isinstance(error, MemoryError):
+        return ": memory ran out as it was read; use fewer --workers"
+    return (
+        f": {type(error).__name__}: {error}; this is an error of histopipe: please report it with the "
+        "lines about it in ingest.log"
+    )

@@ -14,6 +14,7 @@ import pickle
 import signal
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, Executor, Future
@@ -256,5 +257,6 @@ def _answer(payload: bytes) -> bytes:
         fn, args, kwargs = pickle.loads(payload)  # noqa: S301 - our own process wrote it
         answer = True, fn(*args, **kwargs)
     except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted
+        error.add_note(traceback.format_exc())  # where it was raised does not travel with it
         answer = False, error
     return pickle.dumps(answer, protocol=5)

@@ -51,7 +51,9 @@ class PatchSource:
         return [self._made(make, self._tiles, cell) for cell in chunk.cells()]
 
     def close(self) -> None:
-        """Give files and decoded tiles back; the source can go on being used."""
+        """Give files and decoded tiles back."""
+        if self._tiles is not None:
+            self._tiles.close()
         if self._slide is not None:
             self._slide.close()
 

@@ -39,7 +39,7 @@ def _no_numbers() -> NDArray[np.uint32]:
     return np.zeros(0, np.uint32)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """A slide in flight: first its plan, then its chunks.
 

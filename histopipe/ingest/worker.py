@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,10 +135,10 @@ def plan_slide(settings: Settings, job: SlideJob) -> PlannedSlide | SlideFailure
             scale, notes = _scale(settings, job, slide.info)
             mpp = scale.mpp if scale else None
             choice = choose_level(job.slide.id, slide.info.levels, mpp, spec)
-            levels = NativeLevels(slide, job.slide.files)
-            thumbnail = _thumbnail(slide, mpp, levels)
-            plan, pictures = _planned(slide.info, choice, spec, thumbnail)
-            route = choose_route(job.slide.id, plan, spec, settings.route, levels)
+            with closing(NativeLevels(slide, job.slide.files)) as levels:
+                thumbnail = _thumbnail(slide, mpp, levels)
+                plan, pictures = _planned(slide.info, choice, spec, thumbnail)
+                route = choose_route(job.slide.id, plan, spec, settings.route, levels)
         estimate = _estimate(PatchSource(job.slide.path, choice, route, spec), plan, route)
     except (ScaleError, RouteUnfit) as error:
         return SlideFailure(str(error), FailureKind.OPTION, record)

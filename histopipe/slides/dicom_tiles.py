@@ -60,9 +60,9 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     path, header = found[0]
     try:
         return with_frame(_native(path, header, level.size))
-    except (OSError, ValueError, struct.error) as error:
-        if isinstance(error, NotNative):
-            raise
+    except NotNative:
+        raise
+    except Exception as error:
         raise NotNative(f"its frames cannot be found: {error}") from error
 
 

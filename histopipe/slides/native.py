@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import math
 import os
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -86,8 +88,7 @@ class NativeTiles:
         self.native = native
         self._file = -1
         self._format = TileFormat(native.tables, native.colour, native.frame)
-        self._decoded = functools.lru_cache(maxsize=None)(self._decode)
-        self._reduction = 0
+        self._decoded: dict[int, Callable[[int, int], NDArray[np.uint8] | None]] = {}
         try:
             self._file = os.open(native.path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -110,8 +111,8 @@ class NativeTiles:
             if len(data) == length:
                 return self._format.plain(data)
         except (NotPlain, OSError) as error:
-            raise self._unreadable(row, column, str(error)) from error
-        raise self._unreadable(row, column, f"{len(data)} of {length} bytes: the file is cut short")
+            raise self.unreadable(row, column, str(error)) from error
+        raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is cut short")
 
     def pixels(self, region: RegionLevel, reduction: int = 1) -> NDArray[np.uint8] | None:
         """A part of the level; None if any of it was never written.
@@ -126,14 +127,19 @@ class NativeTiles:
         Raises:
             SlideUnreadable: a tile of it is damaged.
         """
-        self._decode_at(reduction)
+        if reduction not in self._decoded:
+            # One scale at a time. Weakly, or this object and its decoded tiles would keep each other alive.
+            count = _DECODED_BYTES * reduction**2 // (self.native.tile.area * 3)
+            decode = functools.partial(_decode, weakref.proxy(self), reduction)
+            self._decoded = {reduction: functools.lru_cache(maxsize=max(4, count))(decode)}
+        decoded = self._decoded[reduction]
         tile, r = self.native.tile, reduction
         left, top = region.x - self.native.x_level, region.y - self.native.y_level
         right, bottom = left + region.size.width, top + region.size.height
         out = np.empty((region.size.height // r, region.size.width // r, 3), np.uint8)
         for row in range(top // tile.height, -(-bottom // tile.height)):
             for column in range(left // tile.width, -(-right // tile.width)):
-                part = self._decoded(row, column)
+                part = decoded(row, column)
                 if part is None:
                     return None
                 # The tile's corner, and the part of it that is wanted, in pixels of the level.
@@ -146,7 +152,8 @@ class NativeTiles:
         return out
 
     def close(self) -> None:
-        """Give the file back."""
+        """Give the file and the decoded tiles back."""
+        self._decoded = {}
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -165,37 +172,31 @@ class NativeTiles:
     def __del__(self) -> None:
         self.close()
 
-    def _decode_at(self, reduction: int) -> None:
-        """Decode at another scale from now on."""
-        if reduction != self._reduction:
-            tile = self.native.tile
-            count = _DECODED_BYTES * reduction**2 // (tile.width * tile.height * 3)
-            self._decoded = functools.lru_cache(maxsize=max(4, count))(self._decode)
-            self._reduction = reduction
-
-    def _decode(self, row: int, column: int) -> NDArray[np.uint8] | None:
-        data = self.jpeg(row, column)
-        if data is None:
-            return None
-        tile, r = self.native.tile, self._reduction
-        try:
-            # Only with the size it should have does simplejpeg decode at a reduced scale.
-            pixels = simplejpeg.decode_jpeg(
-                data,
-                colorspace="RGB",
-                min_height=tile.height // r,
-                min_width=tile.width // r,
-                min_factor=r,
-            )
-        except ValueError as error:
-            raise self._unreadable(row, column, str(error)) from error
-        return np.asarray(pixels)
-
-    def _unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
+    def unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
+        """The error of a tile."""
         return SlideUnreadable(
             f"{self.native.path}: the tile in row {row}, column {column} of the {self.native.size} image",
             found=why,
         )
+
+
+def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArray[np.uint8] | None:
+    data = tiles.jpeg(row, column)
+    if data is None:
+        return None
+    tile = tiles.native.tile
+    try:
+        # Only with the size it should have does simplejpeg decode at a reduced scale.
+        pixels = simplejpeg.decode_jpeg(
+            data,
+            colorspace="RGB",
+            min_height=tile.height // reduction,
+            min_width=tile.width // reduction,
+            min_factor=reduction,
+        )
+    except ValueError as error:
+        raise tiles.unreadable(row, column, str(error)) from error
+    return np.asarray(pixels)
 
 
 def with_frame(native: NativeLevel) -> NativeLevel:

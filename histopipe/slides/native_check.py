@@ -77,6 +77,12 @@ class NativeLevels:
             raise known
         return known
 
+    def close(self) -> None:
+        """Give files and decoded tiles back."""
+        for known in self._known.values():
+            if not isinstance(known, NotNative):
+                known[0].close()
+
 
 def check(slide: Slide, level: Level, tiles: NativeTiles) -> Check:
     """Compare sampled tiles, those with most to see, with OpenSlide.

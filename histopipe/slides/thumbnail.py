@@ -19,6 +19,9 @@ THUMBNAIL_MPP = Mpp(8.0)
 ASSUMED_MPP = Mpp(0.5)
 """Level-0 scale taken for the thumbnail, and for it alone, where a slide's is unknown."""
 
+MOST_PIXELS = 6_000_000
+"""A thumbnail's size, whatever the slide's: one that would be larger is made coarser. 6 million pixels of 8 µm are 384 mm²."""
+
 _BLOCK = 2048
 """Side of the squares that are read, in pixels of the level: 16 MB each as RGBA."""
 _SMALL_BLOCK = 256
@@ -60,7 +63,7 @@ def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None) -> Level:
 
 
 def read_thumbnail(slide: Slide, mpp: Mpp | None, tiles: NativeTiles | None = None) -> Thumbnail:
-    """The scanned area at about 8 µm a pixel, averaged over whole pixels of `thumbnail_level`.
+    """The scanned area at about 8 µm a pixel, very large ones coarser, averaged over whole pixels of `thumbnail_level`.
 
     Args:
         slide: an open slide.
@@ -72,8 +75,9 @@ def read_thumbnail(slide: Slide, mpp: Mpp | None, tiles: NativeTiles | None = No
     """
     level = thumbnail_level(slide.info.levels, mpp)
     level_mpp = Mpp((mpp or ASSUMED_MPP) * level.downsample)
-    reduction = max(1, int(THUMBNAIL_MPP / level_mpp + 0.05))
     area = level.inside(slide.info.bounds)
+    smallest = math.sqrt(area.size.area / MOST_PIXELS)
+    reduction = max(1, int(THUMBNAIL_MPP / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     canvas = _Canvas(
         slide,

@@ -46,9 +46,9 @@ def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Native
                 found = [page for page in pages if page.is_tiled and _size(page) == size]
                 if len(found) == 1:
                     return with_frame(_native(path, found[0], x, y))
-    except (tifffile.TiffFileError, OSError, ValueError, IndexError, KeyError) as error:
-        if isinstance(error, NotNative):
-            raise
+    except NotNative:
+        raise
+    except Exception as error:
         raise NotNative(f"its tiles cannot be found: {error}") from error
     raise NotNative(f"no image of its file is tiled and {level.size} alone")
 

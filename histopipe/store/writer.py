@@ -184,6 +184,14 @@ class StoreWriter:
         """Replace a record."""
         self._write(lambda transaction: self._put_record(transaction, slide, record))
 
+    def reusable_bytes(self) -> int:
+        """What deleted values have left free inside the file, which grows only when that is used up."""
+        with self._environment.read() as transaction:
+            stats = [transaction.stat(), *(transaction.stat(db) for db in self._db.values())]
+        used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        pages: int = self._environment.handle.info()["last_pgno"] + 1
+        return max(0, pages - used) * int(stats[0]["psize"])
+
     def close(self) -> None:
         """Give the environment back."""
         self._environment.close()

@@ -31,6 +31,8 @@ LARGEST_HOLE = SquareMicrometres(5_000.0)
 """Smaller holes (fat cells, gland lumina) count as tissue. Well below a usual patch of 0.128 mm, or one of bare glass
 could count as tissue."""
 
+_BAND = 128
+
 
 @dataclass(frozen=True, slots=True)
 class TissueMask:
@@ -58,8 +60,7 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
         N. Otsu, "A threshold selection method from gray-level histograms", IEEE Trans. SMC 9 (1979).
     """
     threshold_otsu, remove_small_holes, remove_small_objects = load_algorithms()
-    # A median keeps edges and drops the single pixels of JPEG noise.
-    saturation, value = saturation_and_value(median3(thumbnail))
+    saturation, value = _smooth_saturation_and_value(thumbnail)
     black = value < BLACK_BELOW
     counts = np.bincount(saturation[~black], minlength=256)
     occupied = np.count_nonzero(counts) > 1
@@ -80,6 +81,21 @@ def load_algorithms() -> tuple[Callable[..., Any], ...]:
     from skimage.morphology import remove_small_holes, remove_small_objects
 
     return threshold_otsu, remove_small_holes, remove_small_objects
+
+
+def _smooth_saturation_and_value(
+    thumbnail: NDArray[np.uint8],
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Both after a median, which keeps edges and drops the single pixels of JPEG noise; band by band, to save memory."""
+    saturation, value = np.empty((2, *thumbnail.shape[:2]), np.uint8)
+    for top in range(0, len(thumbnail), _BAND):
+        first, bottom = (
+            max(0, top - 1),
+            top + _BAND,
+        )  # a row more on each side, which the median looks at
+        smooth = median3(thumbnail[first : bottom + 1])[top - first :][:_BAND]
+        saturation[top:bottom], value[top:bottom] = saturation_and_value(smooth)
+    return saturation, value
 
 
 def median3(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
