@@ -78,7 +78,7 @@ def test_a_run_ends_with_a_table_a_csv_and_a_log(run: Run, data: Path, tmp_path:
         assert table[route][:2] == ["1", str(records[name].stored)]
         assert float(table[route][3]) == pytest.approx(records[name].stored_bytes / 1e6, abs=0.06)
     assert table["failed"] == ["1"]
-    assert "1 by decode: patches are 256 pixels, native tiles 240×240" in done.stdout
+    assert "1 × decode: patches are 256 pixels, native tiles 240×240" in done.stdout
     with (tmp_path / "patches.lmdb" / "ingest.csv").open(newline="") as file:
         rows = {row["id"]: row for row in csv.DictReader(file)}
     assert set(rows) == {CMU, TCGA, "slide-000"}

@@ -137,7 +137,7 @@ def preview_lines(preview: IngestPreview) -> list[str]:
     patches = sum(slide.record.planned for slide in preview.slides if slide.record)
     lines.append(
         f"{preview.store}: {patches:,} patches, about {preview.stored_bytes / 1e6:,.1f} MB and "
-        f"{preview.seconds:,.0f} s with {preview.workers} workers; {preview.free_bytes / 1e6:,.0f} MB free"
+        f"{preview.seconds:,.1f} s with {preview.workers} workers; {preview.free_bytes / 1e6:,.0f} MB free"
     )
     if preview.stored_bytes > preview.free_bytes:
         lines.append("this does not fit on the disk: make room, or choose another --out")

@@ -33,7 +33,7 @@ def summary_lines(report: IngestReport) -> list[str]:
     lines = [header, *(_line(name, slides, report.seconds) for name, slides in rows)]
     # Why a slide took no shorter route: a lab that sees one reason often may want to know.
     reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
-    return [*lines, *(f"{count} by {reason}" for reason, count in reasons.most_common(_REASONS))]
+    return [*lines, *(f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS))]
 
 
 def write_csv(report: IngestReport, path: Path) -> None:

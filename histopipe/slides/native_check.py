@@ -90,9 +90,13 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> Check:
     Raises:
         NotNative: they differ, or none could be compared.
     """
-    compared = [pair for pair in _pairs(slide, level, tiles) if pair is not None]
+    places = sampled(tiles.native)
+    pairs = (_pair(slide, level, tiles, row, column) for row, column in places)
+    compared = [pair for pair in pairs if pair is not None]
     if not compared:
-        raise NotNative("none of its sampled tiles can be read")
+        raise NotNative(
+            "none of its sampled tiles can be read" if places else "no tile lies wholly inside it"
+        )
     zero = float(np.mean([_difference(a, b) for a, b in compared]))
     if level.downsample.is_integer():
         if zero:
@@ -137,12 +141,6 @@ def sampled(native: NativeLevel) -> list[tuple[int, int]]:
     places = np.argwhere(lengths >= np.median(written))
     chosen = np.unique(np.linspace(0, len(places) - 1, SAMPLED_TILES).astype(int))
     return [(int(row), int(column)) for row, column in places[chosen]]
-
-
-def _pairs(
-    slide: Slide, level: Level, tiles: NativeTiles
-) -> list[tuple[NDArray[np.uint8], NDArray[np.uint8]] | None]:
-    return [_pair(slide, level, tiles, row, column) for row, column in sampled(tiles.native)]
 
 
 def _pair(
