@@ -23,7 +23,7 @@ import tifffile
 from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
 from PIL import Image
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingest.claims import Claims
 from histopipe.ingest.decide import Action, decide
@@ -359,7 +359,10 @@ class Meddling:
         if fn is store_chunk:
             self._meddle()
         future: Future[Any] = Future()
-        future.set_result(fn(*args))
+        try:
+            future.set_result(fn(*args))
+        except SlideUnreadable as error:
+            future.set_exception(error)
         return future
 
 
