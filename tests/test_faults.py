@@ -172,6 +172,12 @@ def test_segfaults_and_hangs_cost_their_slides_only(
             if record.id in bad:  # nothing of it is left
                 with opened.values() as read, pytest.raises(Exception, match="is missing"):
                     read(number, 0)
+    kept = run("ingest", "in", "--slide-timeout", 8, "--json", *ARGUMENTS)
+    assert (
+        kept.returncode == 3
+    )  # failed files stay failed, those too of which no more than their name was seen
+    told = {name: slide["reason"] for name, slide in outcomes(kept.stdout).items()}
+    assert all(told[name] for name in bad)
     log = (store / "ingest.log").read_text()
     assert "a worker at segfault-later died: killed by SIGSEGV" in log
     again = run("ingest", "in", "--retry-failed", *ARGUMENTS)

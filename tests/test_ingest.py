@@ -335,6 +335,38 @@ def test_unreadable_patches_keep_their_number(run: Run, tmp_path: Path) -> None:
         assert all(store.value(0, row) == b"" for row in lost.tolist())
 
 
+def test_a_limit_that_was_hit_is_looked_at_again_when_it_changes(run: Run, tmp_path: Path) -> None:
+    """The file is as it was, but another `--max-unreadable` or `--slide-timeout` may do."""
+    (path,) = make_slides(tmp_path / "in", "--size", "2560x2560", "--levels", "1")
+    with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
+        for tile in range(30, 50):
+            file.seek(tiff.pages.first.dataoffsets[tile])
+            file.write(bytes(16))
+    everything = ["in", "--tissue", "none", "--mpp", 0.499]
+    assert run("ingest", *everything).returncode == 4
+    again = run("ingest", *everything)
+    assert again.returncode == 4
+    assert "allows 1.00%" in again.stderr
+    slow = run("ingest", *everything, "--max-unreadable", "50%", "--slide-timeout", 0.001)
+    assert slow.returncode == 4
+    assert "not done after 0 s of work" in slow.stderr
+    log = (tmp_path / "patches.lmdb" / "ingest.log").read_text()
+    same = run("ingest", *everything, "--max-unreadable", "40%", "--slide-timeout", 0.001)
+    assert same.returncode == 4
+    assert "planned" not in (tmp_path / "patches.lmdb" / "ingest.log").read_text()[len(log) :]
+    done = run("ingest", *everything, "--max-unreadable", "50%")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("scale", [["--level", 0], ["--mpp", 0.5]])
+def test_a_pipe_is_no_slide(run: Run, tmp_path: Path, scale: list[Any]) -> None:
+    make_slides(tmp_path / "in", "--size", "600x600")
+    os.mkfifo(tmp_path / "in" / "pipe.svs")
+    done = run("ingest", "in", *scale, "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(outcomes(done.stdout)) == {"slide-000"}
+
+
 def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     assert run("ingest", "in").returncode == 0
@@ -500,6 +532,9 @@ def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--out", "in"], 2, "a folder of something else"),
         (["in", "--max-unreadable", "7"], 2, "is no share"),
         (["in", "--default-mpp", "0"], 2, "--default-mpp: found 0.0"),
+        (["in", "--slide-timeout", "inf"], 2, "is not in the range"),
+        (["in", "--slide-timeout", "nan"], 2, "--slide-timeout: found nan"),
+        (["in", "--route", "teleport"], 2, "is not one of"),
         (["in", "--no-such-flag"], 2, "No such option"),
         ([], 2, "Missing argument"),
     ],

@@ -100,6 +100,41 @@ def test_a_hurried_end_drops_what_waits_and_ends_what_hangs(
         pool.submit(abs, 1)
 
 
+class Unreadable(Exception):
+    """It pickles, and cannot be unpickled."""
+
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one)
+
+
+def raise_unreadable() -> None:
+    raise Unreadable(1, 2)
+
+
+def end_by(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_answers_that_cannot_be_read_and_unknown_signals_stop_nothing(pool: WorkerPool) -> None:
+    with pytest.raises(TypeError, match="two"):
+        pool.submit(raise_unreadable).result(timeout=60)
+    with pytest.raises(WorkerDied, match=f"killed by signal {signal.SIGRTMIN + 3}"):
+        pool.submit(end_by, signal.SIGRTMIN + 3).result(timeout=60)
+    assert pool.submit_within(float("inf"), abs, -1).result(timeout=60) == 1
+
+
+def test_nobody_waits_for_a_pool_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    with WorkerPool(2) as pool:
+        pool.submit(abs, 1).result(timeout=60)
+        monkeypatch.setattr(pool, "_take_in", lambda: 1 / 0)
+        futures = [pool.submit(time.sleep, 100), pool.submit(time.sleep, 100), pool.submit(abs, 1)]
+        for future in futures:
+            with pytest.raises(ZeroDivisionError):
+                future.result(timeout=60)
+        with pytest.raises(RuntimeError):
+            pool.submit(abs, 1)
+
+
 def touch_later(path: str) -> None:
     time.sleep(0.3)
     Path(path).touch()

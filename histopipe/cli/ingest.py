@@ -128,7 +128,7 @@ class _Share(click.ParamType[float]):
 )
 @click.option(
     "--slide-timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=click.FloatRange(0, 1e9, min_open=True),
     help="Seconds of work that a slide may take.  [default: 600, and 0.2 a patch]",
 )
 @click.option(
@@ -166,6 +166,8 @@ def command(
     from histopipe.slides.tables import SlideNames
 
     spec = _spec(flags)
+    if flags["slide_timeout"] != flags["slide_timeout"]:
+        raise UsageError("--slide-timeout", found="nan", expected="seconds")
     if flags["default_mpp"] is not None:
         _check_mpp(flags["default_mpp"])
     records = recorded(out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -44,6 +44,7 @@ def decide(
     default: Mpp | None = None,
     force: bool = False,
     retry_failed: bool = False,
+    options: Collection[str] = (),
 ) -> Decision:
     """What to do with a slide.
 
@@ -54,12 +55,14 @@ def decide(
         from_csv, default: scales the user gives now.
         force: ingest again what was replaced.
         retry_failed: try again files that were bad.
+        options: in force now, of those that a failure may be due to.
     """
     if record is None or record.state is SlideState.PENDING:
         return Decision(Action.INGEST)
     changed = _changed(now, record)
     if record.state is SlideState.FAILED:
-        if retry_failed or changed or record.error_kind is FailureKind.OPTION:
+        due = record.error_option is not None and record.error_option not in options
+        if retry_failed or changed or due or record.error_kind is FailureKind.OPTION:
             return Decision(Action.INGEST)
         return Decision(Action.STILL_FAILED, record.error or "unknown reason")
     why = changed or _rescaled(record, from_csv, default)

@@ -147,7 +147,7 @@ class Pipeline:
     ) -> None:
         """Have a worker do a task of a slide within the time that the slide has left."""
         work.running += 1
-        left = max(1.0, self.timeout.of(work.patches) - work.spent)
+        left = max(0.0, self.timeout.of(work.patches) - work.spent)
         future = self.workers.submit_within(left, task, *args)
         self._futures[future] = functools.partial(then, future)
 
@@ -158,7 +158,8 @@ class Pipeline:
         elif result is not None:
             work.plan_in(result)
             self.progress.planned(work.job.slide.id, len(result.plan))
-            if not self._begin_chunks(work, last_chance=False):
+            self._look_at_the_clock(work)
+            if work.failure is None and not self._begin_chunks(work, last_chance=False):
                 return None
         return self._finish(work)
 
@@ -192,7 +193,27 @@ class Pipeline:
             self.progress.advanced(work.job.slide.id, len(chunk))
             if work.lost_share > self.max_unreadable:
                 work.chunks.clear()  # no use reading on: it fails once the chunks under way are in
+            elif work.chunks:
+                self._look_at_the_clock(work)
         return self._finish(work)
+
+    def _look_at_the_clock(self, work: Work) -> None:
+        """Fail a slide that has used up its time with work left to do."""
+        limit = self.timeout.of(work.patches)
+        if work.spent > limit:
+            self._give_up(work, TookTooLong(), limit)
+
+    def _give_up(self, work: Work, error: Exception | str, limit: float) -> None:
+        """Let a slide fail once nothing of it runs any more."""
+        reason = (
+            error
+            if isinstance(error, str)
+            else f"{work.job.slide.path}{_what_happened(error, limit)}"
+        )
+        option = self.timeout.text if isinstance(error, TookTooLong) else None
+        record = work.planned.record if work.planned else work.seen()
+        work.failure = work.failure or SlideFailure(reason, FailureKind.FILE, record, option)
+        work.chunks.clear()
 
     def _result(self, work: Work, future: Future[Any], again: Callable[[], None]) -> Any:
         """A task's answer; None if it gave none, and is to be done again or the slide has failed."""
@@ -200,11 +221,11 @@ class Pipeline:
         try:
             return future.result()
         except SlideError as error:  # it has gone since it was planned
-            reason = str(error)
+            self._give_up(work, str(error), 0.0)
         except HistopipeError:
             raise  # the store or the machine, not the slide
         except Exception as error:  # noqa: BLE001 - one slide that nobody thought of must not end a night's run
-            name, path = work.job.slide.id, work.job.slide.path
+            name = work.job.slide.id
             if isinstance(error, WorkerDied) and not isinstance(error, TookTooLong):
                 self.progress.said(f"a worker at {name} died: {error}")
                 work.deaths += 1
@@ -213,10 +234,7 @@ class Pipeline:
                     return None
             elif not isinstance(error, TookTooLong):
                 self.progress.said("".join(traceback.format_exception(error)))
-            reason = f"{path}{_what_happened(error, self.timeout.of(work.patches))}"
-        record = work.planned.record if work.planned else work.job.record
-        work.failure = work.failure or SlideFailure(reason, FailureKind.FILE, record)
-        work.chunks.clear()
+            self._give_up(work, error, self.timeout.of(work.patches))
         return None
 
     def _finish(self, work: Work) -> SlideOutcome | None:
@@ -233,7 +251,8 @@ class Pipeline:
 
     def _fail(self, work: Work, failure: SlideFailure) -> SlideOutcome:
         reason = storable(failure.reason)
-        self.writer.fail(work.job.number, failure.record, reason, failure.kind)
+        record = dataclasses.replace(failure.record, error_option=failure.option)
+        self.writer.fail(work.job.number, record, reason, failure.kind)
         return self._ended(work, failed_outcome(failure.record, reason))
 
     def _ended(self, work: Work, outcome: SlideOutcome) -> SlideOutcome:

@@ -28,6 +28,7 @@ T = TypeVar("T")
 
 _FALSE_STARTS = 3
 """Workers in a row that may end before they are ready; then none will be."""
+_LONGEST_WAIT = 3600.0
 _GRACE_SECONDS = 10.0
 """What tasks get to end in when the pool is shut down before its time."""
 
@@ -139,23 +140,38 @@ class WorkerPool(Executor):
         return _Worker(process, ours)
 
     def _serve(self) -> None:
-        """The thread between futures and processes."""
+        """The thread between futures and processes. Whatever befalls it, nobody is left waiting for an answer."""
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - it is raised where answers are waited for
+            with self._lock:
+                self._ending = True
+                waiting = [*self._tasks, *(w.task for w in self._workers if w.task is not None)]
+                self._tasks.clear()
+            for task in waiting:
+                task.future.set_exception(error)
+        finally:
+            for worker in self._workers:
+                worker.pipe.close()  # a worker that has no task ends by that
+                if worker.task is not None:
+                    worker.process.kill()
+            for worker in self._workers:
+                worker.process.join()
+            self._wake.close()
+            self._woken.close()
+
+    def _run(self) -> None:
+        """Give out and take in until the end."""
         while True:
             self._give_out()
             with self._lock:
                 idle = not self._tasks and all(worker.task is None for worker in self._workers)
                 if self._ending and idle:
-                    break
+                    return
                 hurried, self._hurried = self._hurried, False
             if hurried:
                 self._hurry()
             self._take_in()
-        for worker in self._workers:
-            worker.pipe.close()
-        for worker in self._workers:
-            worker.process.join()
-        self._wake.close()
-        self._woken.close()
 
     def _give_out(self) -> None:
         for worker in self._workers:
@@ -180,7 +196,9 @@ class WorkerPool(Executor):
 
     def _take_in(self) -> None:
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        timeout = min([max(0.0, d - time.monotonic()) for d in deadlines], default=None)
+        if timeout is not None:
+            timeout = min(timeout, _LONGEST_WAIT)  # the system's own timers end at a few weeks
         ready = wait([self._woken, *(worker.pipe for worker in self._workers)], timeout)
         if self._woken in ready:
             self._woken.recv_bytes()
@@ -195,9 +213,13 @@ class WorkerPool(Executor):
     def _receive(self, worker: _Worker) -> bool:
         """Take in that a worker is ready, or its result; False if it is gone."""
         try:
-            done, value = pickle.loads(worker.pipe.recv_bytes())  # noqa: S301 - our own process wrote it
+            answer = worker.pipe.recv_bytes()
         except (EOFError, OSError):
             return False
+        try:
+            done, value = pickle.loads(answer)  # noqa: S301 - our own process wrote it
+        except Exception as error:  # noqa: BLE001 - an answer that cannot be read is an answer
+            done, value = False, error
         worker.ready, self._false_starts = True, 0
         task, worker.task, worker.deadline = worker.task, None, None
         if task is not None:
@@ -230,7 +252,8 @@ def _how_it_ended(worker: _Worker) -> str:
     worker.process.join()
     code = worker.process.exitcode or 0
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        known = -code in {*signal.Signals}
+        return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"
 
 

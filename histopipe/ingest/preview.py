@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ def plan_ingest(
     numbers = {record.id: number for number, record in known.items()}
     numbers |= {name: 1 + max(known, default=0) + place for place, name in enumerate(ids)}
     todo = sort_out(slides, known, numbers, options)
-    workers = options.workers or len(os.sched_getaffinity(0))
+    workers = options.worker_count
     progress.begin(len(slides))
     for outcome in todo.outcomes:
         progress.finished(outcome)

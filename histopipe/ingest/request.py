@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from histopipe.geometry import Mpp, same_scale
 from histopipe.ingest.decide import Action, decide
 from histopipe.ingest.labels import labelled
 from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.work import SlideTimeout
+from histopipe.ingest.work import SlideTimeout, unreadable_text
 from histopipe.ingest.worker import SlideJob
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import fingerprint
@@ -27,6 +29,8 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.tiling.level import choose_level
 from histopipe.tiling.spec import TilingSpec
+
+_OPENING_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,11 @@ class IngestOptions:
     route: AskedRoute = "auto"
     slide_timeout: float | None = None
     allow_network: bool = False
+
+    @property
+    def worker_count(self) -> int:
+        """Processes to start."""
+        return self.workers or len(os.sched_getaffinity(0))
 
     @property
     def timeout(self) -> SlideTimeout:
@@ -163,6 +172,7 @@ def _without_work(
         default=options.default_mpp,
         force=options.force,
         retry_failed=options.retry_failed,
+        options=(options.timeout.text, unreadable_text(options.max_unreadable)),
     )
     if decision.action is Action.INGEST:
         return None
@@ -233,10 +243,7 @@ def _refuse_mixed_scales(
         for record in records.values()
         if record.state is SlideState.COMPLETE and record.patch_mpp
     }
-    for slide in slides:
-        scale = _scale_at_level(slide, spec, options)
-        if scale is not None:
-            scales[slide.id] = scale
+    scales |= _scales_at_level(slides, spec, options)
     if not scales:
         return
     finest, coarsest = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
@@ -249,11 +256,44 @@ def _refuse_mixed_scales(
         )
 
 
-def _scale_at_level(slide: SlideFile, spec: TilingSpec, options: IngestOptions) -> Mpp | None:
+def _scales_at_level(
+    slides: Sequence[SlideFile], spec: TilingSpec, options: IngestOptions
+) -> dict[str, Mpp]:
+    """The scale of each slide that has one; by workers, since a bad file may crash or hang who opens it."""
+    pool = WorkerPool(options.worker_count)
     try:
-        with Slide(slide.path) as opened:
-            given = options.mpps.get(slide.id)
-            scale = resolve_mpp(slide.id, opened.info, from_csv=given, default=options.default_mpp)
-            return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
-    except SlideError:
+        asked = {
+            slide.id: pool.submit_within(
+                _OPENING_SECONDS,
+                scale_at_level,
+                slide,
+                spec,
+                options.mpps.get(slide.id),
+                options.default_mpp,
+            )
+            for slide in slides
+        }
+        scales = {name: _scale_or_none(future) for name, future in asked.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {name: scale for name, scale in scales.items() if scale is not None}
+
+
+def _scale_or_none(future: Future[Mpp | None]) -> Mpp | None:
+    try:
+        return future.result()
+    except (SlideError, WorkerDied):
         return None  # the ingest itself will tell
+
+
+def scale_at_level(
+    slide: SlideFile, spec: TilingSpec, given: Mpp | None, default: Mpp | None
+) -> Mpp | None:
+    """The scale of a slide's patches.
+
+    Raises:
+        SlideError: it cannot be told.
+    """
+    with Slide(slide.path) as opened:
+        scale = resolve_mpp(slide.id, opened.info, from_csv=given, default=default)
+        return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,7 +87,7 @@ def _ingest(
     outcomes = list(todo.outcomes)
     if todo.jobs:
         settings = Settings(writer.path, spec, options.default_mpp, options.route)
-        workers = options.workers or len(os.sched_getaffinity(0))
+        workers = options.worker_count
         claims = Claims(settings.store)
         pool = WorkerPool(workers, prepare)
         pipeline = Pipeline(

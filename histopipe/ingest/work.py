@@ -30,9 +30,19 @@ class SlideTimeout:
     base: float = 600.0
     per_patch: float = 0.2
 
+    @property
+    def text(self) -> str:
+        """As an option that a failure may be due to."""
+        return f"--slide-timeout {self.base:g}, {self.per_patch:g} a patch"
+
     def of(self, patches: int) -> float:
         """For a slide of so many patches."""
         return self.base + self.per_patch * patches
+
+
+def unreadable_text(share: float) -> str:
+    """The most that may be unreadable, as an option that a failure may be due to."""
+    return f"--max-unreadable {share:g}"
 
 
 def _no_numbers() -> NDArray[np.uint32]:
@@ -106,22 +116,30 @@ class Work:
 
     def last_look(self, max_unreadable: float) -> SlideFailure | None:
         """Why a slide whose chunks are all in is not complete after all; None if it is."""
-        path = self.job.slide.path
-        reason = None
+        path, record = self.job.slide.path, self.plan.record
         if self.lost_share > max_unreadable:
             reason = (
                 f"{path}: at least {self.unreadable} of {self.patches} patches cannot be read "
                 f"(--max-unreadable allows {max_unreadable:.2%}), first: {self.problem}"
             )
-        else:
-            try:
-                if fingerprint(self.job.slide) != self.plan.before:
-                    reason = (
-                        f"{path} changed while it was being read; ingest again once it is at rest"
-                    )
-            except SlideUnreadable as error:
-                reason = str(error)
-        return None if reason is None else SlideFailure(reason, FailureKind.FILE, self.plan.record)
+            return SlideFailure(reason, FailureKind.FILE, record, unreadable_text(max_unreadable))
+        try:
+            if fingerprint(self.job.slide) == self.plan.before:
+                return None
+            reason = f"{path} changed while it was being read; ingest again once it is at rest"
+        except SlideUnreadable as error:
+            reason = str(error)
+        return SlideFailure(reason, FailureKind.FILE, record)
+
+    def seen(self) -> SlideRecord:
+        """The record of a slide that is not planned, with what can be seen from outside: it may be tried again by that."""
+        try:
+            now = fingerprint(self.job.slide)
+        except SlideUnreadable:
+            return self.job.record
+        return dataclasses.replace(
+            self.job.record, size_bytes=now.size_bytes, mtime_ns=now.mtime_ns
+        )
 
     def record(self) -> SlideRecord:
         """The record of the slide when all of it is stored."""

@@ -89,11 +89,12 @@ class PlannedSlide:
 
 @dataclass(frozen=True, slots=True)
 class SlideFailure:
-    """Why a slide cannot be ingested."""
+    """Why a slide cannot be ingested; `option` is what it might be due to: another one is a reason to try again."""
 
     reason: str
     kind: FailureKind
     record: SlideRecord
+    option: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -120,7 +121,17 @@ def _refuse(error: OSError) -> None:
 
 
 def _is_candidate(path: Path) -> bool:
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not path.is_dir()
+    return (
+        path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not _is_no_file(path)
+    )
+
+
+def _is_no_file(path: Path) -> bool:
+    """Whether a path is a folder, or a pipe, which would never end; links to nothing are for the ingest to tell of."""
+    try:
+        return not stat.S_ISREG(path.stat().st_mode)
+    except OSError:
+        return False
 
 
 def _companions(path: Path) -> tuple[Path, ...]:

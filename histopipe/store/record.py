@@ -38,6 +38,7 @@ class SlideRecord:
         quickhash: OpenSlide's, or None; `tile_hash` then stands in.
         mpp: at level 0; `patch_mpp` as stored. None where unknown.
         level, downsample, read_size, stride: what was read, in pixels of that level.
+        error_option: what a failure for the file is also due to, as `--max-unreadable 0.01`; tried again with another.
         planned, stored, unreadable: patches; `planned = stored + unreadable` when complete.
         unknown: fields of a later version, kept as they are.
     """
@@ -74,6 +75,7 @@ class SlideRecord:
     stored_bytes: int = 0
     error: str | None = None
     error_kind: FailureKind | None = None
+    error_option: str | None = None
     notes: list[str] = field(default_factory=list)
     unknown: Mapping[str, Any] = field(default_factory=dict)
 

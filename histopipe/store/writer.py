@@ -164,19 +164,21 @@ class StoreWriter:
         self._write(work)
 
     def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
-        """Record why a slide failed, then remove what was stored of it."""
+        """Remove what was stored of a slide, then record why it failed: killed in between, it is done anew."""
         failed = dataclasses.replace(
             record, state=SlideState.FAILED, error=error, error_kind=kind,
             planned=0, stored=0, unreadable=0, stored_bytes=0,
         )  # fmt: skip
-        self.update(slide, failed)
         self._remove_pixels(slide)
+        self.update(slide, failed)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
         """Hide a slide and remove what is stored of it, so that it can be ingested from the start."""
         self.update(
             slide,
-            dataclasses.replace(record, state=SlideState.PENDING, error=None, error_kind=None),
+            dataclasses.replace(
+                record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
+            ),
         )
         self._remove_pixels(slide)
 
