@@ -256,7 +256,7 @@ class Pipeline:
         return self._ended(work, failed_outcome(failure.record, reason))
 
     def _ended(self, work: Work, outcome: SlideOutcome) -> SlideOutcome:
-        outcome = dataclasses.replace(outcome, seconds=time.monotonic() - work.begun)
+        outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - work.begun, 3))
         self.claims.release(work.job.number)
         self.progress.finished(outcome)
         return outcome
