@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and the filesystems that they lie on."""
+"""Files that are whole or not there, what is closed at the end, and the filesystems that files lie on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,23 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 _OCTAL = re.compile(r"\\(\d{3})")
+
+
+class Closing:
+    """What is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Give back what is held."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 @contextmanager

@@ -45,7 +45,9 @@ def test_a_plan_writes_nothing_and_tells_what_then_happens(
                 for n, r in store.complete.items()
                 if r.id == record.id
             )
-            assert planned["stored_bytes"] == pytest.approx(stored, rel=0.25)
+            # A sum over its tiles where they are copied; from eight patches else.
+            near = 0.02 if record.route == "copy" else 0.15
+            assert planned["stored_bytes"] == pytest.approx(stored, rel=near)
         total = sum(slide["stored_bytes"] for slide in slides.values())
         assert total == preview["stored_bytes"] < preview["free_bytes"]
     again = run("ingest", "in", "--plan")

@@ -13,13 +13,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
+from histopipe.files import Closing
 from histopipe.geometry import Level, RegionLevel, Size
 from histopipe.slides.jpeg import Colour, Frame, NotPlain, TileFormat, frame_of
 from histopipe.slides.slide import SlideInfo
@@ -74,7 +74,7 @@ class NativeLevel:
         return RegionLevel(self.x_level + x, self.y_level + y, Size(width, height))
 
 
-class NativeTiles:
+class NativeTiles(Closing):
     """Reads a level's native tiles.
 
     Args:
@@ -157,17 +157,6 @@ class NativeTiles:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
-
-    def __enter__(self) -> NativeTiles:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

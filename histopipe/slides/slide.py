@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import openslide
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import SlideUnreadable
+from histopipe.files import Closing
 from histopipe.geometry import Level, PointL0, RegionL0, Size
 
 WHITE = (255, 255, 255)
@@ -53,7 +53,7 @@ class SlideInfo:
         return self.levels[0].size
 
 
-class Slide:
+class Slide(Closing):
     """An open slide.
 
     Args:
@@ -121,17 +121,6 @@ class Slide:
         if self._handle is not None:
             self._handle.close()
             self._handle = None
-
-    def __enter__(self) -> Slide:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _open(path: Path) -> openslide.OpenSlide:

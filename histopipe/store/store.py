@@ -6,13 +6,13 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.files import Closing
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
     INDEX,
@@ -34,7 +34,7 @@ _READ_SETTINGS = {"patch_size", "overlap", "mpp", "level", "tissue", "tissue_thr
 """What readers use of a spec; what later versions add is not among it."""
 
 
-class Store:
+class Store(Closing):
     """A store open for reading. Only complete slides can be seen as patches.
 
     Args:
@@ -184,17 +184,6 @@ class Store:
     def close(self) -> None:
         """Give the environment back. No view of it may be touched afterwards."""
         self._environment.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _check_spec(spec: Mapping[str, Any], path: Path) -> None:

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import lmdb
@@ -22,6 +21,7 @@ from histopipe.errors import (
     SpecMismatch,
     UsageError,
 )
+from histopipe.files import Closing
 from histopipe.store.environment import open_environment
 from histopipe.store.folder import make_folder, remove_begun
 from histopipe.store.format import (
@@ -50,7 +50,7 @@ _DELETE_AT_ONCE = 20_000
 T = TypeVar("T")
 
 
-class StoreWriter:
+class StoreWriter(Closing):
     """A store open for writing; any number of processes may have one.
 
     Args:
@@ -197,17 +197,6 @@ class StoreWriter:
     def close(self) -> None:
         """Give the environment back."""
         self._environment.close()
-
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def _db(self) -> Mapping[bytes, Any]:
