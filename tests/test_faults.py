@@ -97,16 +97,16 @@ def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     time.sleep(moment)
-    victims = [child.pid]
-    while victim == "worker" and child.poll() is None:
-        victims = workers_of(child.pid)
-        if victims:
+    while True:  # a worker may not be there yet, and is gone before its run is
+        victims = [child.pid] if victim == "run" else workers_of(child.pid)
+        if victims or child.poll() is not None:
             break
-    hit = child.poll() is None
-    try:
-        os.kill(victims[0], signal.SIGKILL)
-    except ProcessLookupError:  # it ended just now
-        hit = False
+    hit = bool(victims) and child.poll() is None
+    if hit:
+        try:
+            os.kill(victims[0], signal.SIGKILL)
+        except ProcessLookupError:  # it ended just now
+            hit = False
     _, stderr = child.communicate(timeout=120)
     if victim == "worker":
         assert child.returncode == 0, stderr
