@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,69 +12,21 @@ import pytest
 import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from histopipe.dataset.batches import Batches, aligned_empty
-from histopipe.dataset.order import SMALL, Permutation
+from histopipe.dataset.sampling import Sequential, Shuffled, make_order
+from histopipe.dataset.selection import select
 from histopipe.dataset.split_makers import allocate, make_splits
 from histopipe.dataset.splits import DROPPED, SIDES, SplitBy, read_splits, write_splits
 from histopipe.dataset.table import (
     PatchTable,
     SlideRows,
-    class_names,
     pack_keys,
     unpack_keys,
-    whole_table,
 )
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.store.store import Store
-
-
-@given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 100))
-def test_a_permutation_is_one(n: int, seed: int, epoch: int) -> None:
-    assert sorted(Permutation(n, seed, epoch)(np.arange(n)).tolist()) == list(range(n))
-
-
-@given(st.integers(SMALL + 1, 2**40), st.integers(0, 2**63), st.data())
-def test_a_permutation_needs_no_more_than_the_places_asked_for(
-    n: int, seed: int, data: st.DataObject
-) -> None:
-    places = np.array(
-        data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
-    )
-    order = Permutation(n, seed)
-    assert [int(order(np.array([p]))[0]) for p in places] == order(places).tolist()
-    assert len(set(order(places).tolist())) == len(places)
-
-
-@pytest.mark.parametrize("n", [3, 4, 5, 6])
-def test_every_permutation_of_a_few_is_as_likely(n: int) -> None:
-    trials = 40 * math.factorial(n)
-    counts = Counter(tuple(Permutation(n, s, 7)(np.arange(n)).tolist()) for s in range(trials))
-    missing = math.factorial(n) - len(counts)
-    statistic = sum((c - 40) ** 2 / 40 for c in counts.values()) + 40 * missing
-    assert chi2.sf(statistic, math.factorial(n) - 1) > 1e-4
-
-
-@pytest.mark.parametrize("n", [1500, 10_007, 1_000_003])
-def test_places_are_spread_evenly(n: int) -> None:
-    """Where the first hundred places of 300 epochs fall, in 50 bins."""
-    found = np.concatenate([Permutation(n, 3, epoch)(np.arange(100)) for epoch in range(300)])
-    counts = np.bincount(found * 50 // n, minlength=50)
-    expected = len(found) / 50
-    assert chi2.sf(((counts - expected) ** 2 / expected).sum(), 49) > 1e-4
-
-
-def test_orders_are_pinned() -> None:
-    """A change here would silently reorder every resumed training."""
-    assert Permutation(10, 1, 0)(np.arange(10)).tolist() == [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
-    assert Permutation(10**6, 1, 0)(np.arange(5)).tolist() == PINNED_MILLION
-    assert Permutation(10**9, 2, 3)(np.arange(5)).tolist() == PINNED_BILLION
-
-
-PINNED_MILLION = [555696, 407648, 551786, 857272, 767134]
-PINNED_BILLION = [853735704, 609326557, 666574160, 382560544, 151141390]
 
 
 @given(
@@ -95,7 +46,7 @@ def test_keys_come_apart_again(parts: list[tuple[int, int, int]]) -> None:
 @given(st.lists(st.lists(st.integers(0, 50), unique=True), min_size=1, max_size=6), st.booleans())
 def test_a_table_lays_slides_end_to_end(slides: list[list[int]], chosen: bool) -> None:
     parts = [
-        SlideRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int64) if chosen else None)
+        SlideRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int32) if chosen else None)
         for i, rows in enumerate(slides)
     ]
     if not any(slides):
@@ -109,7 +60,8 @@ def test_a_table_lays_slides_end_to_end(slides: list[list[int]], chosen: bool) -
         for row in (sorted(rows) if chosen else range(len(rows)))
     ]
     found = table.locate(np.arange(len(table)))
-    assert list(zip(*(a.tolist() for a in found), strict=True)) == expected
+    parts_found = (found.stores, found.slides, found.rows, found.labels)
+    assert list(zip(*(a.tolist() for a in parts_found), strict=True)) == expected
 
 
 @pytest.fixture
@@ -118,19 +70,17 @@ def store(made_store: Path) -> Any:
         yield opened
 
 
-def batches_of(store: Store, **kwargs: Any) -> Batches:
-    classes = class_names(store.slides)
-    return Batches([store], whole_table([store], classes, labelled_only=True), **kwargs)
+def batches_of(store: Store, *, seed: int | None, **kwargs: Any) -> Batches:
+    table = PatchTable(select([store], labelled_only=True))
+    return Batches([store], table, order=make_order(table, seed=seed), **kwargs)
 
 
 def epoch_keys(batches: Batches, epoch: int) -> list[int]:
     keys = []
     for step in range(batches.steps_per_epoch):
         for replica in range(batches.replicas):
-            found, _, weight = batches.keys_and_labels(
-                epoch * batches.steps_per_epoch + step, replica
-            )
-            keys += found[weight > 0].tolist()
+            found, weight = batches.locate(epoch * batches.steps_per_epoch + step, replica)
+            keys += found.keys[weight > 0].tolist()
     return keys
 
 
@@ -150,7 +100,7 @@ def test_an_epoch_is_every_patch_once_however_it_is_shared(
 def test_every_part_of_a_step_has_its_full_size(store: Store) -> None:
     batches = batches_of(store, batch_size=10, seed=1, replicas=3)
     last = batches.steps_per_epoch - 1
-    weights = np.concatenate([batches.keys_and_labels(last, r)[2] for r in range(3)])
+    weights = np.concatenate([batches.locate(last, r)[1] for r in range(3)])
     assert len(weights) == 12
     assert weights.sum() == (len(store) % 10 or 10)
 
@@ -158,7 +108,7 @@ def test_every_part_of_a_step_has_its_full_size(store: Store) -> None:
 def test_a_batch_is_the_stored_pixels(store: Store) -> None:
     batch = batches_of(store, batch_size=20, seed=3).load(4)
     assert batch.image.shape == (20, 128, 128, 3)
-    classes = class_names(store.slides)
+    classes = sorted({str(record.label) for record in store.slides})
     for image, label, key in zip(batch.image, batch.label, batch.key, strict=True):
         _, slide, row = (int(part) for part in unpack_keys(key))
         assert (image == simplejpeg.decode_jpeg(store.value(slide, row))).all()
@@ -176,19 +126,18 @@ def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
 
     one_slide(tmp_path / "s.lmdb", [b"no image", b"\xff\xd8no jpeg"]).close()
     with Store(tmp_path / "s.lmdb") as store:
-        batches = Batches(
-            [store], whole_table([store], [], labelled_only=False), batch_size=1, seed=None
-        )
+        batches = Batches([store], PatchTable(select([store])), batch_size=1, order=Sequential(2))
         for step in (0, 1):
-            with pytest.raises(DamagedStore, match=f"slide a: patch {step} cannot be decoded"):
+            with pytest.raises(DamagedStore, match=f"slide a: patch {step}: it cannot be decoded"):
                 batches.load(step)
 
 
 def test_unreadable_patches_are_never_drawn(golden: Path) -> None:
     with Store(golden) as store:
-        table = whole_table([store], ["normal", "tumour"], labelled_only=True)
+        table = PatchTable(select([store], classes=["normal", "tumour"], labelled_only=True))
         assert len(table) == 7
-        keys = np.array(epoch_keys(Batches([store], table, batch_size=3, seed=1), 0), np.int64)
+        batches = Batches([store], table, batch_size=3, order=Shuffled(7, 1))
+        keys = np.array(epoch_keys(batches, 0), np.int64)
     _, slides, rows = unpack_keys(keys)
     assert (1, 1) not in set(zip(slides.tolist(), rows.tolist(), strict=True))
 

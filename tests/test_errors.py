@@ -7,7 +7,7 @@ import pytest
 
 from histopipe import errors
 from histopipe.errors import ExitCode, HistopipeError
-from histopipe.store.environment import ERRORS
+from histopipe.store.lmdb_errors import ERRORS
 
 KINDS = [
     kind

@@ -426,8 +426,8 @@ def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
         assert outcome.status is Status.FAILED
         assert re.search(says, outcome.reason)
         assert writer.record(0).state is SlideState.FAILED
-        with Store(store) as opened, pytest.raises(DamagedStore), opened.values() as read:
-            read(0, 0)  # nothing of it is left
+        with Store(store) as opened, pytest.raises(DamagedStore):
+            opened.value(0, 0)  # nothing of it is left
     close_all()
 
 

@@ -179,8 +179,8 @@ def test_what_is_not_complete_is_not_seen(tmp_path: Path) -> None:
         with Store(path) as store:
             assert len(store) == 0
             assert store.records[number].error == "why"
-            with store.values() as read, pytest.raises(DamagedStore, match="patch 0 is missing"):
-                read(number, 0)
+            with pytest.raises(DamagedStore, match="patch 0 is missing"):
+                store.value(number, 0)
 
 
 def test_numbers_are_in_order_and_never_used_again(tmp_path: Path) -> None:

@@ -431,14 +431,16 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_store import one_slide
 from histopipe.store.store import Store
-from histopipe.dataset.table import whole_table
+from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.selection import select
+from histopipe.dataset.table import PatchTable
 from histopipe.dataset.batches import Batches
 from histopipe.dataset.loader import BatchSource
 import tensorflow as tf
 path = Path(sys.argv[1])
 one_slide(path, [b"no image"] * 9).close()
 with Store(path) as store:
-    source = BatchSource(Batches([store], whole_table([store], [], labelled_only=False), batch_size=2, seed=None))
+    source = BatchSource(Batches([store], PatchTable(select([store])), batch_size=2, order=Sequential(9)))
     iterator = iter(source.dataset(0, 5))
     failed = 0
     for _ in range(5):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -21,7 +22,20 @@ if TYPE_CHECKING:
     from histopipe.training.train import TrainResult
 
 
-_MAY_CHANGE = ("epochs", "patience", "devices")
+_MAY_CHANGE = ("epochs", "patience", "devices", "on_error")
+
+
+class _Names(click.ParamType[tuple[str, ...]]):
+    """`flips,colour`."""
+
+    name = "names"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        if isinstance(value, list | tuple):
+            return tuple(value)
+        return tuple(part.strip() for part in str(value).split(","))
 
 
 class _Fractions(click.ParamType[tuple[float, ...]]):
@@ -112,9 +126,39 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 )
 @click.option(
     "--augment",
-    type=click.Choice(["none", "flips"]),
+    type=_Names(),
     default="flips",
-    help="flips: each patch in one of its eight positions.",
+    help="none, or a list of flips (the eight positions of a square), crop, stain, colour.",
+)
+@click.option(
+    "--stain-norm",
+    type=click.Choice(["none", "reinhard", "macenko"]),
+    default="none",
+    help="Give all slides one stain; `histopipe stains` measures theirs first.",
+)
+@click.option(
+    "--balance",
+    type=click.Choice(["none", "class", "slide", "patient"]),
+    default="none",
+    help="What an epoch of training draws equally often.",
+)
+@click.option(
+    "--max-per-slide",
+    type=int,
+    default=0,
+    help="Training patches of a slide in an epoch, other ones in each; 0 for all.",
+)
+@click.option(
+    "--shuffle-block",
+    type=int,
+    default=0,
+    help="Shuffle blocks of so many neighbours, for hard disks and network filesystems; 0 shuffles all.",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["raise", "skip"]),
+    default="raise",
+    help="What a damaged patch does: end the run, or count as weight 0.",
 )
 @click.option(
     "--patience", type=int, default=5, help="Epochs without a better validation AUC; 0 never stops."
@@ -149,14 +193,7 @@ def command(
         named = click.get_current_context().default_map or {}
         paths = stores or tuple(named.get("stores", ())) or TrainConfig().stores
         config = TrainConfig(stores=paths, **_tuples(settings))
-    try:
-        with _quiet():
-            from histopipe.training.train import train
-    except ImportError as error:
-        raise MachineShort(
-            "training needs TensorFlow, which is not installed or does not load", found=str(error),
-            todo="pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
-        ) from error  # fmt: skip
+    train = load_quietly("histopipe.training.train").train
     try:
         result = train(config, folder, resume=resume)
     except KeyboardInterrupt:
@@ -165,6 +202,22 @@ def command(
             todo=f"go on with `histopipe train --resume --out {folder}`",
         ) from None  # fmt: skip
     _print(result, as_json=as_json)
+
+
+def load_quietly(module: str) -> Any:
+    """A module that loads TensorFlow.
+
+    Raises:
+        MachineShort: it is not installed, or does not load.
+    """
+    try:
+        with _quiet():
+            return importlib.import_module(module)
+    except ImportError as error:
+        raise MachineShort(
+            "this needs TensorFlow, which is not installed or does not load", found=str(error),
+            todo="pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
+        ) from error  # fmt: skip
 
 
 @contextmanager
@@ -195,7 +248,8 @@ def _changes(settings: dict[str, Any], stores: tuple[str, ...]) -> dict[str, Any
         raise UsageError(
             "--resume goes on with the run's own settings",
             found=", ".join([*refused, *stores]),
-            expected="only --out and " + ", ".join(f"--{name}" for name in _MAY_CHANGE),
+            expected="only --out and "
+            + ", ".join(f"--{name.replace('_', '-')}" for name in _MAY_CHANGE),
         )
     return given
 

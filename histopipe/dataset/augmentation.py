@@ -2,15 +2,30 @@
 
 Keras' random layers draw per batch and replica, so the same patch would look different on two GPUs or after a restart. Here
 every draw is a hash of (seed, epoch, key), so it does not matter where or when a patch comes up.
+
+Pixels are computed as float32 in the range 0 to 255, and stay float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.hashing import combine
+from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation
+from histopipe.errors import UsageError
 
 _LOW = 0x7FFFFFFF
+_STEPS = 1 << 31
+
+RUIFROK = np.array([[0.65, 0.70, 0.29], [0.07, 0.99, 0.11], [0.27, 0.57, 0.78]], np.float32)
+"""Optical densities of haematoxylin, eosin and DAB in red, green and blue.
+
+Source:
+    A. C. Ruifrok and D. A. Johnston, "Quantification of histochemical staining by color deconvolution" (2001).
+"""
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -18,7 +33,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return int(combine(seed, epoch)) & _LOW
 
 
-def sample_seeds(keys: tf.Tensor, epoch_number: tf.Tensor) -> tf.Tensor:
+def sample_seeds(keys: tf.Tensor, epoch_number: tf.Tensor | int) -> tf.Tensor:
     """A random 31-bit number per patch, (B,) int64, from keys (B,) int64 and `epoch_seed`."""
     return hash31(hash31(keys & _LOW, epoch_number) ^ (_shifted(keys, 31) & _LOW), epoch_number)
 
@@ -36,6 +51,44 @@ def hash31(values: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
     return values ^ _shifted(values, 16)
 
 
+def uniform(seeds: tf.Tensor, draws: int, salt: int) -> tf.Tensor:
+    """(B, draws) float32 numbers, 0 to below 1, from (B,) seeds; each salt gives others."""
+    places = hash31(tf.range(draws, dtype=tf.int64), salt)
+    # 24 bits: what float32 holds exactly, so that rounding never makes a 1.
+    bits = _shifted(hash31(hash31(seeds, salt)[:, None] ^ places[None, :], salt), 7)
+    return tf.cast(bits, tf.float32) / (_STEPS >> 7)
+
+
+def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) -> tf.Tensor:
+    """Several of the augmentations below, with their default strengths, always in the order flips, crop, stain, colour.
+
+    Args:
+        images: (B, H, H, 3) uint8 or float32, 0 to 255.
+        seeds: (B,) int64 from `sample_seeds`.
+        steps: which.
+
+    Returns:
+        (B, H, H, 3): of the same type if only flipped or not at all, else float32.
+
+    Raises:
+        UsageError: there is no such augmentation.
+    """
+    unknown = sorted(set(steps) - set(AUGMENTATIONS))
+    if unknown:
+        raise UsageError(
+            "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
+        )
+    if "flips" in steps:
+        images = flip_and_turn(images, seeds)
+    if "crop" in steps:
+        images = random_crop(images, seeds)
+    if "stain" in steps:
+        images = stain_jitter(images, seeds)
+    if "colour" in steps:
+        images = colour_jitter(images, seeds)
+    return images
+
+
 def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     """Each square image in one of its eight positions: mirrored or not, turned by a multiple of 90°.
 
@@ -47,6 +100,110 @@ def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
     images = tf.where(_bit(draws, 8), tf.reverse(images, axis=[1]), images)
     images = tf.where(_bit(draws, 9), tf.reverse(images, axis=[2]), images)
     return tf.where(_bit(draws, 10), tf.transpose(images, [0, 2, 1, 3]), images)
+
+
+def random_crop(images: tf.Tensor, seeds: tf.Tensor, least: float = 0.8) -> tf.Tensor:
+    """A square window of each image, brought back to the image's size (bilinear).
+
+    Args:
+        images: (B, H, H, 3) any type.
+        seeds: (B,) int64 from `sample_seeds`.
+        least: side of the smallest window, as a share of the image's, above 0 to 1.
+
+    Returns:
+        (B, H, H, 3) float32.
+    """
+    draws = uniform(seeds, 3, 5)
+    side = least + (1 - least) * draws[:, :1]
+    corner = draws[:, 1:] * (1 - side)
+    height, width = images.shape[1:3]
+    boxes = tf.concat([corner, corner + side], axis=1)
+    return tf.image.crop_and_resize(images, boxes, tf.range(tf.shape(images)[0]), (height, width))
+
+
+def colour_jitter(
+    images: tf.Tensor,
+    seeds: tf.Tensor,
+    *,
+    brightness: float = 0.1,
+    contrast: float = 0.1,
+    saturation: float = 0.1,
+    hue: float = 0.02,
+) -> tf.Tensor:
+    """Brightness, contrast, saturation and hue of each image, in this order.
+
+    Args:
+        images: (B, H, W, 3) uint8 or float32, 0 to 255.
+        seeds: (B,) int64 from `sample_seeds`.
+        brightness, contrast, saturation: factors are drawn from 1 - x to 1 + x. Contrast is about the image's mean,
+            saturation about each pixel's luma (Rec. 601).
+        hue: colours are turned about the grey axis by up to this share of a full turn.
+
+    Returns:
+        (B, H, W, 3) float32, 0 to 255.
+    """
+    draws = 2 * uniform(seeds, 4, 6) - 1
+    strengths = tf.constant([brightness, contrast, saturation])
+    factors = (1 + draws[:, :3] * strengths)[:, :, None, None, None]
+    images = tf.cast(images, tf.float32) * factors[:, 0]
+    mean = tf.reduce_mean(images, axis=[1, 2, 3], keepdims=True)
+    images = mean + (images - mean) * factors[:, 1]
+    luma = tf.reduce_sum(images * tf.constant([0.299, 0.587, 0.114]), axis=-1, keepdims=True)
+    images = luma + (images - luma) * factors[:, 2]
+    turns = _hue_turns(draws[:, 3] * (2 * np.pi * hue))
+    return tf.clip_by_value(tf.einsum("bhwc,bcd->bhwd", images, turns), 0, 255)
+
+
+def stain_jitter(
+    images: tf.Tensor, seeds: tf.Tensor, *, factor: float = 0.05, shift: float = 0.05
+) -> tf.Tensor:
+    """The amounts of haematoxylin, eosin and residual in each image, each scaled and shifted.
+
+    Args:
+        images: (B, H, W, 3) uint8 or float32, 0 to 255.
+        seeds: (B,) int64 from `sample_seeds`.
+        factor: amounts are multiplied by 1 - factor to 1 + factor.
+        shift: of the amount of one stain (optical density, natural logarithm), -shift to shift.
+
+    Returns:
+        (B, H, W, 3) float32, 0 to 255.
+
+    Source:
+        D. Tellez et al., "Whole-slide mitosis detection in H&E breast histology using PHH3 as a reference to train
+        distilled stain-invariant convolutional networks" (2018); 0.05 is what they later call "light".
+    """
+    stains = RUIFROK / np.linalg.norm(RUIFROK, axis=1, keepdims=True)
+    draws = 2 * uniform(seeds, 6, 7) - 1
+    factors, shifts = 1 + factor * draws[:, :3], shift * draws[:, 3:]
+    # Unmixing, scaling and mixing again are one matrix of each image.
+    apart = np.linalg.inv(stains)
+    matrices = tf.einsum("cs,bs,sd->bcd", apart, factors, stains)
+    density = tf.einsum("bhwc,bcd->bhwd", to_density(images), matrices)
+    return from_density(density + tf.matmul(shifts, stains)[:, None, None, :])
+
+
+def to_uint8(images: tf.Tensor) -> tf.Tensor:
+    """Pixels rounded to what an 8-bit image holds."""
+    if images.dtype == tf.uint8:
+        return images
+    return tf.cast(tf.round(tf.clip_by_value(images, 0, 255)), tf.uint8)
+
+
+def to_density(images: tf.Tensor) -> tf.Tensor:
+    """Optical density of 8-bit light, -ln((I + 1) / 256): 0 for white, finite for black. Float32."""
+    return -tf.math.log((tf.cast(images, tf.float32) + 1) / 256)
+
+
+def from_density(density: tf.Tensor) -> tf.Tensor:
+    """Light of an optical density, float32, 0 to 255."""
+    return tf.clip_by_value(256 * tf.exp(-density) - 1, 0, 255)
+
+
+def _hue_turns(angles: tf.Tensor) -> tf.Tensor:
+    """(B, 3, 3) turns about the grey axis, for rows of RGB on their left (Rodrigues' formula)."""
+    cos, sin = tf.cos(angles)[:, None, None], tf.sin(angles)[:, None, None]
+    cross = tf.constant([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / np.sqrt(np.float32(3))
+    return cos * tf.eye(3) + (1 - cos) / 3 * tf.ones((3, 3)) + sin * tf.transpose(cross)
 
 
 def _bit(draws: tf.Tensor, bit: int) -> tf.Tensor:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.order import Permutation
-from histopipe.dataset.table import PatchTable, pack_keys
+from histopipe.dataset.sampling import Order
+from histopipe.dataset.table import Located, PatchTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.store.format import patch_key, value_crc
+from histopipe.store.reading import Reading
 from histopipe.store.store import Store
 
+OnError = Literal["raise", "skip"]
+Column = Literal["x_l0", "y_l0", "slide"]
+
+_log = logging.getLogger("histopipe")
+_WARNINGS = 10
 _ALIGNMENT = 64
 _JPEG_START = b"\xff\xd8"
 
@@ -27,31 +37,39 @@ class Batch:
     Attributes:
         image: (B, H, W, 3) uint8 RGB.
         label: (B,) int32, -1 for none.
-        weight: (B,) float32, 0 for the rows that only fill the batch up.
+        weight: (B,) float32, 0 for the rows that only fill the batch up, and for patches that were skipped.
         key: (B,) int64.
+        columns: (B,) each, those that were asked for: `x_l0` and `y_l0` int32, `slide` the slides' ids.
     """
 
     image: NDArray[np.uint8]
     label: NDArray[np.int32]
     weight: NDArray[np.float32]
     key: NDArray[np.int64]
+    columns: dict[Column, NDArray[Any]] = field(default_factory=dict)
 
 
 class Batches:
-    """Batches of a table of patches, in an order fixed by the seed.
+    """Batches of a table of patches, in a given order.
 
     Args:
         stores: where the patches are.
         table: which patches.
         batch_size: patches a step, over all replicas.
-        seed: decides the order; None reads in the table's order.
+        order: in which order.
         replicas: parts that each step's batch is given out in.
+        on_error: "skip" gives a patch that is damaged the weight 0 and black pixels; "raise" stops there.
+        columns: what else to give out with each patch.
+        check: whether each value is held against its CRC.
+
+    Attributes:
+        skipped: why, by key, for every patch that has been skipped so far.
 
     Raises:
-        UsageError: a size is not positive.
+        UsageError: a setting is none of those allowed.
 
     Example:
-        >>> batches = Batches(stores, table, batch_size=64, seed=1)  # doctest: +SKIP
+        >>> batches = Batches(stores, table, batch_size=64, order=Sequential(len(table)))  # doctest: +SKIP
         >>> batches.load(step=0).image.shape  # doctest: +SKIP
         (64, 256, 256, 3)
     """
@@ -62,31 +80,40 @@ class Batches:
         table: PatchTable,
         *,
         batch_size: int,
-        seed: int | None,
+        order: Order,
         replicas: int = 1,
+        on_error: OnError = "raise",
+        columns: Sequence[Column] = (),
+        check: bool = True,
     ) -> None:
         if batch_size < 1:
             raise UsageError("batch_size", found=batch_size, expected="1 or more")
-        self.stores, self.table = stores, table
-        self.batch_size, self.seed, self.replicas = batch_size, seed, replicas
+        if on_error not in get_args(OnError):
+            raise UsageError("on_error", found=repr(on_error), expected="'raise' or 'skip'")
+        unknown = sorted(set(columns) - set(get_args(Column)))
+        if unknown:
+            raise UsageError(
+                "columns", found=", ".join(unknown), expected=", ".join(get_args(Column))
+            )
+        self.stores, self.table, self.columns = stores, table, tuple(columns)
+        self.batch_size, self.replicas = batch_size, replicas
+        self.order = order
         self.patch_size = stores[0].patch_size
-        self.steps_per_epoch = -(-len(table) // batch_size)
+        self.steps_per_epoch = -(-len(self.order) // batch_size)
         self.rows_per_replica = -(-batch_size // replicas)
+        self.skipped: dict[int, str] = {}
+        self._skip, self._check = on_error == "skip", check
+        self._lock = threading.Lock()
 
-    def keys_and_labels(
-        self, step: int, replica: int = 0
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Keys, labels and weights of a step without reading a pixel."""
+    def locate(self, step: int, replica: int = 0) -> tuple[Located, NDArray[np.float32]]:
+        """Which patches a step has, and their weights (B,), without reading a pixel."""
         epoch, step = divmod(step, self.steps_per_epoch)
         row = replica * self.rows_per_replica + np.arange(self.rows_per_replica)
         place = step * self.batch_size + row
-        real = (row < self.batch_size) & (place < len(self.table))
+        real = (row < self.batch_size) & (place < len(self.order))
         # The order goes on into rows of weight 0: real pixels keep batch statistics sane.
-        place %= len(self.table)
-        if self.seed is not None:
-            place = Permutation(len(self.table), self.seed, epoch)(place)
-        stores, slides, rows, labels = self.table.locate(place)
-        return pack_keys(stores, slides, rows), labels, real.astype(np.float32)
+        place %= len(self.order)
+        return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
 
     def load(self, step: int, replica: int = 0) -> Batch:
         """A step's batch.
@@ -96,19 +123,80 @@ class Batches:
             replica: which part of it.
 
         Raises:
-            DamagedStore: a patch is missing or cannot be decoded.
+            DamagedStore: a patch is missing, not what was written, or cannot be decoded, and is not to be skipped.
         """
-        keys, labels, weights = self.keys_and_labels(step, replica)
+        located, weights = self.locate(step, replica)
+        keys = located.keys
         images = aligned_empty((len(keys), self.patch_size, self.patch_size, 3))
-        order = np.argsort(keys)  # LMDB's order: neighbours on disk are read together
-        stores = keys >> 56
-        for ordinal in np.unique(stores):
+        columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}
+        for reading, store, places in self._by_store(located, keys):
+            rows, slides = located.rows[places], located.slides[places]
+            expected = _gathered(reading, slides, rows, "crc").tolist()
+            for name, values in columns.items():
+                values[places] = (
+                    [store.records[slide].id.encode() for slide in slides.tolist()]
+                    if name == "slide"
+                    else _gathered(reading, slides, rows, name)
+                )
+            patches = zip(places.tolist(), slides.tolist(), rows.tolist(), expected, strict=True)
+            for i, slide, row, crc in patches:
+                try:
+                    value = reading.value(slide, row)
+                    if self._check:
+                        _check_crc(value, slide, row, crc)
+                    decode(value, images[i])
+                except DamagedStore as error:
+                    problem = _named(error, reading.where(slide), row)
+                    if not self._skip:
+                        raise problem from error
+                    images[i], weights[i] = 0, 0
+                    self._note(int(keys[i]), str(problem))
+        return Batch(images, located.labels, weights, keys, columns)
+
+    def advise(self, steps: range) -> int:
+        """Ask for steps' patches to be read from disk; returns at once, with the bytes asked for."""
+        keys = np.unique(
+            np.concatenate([self.locate(s, r)[0].keys for s in steps for r in range(self.replicas)])
+        )
+        ordinals, slides, rows = unpack_keys(keys)
+        asked = 0
+        for ordinal in np.unique(ordinals).tolist():
+            here = ordinals == ordinal
+            places = zip(slides[here].tolist(), rows[here].tolist(), strict=True)
+            asked += self.stores[ordinal].advise(list(places))
+        return asked
+
+    def _by_store(
+        self, located: Located, keys: NDArray[np.int64]
+    ) -> Iterator[tuple[Reading, Store, NDArray[np.int64]]]:
+        """A transaction on each store, and the places of its patches in LMDB's order: neighbours on disk together."""
+        order = np.argsort(keys)
+        for ordinal in np.unique(located.stores).tolist():
             store = self.stores[ordinal]
-            with store.values() as read:
-                for i in order[stores[order] == ordinal]:
-                    slide, row = int(keys[i] >> 32) & 0xFFFFFF, int(keys[i] & 0xFFFFFFFF)
-                    _decode(read(slide, row), images[i], store, slide, row)
-        return Batch(images, labels, weights, keys)
+            with store.reading() as reading:
+                yield reading, store, order[located.stores[order] == ordinal]
+
+    def _note(self, key: int, problem: str) -> None:
+        with self._lock:
+            new = key not in self.skipped
+            self.skipped[key] = problem
+            count = len(self.skipped)
+        if new and count <= _WARNINGS:
+            _log.warning("skipped: %s", problem)
+        if new and count == _WARNINGS:
+            _log.warning("further skipped patches are counted, not told")
+
+
+_TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}
+
+
+def _gathered(
+    reading: Reading, slides: NDArray[np.int64], rows: NDArray[np.int64], name: str
+) -> NDArray[Any]:
+    """A column's values of patches, sorted by slide."""
+    first = np.flatnonzero(np.append(True, slides[1:] != slides[:-1]))
+    parts = zip(slides[first].tolist(), np.split(rows, first[1:]), strict=True)
+    return np.concatenate([reading.column(slide, name)[part] for slide, part in parts])
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -119,7 +207,12 @@ def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return buffer[start : start + size].reshape(shape)
 
 
-def _decode(value: memoryview, out: NDArray[np.uint8], store: Store, slide: int, row: int) -> None:
+def _check_crc(value: memoryview, slide: int, row: int, expected: int) -> None:
+    if value_crc(patch_key(slide, row), value) != expected:
+        raise DamagedStore("it is not what was written")
+
+
+def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
     try:
         if value[:2] == _JPEG_START:
@@ -130,13 +223,18 @@ def _decode(value: memoryview, out: NDArray[np.uint8], store: Store, slide: int,
                 pixels = np.asarray(image.convert("RGB"))
                 out[:] = pixels
         size = pixels.shape
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SyntaxError) as error:  # Pillow has all three for a broken PNG
         raise DamagedStore(
-            _where(store, slide, row), found=str(error), expected="an image of the patch size"
+            "it cannot be decoded", found=str(error), expected="an image of the patch size"
         ) from error
     if size != out.shape:
-        raise DamagedStore(_where(store, slide, row), found=size, expected=out.shape)
+        raise DamagedStore("its size", found=size, expected=out.shape)
 
 
-def _where(store: Store, slide: int, row: int) -> str:
-    return f"{store.path}, slide {store.records[slide].id}: patch {row} cannot be decoded"
+def _named(error: DamagedStore, where: str, row: int) -> DamagedStore:
+    """The error with store, slide and patch before it."""
+    what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
+    return DamagedStore(
+        what, found=error.found, expected=error.expected,
+        todo="ingest the slide again, or go on without its damaged patches (on_error='skip')",
+    )  # fmt: skip

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -21,14 +22,17 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         return values ^ (values >> np.uint64(31))
 
 
-def combine(*numbers: int) -> np.uint64:
-    """One well-mixed 64-bit number of several, order-sensitive.
+def combine(*numbers: int | NDArray[np.integer]) -> NDArray[np.uint64]:
+    """One well-mixed 64-bit number of several, order-sensitive; arrays give one for each of their elements.
 
     Example:
-        >>> combine(1, 2) == combine(2, 1)
+        >>> bool(combine(1, 2) == combine(2, 1))
         False
+        >>> combine(1, np.arange(3)).shape
+        (3,)
     """
-    state = np.zeros(1, np.uint64)
+    state = np.zeros((), np.uint64)
     for number in numbers:
-        state = mix(state ^ np.array([number & 0xFFFFFFFFFFFFFFFF], np.uint64))
-    return np.uint64(state[0])
+        array = np.asarray(number & _WORD if isinstance(number, int) else number)
+        state = np.asarray(mix(state ^ array.astype(np.uint64)))
+    return state

@@ -1,4 +1,4 @@
-"""In which order an epoch visits its patches: a permutation that is computed, never stored.
+"""Permutations that are computed, never stored.
 
 A generalised Feistel network maps place to patch one to one, so any step of any epoch is known without the steps before it.
 """
@@ -10,60 +10,100 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import combine, mix
+from histopipe.dataset.hashing import mix
 
 _ROUNDS = 8
 SMALL = 1024
 """Up to here a permutation is sorted out in memory: on few points a Feistel network reaches few permutations (of 3 points
 it makes only rotations), and sorting costs no more."""
 
+_KEPT = 4096
+"""Sorted permutations that are remembered: 8 MB at most."""
 
-class Permutation:
-    """A random permutation of 0 … n-1, fixed by its seeds.
+
+def permuted(
+    places: NDArray[np.integer],
+    sizes: int | NDArray[np.integer],
+    keys: NDArray[np.uint64],
+) -> NDArray[np.int64]:
+    """What stands at places of random permutations, in O(1) memory and time for each.
 
     Args:
-        n: how many there are, at least 1.
-        seeds: any integers, such as the run's seed and the epoch.
+        places: (N,) each from 0 to below its size.
+        sizes: of the permutations, 1 or more; one for all, or (N,).
+        keys: which permutation of that size, by `combine`; one for all, or (N,).
+
+    Returns:
+        (N,) int64, below the sizes.
 
     Source:
         J. Black and P. Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on Z_a × Z_b, with
         cycle walking where a·b exceeds n.
 
     Example:
-        >>> sorted(Permutation(5, 1, 0)(np.arange(5)).tolist())
+        >>> sorted(permuted(np.arange(5), 5, combine(1, 0)).tolist())
         [0, 1, 2, 3, 4]
     """
-
-    def __init__(self, n: int, *seeds: int) -> None:
-        self._n = n
-        self._a = np.uint64(max(1, int(np.sqrt(n))))
-        self._b = np.uint64(-(-n // int(self._a)))
-        key = combine(*seeds)
-        self._small = n <= SMALL
-        self._key = key
-        self._round_keys = mix(key + np.arange(1, _ROUNDS + 1, dtype=np.uint64))
-
-    def __call__(self, places: NDArray[np.integer]) -> NDArray[np.int64]:
-        """The patches at these places of the order, each place from 0 to n-1. int64, same shape."""
-        if self._small:
-            return np.asarray(_sorted_permutation(self._n, int(self._key))[places])
-        result = self._walk(places.astype(np.uint64))
-        outside = result >= self._n
-        while outside.any():
-            result[outside] = self._walk(result[outside])
-            outside = result >= self._n
-        return result.astype(np.int64)
-
-    def _walk(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        x, y = values % self._a, values // self._a
-        for number, key in enumerate(self._round_keys):
-            if number % 2:
-                y = (y + mix(x ^ key) % self._b) % self._b
-            else:
-                x = (x + mix(y ^ key) % self._a) % self._a
-        return y * self._a + x
+    if np.ndim(sizes) == np.ndim(keys) == 0:
+        return _permuted(places, np.asarray(sizes), keys, small=bool(sizes <= SMALL))
+    places, sizes, keys = np.broadcast_arrays(places, sizes, keys)
+    result = np.empty(places.shape, np.int64)
+    for small in (True, False):
+        which = (sizes <= SMALL) == small
+        if which.any():
+            result[which] = _permuted(places[which], sizes[which], keys[which], small=small)
+    return result
 
 
-@functools.lru_cache(maxsize=16)
-def _sorted_permutation(n: int, key: int) -> NDArray[np.int64]:
-    return np.argsort(mix(mix(np.arange(n, dtype=np.uint64)) ^ np.uint64(key)), kind="stable")
+def _permuted(
+    places: NDArray[np.integer],
+    sizes: NDArray[np.integer],
+    keys: NDArray[np.uint64],
+    *,
+    small: bool,
+) -> NDArray[np.int64]:
+    if not small:
+        return _feistel(places.astype(np.uint64), sizes.astype(np.uint64), keys)
+    if sizes.ndim == 0:
+        return np.asarray(_sorted_permutation(int(sizes), int(keys))[places], np.int64)
+    each = zip(places.tolist(), sizes.tolist(), keys.tolist(), strict=True)
+    found = [_sorted_permutation(size, key)[place] for place, size, key in each]
+    return np.array(found, np.int64)
+
+
+def _feistel(
+    values: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    a = np.maximum(1, np.sqrt(sizes.astype(np.float64)).astype(np.uint64))
+    b = (sizes + a - np.uint64(1)) // a
+    with np.errstate(over="ignore"):
+        round_keys = [mix(np.asarray(keys + np.uint64(i))) for i in range(1, _ROUNDS + 1)]
+    result = _walked(values, a, b, round_keys)
+    outside = np.flatnonzero(result >= sizes)
+    while len(outside):
+        here = [array if array.ndim == 0 else array[outside] for array in (a, b, *round_keys)]
+        result[outside] = _walked(result[outside], here[0], here[1], here[2:])
+        limits = sizes if sizes.ndim == 0 else sizes[outside]
+        outside = outside[result[outside] >= limits]
+    return result.astype(np.int64)
+
+
+def _walked(
+    values: NDArray[np.uint64],
+    a: NDArray[np.uint64],
+    b: NDArray[np.uint64],
+    round_keys: list[NDArray[np.uint64]],
+) -> NDArray[np.uint64]:
+    x, y = values % a, values // a
+    for number, key in enumerate(round_keys):
+        if number % 2:
+            y = (y + mix(x ^ key) % b) % b
+        else:
+            x = (x + mix(y ^ key) % a) % a
+    return y * a + x
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _sorted_permutation(n: int, key: int) -> NDArray[np.uint16]:
+    hashes = mix(mix(np.arange(n, dtype=np.uint64)) ^ np.uint64(key))
+    return np.argsort(hashes, kind="stable").astype(np.uint16)

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.files import appearing
 from histopipe.store.store import Store
@@ -54,9 +53,9 @@ class SlideSplit:
     crc: int
     sides: NDArray[np.int8]
 
-    def on(self, side: Side) -> NDArray[np.int64]:
+    def on(self, side: Side) -> NDArray[np.int32]:
         """Rows on one side."""
-        return np.flatnonzero(self.sides == SIDES.index(side)).astype(np.int64)
+        return np.flatnonzero(self.sides == SIDES.index(side)).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +75,6 @@ class Splits:
     uuids: tuple[str, ...]
     classes: tuple[str, ...]
     slides: tuple[SlideSplit, ...]
-
-    def table(self, side: Side) -> PatchTable:
-        """The patches of one side."""
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        rows = ((slide, slide.on(side)) for slide in self.slides)
-        return PatchTable(
-            [SlideRows(s.store, s.slide, len(r), numbers[s.label], r) for s, r in rows]
-        )
 
     def count(self) -> dict[Side, Counter[str]]:
         """Patches by side and class."""

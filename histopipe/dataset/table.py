@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.hashing import combine
+from histopipe.dataset.order import permuted
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store
 
 UNLABELLED = -1
 MAX_STORES = 127
+
+_CAP_DRAW = 201
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,53 +25,105 @@ class SlideRows:
     Attributes:
         store: the store's place in the list of stores.
         slide: its number there.
-        rows: (N,) chosen rows; None takes all of `count`.
         count: how many patches it brings.
         label: class number, `UNLABELLED` for none.
+        rows: (N,) chosen rows; None takes all of `count`.
+        patient: whose slide it is.
     """
 
     store: int
     slide: int
     count: int
     label: int
-    rows: NDArray[np.int64] | None = None
+    rows: NDArray[np.int32] | None = None
+    patient: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where patches are; (N,) each.
+
+    Attributes:
+        stores, slides, rows: store in the list, slide number in it, patch number of that.
+        labels: class numbers, int32.
+    """
+
+    stores: NDArray[np.int64]
+    slides: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    labels: NDArray[np.int32]
+
+    @property
+    def keys(self) -> NDArray[np.int64]:
+        """The dataset's keys of the patches."""
+        return pack_keys(self.stores, self.slides, self.rows)
 
 
 class PatchTable:
-    """All patches of a dataset, numbered through. Its memory is a row a slide, not a row a patch.
+    """All patches of a dataset, numbered through. Its memory is a row a slide, and 4 bytes for each chosen row.
+
+    Args:
+        slides: end to end.
+        max_per_slide: patches that a slide brings to an epoch, at most. With a seed each epoch draws others, until all have
+            come up; without, they are spread evenly over the slide.
+        seed: of that draw.
+
+    Attributes:
+        counts, starts: (S,) patches that each slide brings to an epoch, and the number of its first.
 
     Raises:
         NothingToDo: there is no patch.
+        UsageError: the cap is not positive.
     """
 
-    def __init__(self, slides: Sequence[SlideRows]) -> None:
+    def __init__(
+        self,
+        slides: Sequence[SlideRows],
+        *,
+        max_per_slide: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        if max_per_slide is not None and max_per_slide < 1:
+            raise UsageError("max_per_slide", found=max_per_slide, expected="1 or more")
         self.slides = [slide for slide in slides if slide.count]
-        counts = np.array([slide.count for slide in self.slides], np.int64)
-        self._ends = np.cumsum(counts)
-        self._starts = self._ends - counts
-        self._stores = np.array([slide.store for slide in self.slides], np.int64)
-        self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
-        self._labels = np.array([slide.label for slide in self.slides], np.int32)
         if not self.slides:
             raise NothingToDo(
                 "no patch to read", todo="see `histopipe info` for what the store holds"
             )
+        self._sizes = np.array([slide.count for slide in self.slides], np.int64)
+        self._cap, self._seed = max_per_slide, seed
+        self.counts = np.minimum(self._sizes, max_per_slide or self._sizes.max())
+        self._ends = np.cumsum(self.counts)
+        self.starts = self._ends - self.counts
+        self._stores = np.array([slide.store for slide in self.slides], np.int64)
+        self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
+        self._labels = np.array([slide.label for slide in self.slides], np.int32)
+        self._chosen = np.array([slide.rows is not None for slide in self.slides])
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def locate(
-        self, numbers: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]]:
-        """Where patches are: store, slide number, row, and their label; (N,) each."""
+    def locate(self, numbers: NDArray[np.int64], epoch: int = 0) -> Located:
+        """Where patches of these numbers are; with a cap that depends on the epoch."""
         place = np.searchsorted(self._ends, numbers, side="right")
-        rows = numbers - self._starts[place]
-        for i in np.unique(place):
-            chosen = self.slides[i].rows
-            if chosen is not None:
-                here = place == i
-                rows[here] = chosen[rows[here]]
-        return self._stores[place], self._numbers[place], rows, self._labels[place]
+        rows = numbers - self.starts[place]
+        if self._cap is not None:
+            rows = self._drawn(place, rows, epoch)
+        for i in np.unique(place[self._chosen[place]]):
+            chosen, here = self.slides[i].rows, place == i
+            assert chosen is not None  # noqa: S101 - `_chosen` says so
+            rows[here] = chosen[rows[here]]
+        return Located(self._stores[place], self._numbers[place], rows, self._labels[place])
+
+    def _drawn(
+        self, place: NDArray[np.int64], rows: NDArray[np.int64], epoch: int
+    ) -> NDArray[np.int64]:
+        """Which of a slide's patches its first, second, … in an epoch is."""
+        sizes, counts = self._sizes[place], self.counts[place]
+        if self._seed is None:
+            return rows * sizes // counts
+        rounds, at = np.divmod(epoch * counts + rows, sizes)
+        return permuted(at, sizes, combine(self._seed, _CAP_DRAW, place, rounds))
 
 
 def pack_keys(
@@ -84,42 +138,3 @@ def unpack_keys(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Store, slide number and row of each key."""
     return keys >> 56, (keys >> 32) & 0xFFFFFF, keys & 0xFFFFFFFF
-
-
-def class_names(records: Sequence[SlideRecord]) -> list[str]:
-    """The classes of labelled slides, sorted; a class's number is its place."""
-    return sorted({record.label for record in records if record.label})
-
-
-def readable_rows(store: Store, slide: int) -> NDArray[np.int64] | None:
-    """Rows that hold a patch, or None if all do. Only a slide with damage has its index read for that."""
-    if not store.records[slide].unreadable:
-        return None
-    return np.flatnonzero(store.index(slide)["length"]).astype(np.int64)
-
-
-def whole_table(
-    stores: Sequence[Store], classes: Sequence[str], *, labelled_only: bool
-) -> PatchTable:
-    """Every patch of every complete slide, labelled by slide.
-
-    Raises:
-        UsageError: there are more stores than a key can tell apart.
-        NothingToDo: there is no patch.
-    """
-    if len(stores) > MAX_STORES:
-        raise UsageError(
-            "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
-        )
-    numbers = {name: number for number, name in enumerate(classes)}
-    return PatchTable(
-        [
-            SlideRows(
-                ordinal, slide, record.stored,
-                numbers.get(record.label or "", UNLABELLED), readable_rows(store, slide),
-            )
-            for ordinal, store in enumerate(stores)
-            for slide, record in store.complete.items()
-            if (record.label in numbers or not labelled_only) and record.stored
-        ]
-    )  # fmt: skip

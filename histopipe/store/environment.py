@@ -1,14 +1,13 @@
-"""The LMDB environment under a store: opened once a process, its errors made ours.
+"""The LMDB environment under a store, opened once a process.
 
-LMDB forbids opening one environment twice in a process, kills the process by SIGBUS where the file is shorter than its
-pages say, and reports a full disk as an I/O error. All three are dealt with here and nowhere else.
+LMDB forbids opening one environment twice in a process, is not to be used by a forked child, and kills the process by SIGBUS
+where the file is shorter than its pages say. All three are dealt with here and nowhere else.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,61 +17,21 @@ from typing import Any
 
 import lmdb
 
-from histopipe.errors import (
-    DamagedStore,
-    HistopipeError,
-    MachineShort,
-    NothingToDo,
-    UnknownVersion,
-    UsageError,
-)
+from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.store.data_file import check_length
 from histopipe.store.format import DATABASES
+from histopipe.store.lmdb_errors import MAX_READERS, mapped_errors
 
 MAP_SIZE = 1 << 44
-"""16 TiB of address space. The file grows as it is used; this only bounds it."""
+"""16 TiB of address space for a writer. The file grows as it is used; this only bounds it."""
 
 _SMALLEST_MAP = 1 << 28
-_MAX_READERS = 4096
+_LONGEST_READ = 5.0
+_READ_MAP, _READ_ROOM = 1 << 36, 8
+"""A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, so that eight stores of 16 TiB would be all it
+could open."""
 _MAX_DATABASES = 32
-_LOCK_BYTES = 128 + 64 * _MAX_READERS
-_FREE_LOW = 16 << 20
-"""A disk with less free space than this counts as full when a write fails."""
-
-ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
-    lmdb.BadChecksumError: (DamagedStore, "a page is damaged"),
-    lmdb.BadDbiError: (DamagedStore, "a database changed under a transaction"),
-    lmdb.BadRslotError: (HistopipeError, "a read transaction was used by two threads"),
-    lmdb.BadTxnError: (HistopipeError, "a transaction went on after an error"),
-    lmdb.BadValsizeError: (HistopipeError, "a key or value is too long for LMDB"),
-    lmdb.CorruptedError: (DamagedStore, "a page is damaged"),
-    lmdb.CryptoFailError: (DamagedStore, "the environment is encrypted"),
-    lmdb.CursorFullError: (DamagedStore, "a tree is deeper than LMDB allows"),
-    lmdb.DbsFullError: (DamagedStore, "it holds more databases than a store has"),
-    lmdb.DiskError: (MachineShort, "the disk failed"),
-    lmdb.EnvEncryptionError: (DamagedStore, "the environment is encrypted"),
-    lmdb.IncompatibleError: (DamagedStore, "a database has flags that a store's have not"),
-    lmdb.InvalidError: (DamagedStore, "data.mdb is no LMDB file"),
-    lmdb.InvalidParameterError: (HistopipeError, "LMDB was called wrongly"),
-    lmdb.KeyExistsError: (HistopipeError, "a key was written twice"),
-    lmdb.LockError: (MachineShort, "its lock file cannot be used"),
-    lmdb.MapFullError: (MachineShort, "it is larger than the address space allowed to it"),
-    lmdb.MapResizedError: (
-        MachineShort,
-        "another process made it larger than the address space here",
-    ),
-    lmdb.MemoryError: (MachineShort, "memory ran out"),
-    lmdb.NotFoundError: (DamagedStore, "a database is missing"),
-    lmdb.PageFullError: (DamagedStore, "a page is damaged"),
-    lmdb.PageNotFoundError: (DamagedStore, "a page is missing"),
-    lmdb.PanicError: (DamagedStore, "LMDB gave up on it"),
-    lmdb.ProblemError: (DamagedStore, "LMDB found it inconsistent"),
-    lmdb.ReadersFullError: (MachineShort, f"more than {_MAX_READERS} readers have it open"),
-    lmdb.ReadonlyError: (UsageError, "it was opened for reading only"),
-    lmdb.TlsFullError: (MachineShort, "the process has too many thread-local slots in use"),
-    lmdb.TxnFullError: (HistopipeError, "a transaction grew too large"),
-    lmdb.VersionMismatchError: (UnknownVersion, "it was written by another version of LMDB"),
-}
-"""What each of LMDB's errors means to a user."""
+_LOCK_BYTES = 128 + 64 * MAX_READERS
 
 
 @dataclass(slots=True)
@@ -80,6 +39,10 @@ class Environment:
     """An open environment, shared by all that use it in this process.
 
     Made by `open_environment` only. Close it as often as it was opened.
+
+    Attributes:
+        pid: the process that opened it. Another one must open its own, which `Store` does.
+        generation: how often its map was put elsewhere in memory, which it is when the file outgrows it.
     """
 
     path: Path
@@ -87,46 +50,143 @@ class Environment:
     handle: lmdb.Environment
     databases: dict[bytes, Any] = field(default_factory=dict)
     users: int = 1
+    pid: int = field(default_factory=os.getpid)
+    generation: int = 0
+    _readers: int = 0
+    _idle: threading.Condition = field(default_factory=threading.Condition)
+    _descriptor: int = -1
+
+    @property
+    def descriptor(self) -> int:
+        """data.mdb, open for reading; for advice only, since data is read through the map."""
+        with _registry_lock:
+            if self._descriptor < 0:
+                self._descriptor = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+            return self._descriptor
 
     @contextmanager
     def read(self) -> Iterator[lmdb.Transaction]:
-        """A read transaction. Its values are views that must not outlive it."""
-        with mapped_errors(self.path), self._begin(write=False) as transaction:
-            yield transaction
+        """A read transaction; not within another one of the same thread.
+
+        Its values are views that must not outlive it. An environment that is closed meanwhile closes when it ends.
+        """
+        self._take()
+        try:
+            with mapped_errors(self.path):
+                transaction = self._begin_read()
+                try:
+                    with transaction:
+                        yield transaction
+                finally:
+                    self._leave()
+        finally:
+            self.close()
 
     @contextmanager
     def write(self) -> Iterator[lmdb.Transaction]:
         """A write transaction: durable once left, undone by an exception."""
-        with mapped_errors(self.path), self._begin(write=True) as transaction:
+        with mapped_errors(self.path), self.handle.begin(write=True, buffers=True) as transaction:
             yield transaction
 
     def grow(self) -> None:
-        """Double the map, which only matters where address space is limited. No transaction may be open."""
+        """Double the map, which only matters where address space is limited."""
         with mapped_errors(self.path):
-            self.handle.set_mapsize(self.handle.info()["map_size"] * 2)
+            self._remap(self.generation, self.handle.info()["map_size"] * 2)
 
     def close(self) -> None:
         """Give it back; the last user's call closes it."""
         with _registry_lock:
             self.users -= 1
-            if self.users == 0:
+            if self.users == 0 and self.pid == os.getpid():
                 _registry.pop(_registry_key(self.path), None)
                 self.handle.close()
+                if self._descriptor >= 0:
+                    os.close(self._descriptor)
 
-    def _begin(self, *, write: bool) -> lmdb.Transaction:
-        try:
-            return self.handle.begin(write=write, buffers=True)
-        except lmdb.MapResizedError:
-            self.handle.set_mapsize(0)  # take over the size another process gave it
-            return self.handle.begin(write=write, buffers=True)
+    def pause(self) -> None:
+        """Begin no read until `go_on`, and wait for those under way, but not for ever: this thread's own cannot end."""
+        self._idle.acquire()
+        self._idle.wait_for(lambda: self._readers == 0, _LONGEST_READ)
+
+    def go_on(self) -> None:
+        """After `pause`."""
+        self._idle.release()
+
+    def abandon(self) -> None:
+        """In a forked child, after `pause` in its parent: close what can be closed without touching the parent's."""
+        if not self.writable and not self._readers:
+            self.handle.close()
+
+    def _take(self) -> None:
+        with _registry_lock:
+            if self.users == 0:
+                raise UsageError(f"the store {self.path} is closed", todo="open it again")
+            self.users += 1
+
+    def _begin_read(self) -> lmdb.Transaction:
+        while True:
+            with self._idle:
+                self._readers += 1
+                generation = self.generation
+            try:
+                return self.handle.begin(buffers=True)
+            except lmdb.MapResizedError:
+                self._leave()
+                self._remap(generation, self._wanted_map())
+            except BaseException:
+                self._leave()
+                raise
+
+    def _wanted_map(self) -> int:
+        return _read_map_size((self.path / "data.mdb").stat().st_size)
+
+    def _leave(self) -> None:
+        with self._idle:
+            self._readers -= 1
+            self._idle.notify_all()
+
+    def _remap(self, generation: int, size: int) -> None:
+        """Give the map another size, once no view of it is in use and unless another thread has done so."""
+        with self._idle:
+            while self._readers:
+                self._idle.wait()
+            if self.generation == generation:
+                self.handle.set_mapsize(size)
+                self.generation += 1
 
 
-_registry: dict[tuple[int, str], Environment] = {}
+_registry: dict[str, Environment] = {}
 _registry_lock = threading.Lock()
 
 
-def _registry_key(path: Path) -> tuple[int, str]:
-    return os.getpid(), os.path.realpath(path)
+def _before_fork() -> None:
+    """No read may be under way: its slot in the lock file would be shared with the child, and given back by it."""
+    _registry_lock.acquire()
+    for environment in _registry.values():
+        environment.pause()
+
+
+def _after_fork() -> None:
+    for environment in _registry.values():
+        environment.go_on()
+    _registry_lock.release()
+
+
+def _after_fork_in_child() -> None:
+    """The parent's environments are of no use here; LMDB lets them be opened anew only once they are closed."""
+    for environment in _registry.values():
+        environment.abandon()
+    _registry.clear()
+    _registry_lock.release()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
+
+
+def _registry_key(path: Path) -> str:
+    return os.path.realpath(path)
 
 
 def open_environment(path: Path, *, write: bool = False) -> Environment:
@@ -158,7 +218,7 @@ def _open(path: Path, *, write: bool) -> Environment:
         # Empty where a writer has only just begun, or was killed.
         begun = data.exists() and data.stat().st_size > 0
         if begun:
-            _check_length(data)
+            check_length(data)
     except OSError as error:
         raise UsageError(f"{data} cannot be read", found=error.strerror) from error
     if not begun and not write:
@@ -198,24 +258,29 @@ def _allocate_lock(path: Path) -> None:
 
 
 def _open_handle(path: Path, *, write: bool) -> lmdb.Environment:
-    size = MAP_SIZE
+    size = MAP_SIZE if write else _read_map_size((path / "data.mdb").stat().st_size)
     while True:
         try:
             return lmdb.open(
                 str(path),
                 map_size=size,
                 max_dbs=_MAX_DATABASES,
-                max_readers=_MAX_READERS,
+                max_readers=MAX_READERS,
                 readonly=not write,
                 create=write,
                 # Without the lock a reader beside a writer sees wrong data, so only where no writer can be.
                 lock=write or os.access(path, os.W_OK),
+                max_spare_txns=0,  # a spare one could not be left behind by a fork
                 readahead=write,
             )
         except lmdb.Error as error:
             if size <= _SMALLEST_MAP or not _out_of_address_space(error):
                 raise
             size //= 2
+
+
+def _read_map_size(length: int) -> int:
+    return min(MAP_SIZE, max(_READ_MAP, _READ_ROOM * length))
 
 
 def _out_of_address_space(error: lmdb.Error) -> bool:
@@ -227,80 +292,3 @@ def _open_database(handle: lmdb.Environment, name: bytes, *, create: bool) -> An
         return handle.open_db(name, create=create)
     except lmdb.NotFoundError:
         return None  # an environment without our databases: told by whoever reads its meta
-
-
-def _check_length(data: Path) -> None:
-    """Refuse a file shorter than its newest meta page says: reading past its end would be a SIGBUS."""
-    length = data.stat().st_size
-    with data.open("rb") as file:
-        metas = [_meta(file.read(4096))]
-        if metas[0] is not None:
-            file.seek(metas[0][2])
-            metas.append(_meta(file.read(4096)))
-    known = [meta for meta in metas if meta is not None]
-    if not known:
-        raise DamagedStore(f"{data} is no LMDB file", found=f"{length} bytes of something else")
-    _, last_page, page_size = max(known)
-    if length < (last_page + 1) * page_size:
-        raise DamagedStore(
-            f"{data} is cut short",
-            found=f"{length} bytes",
-            expected=f"at least {(last_page + 1) * page_size}",
-            todo="copy the store again, or ingest anew (a copy taken during an ingest is no store)",
-        )
-
-
-def _meta(page: bytes) -> tuple[int, int, int] | None:
-    """Transaction number, last page and page size of an LMDB meta page (lmdb 0.9, struct MDB_meta)."""
-    if len(page) < 152:
-        return None
-    magic, version = struct.unpack_from("<II", page, 16)
-    (page_size,) = struct.unpack_from("<I", page, 40)
-    last_page, transaction = struct.unpack_from("<QQ", page, 136)
-    if magic != 0xBEEFC0DE or version != 1 or not 256 <= page_size <= 65536:
-        return None
-    return transaction, last_page, page_size
-
-
-@contextmanager
-def mapped_errors(path: Path) -> Iterator[None]:
-    """Turns LMDB's errors into ours, a full disk among them."""
-    try:
-        yield
-    except lmdb.Error as error:
-        raise _mapped(error, path) from error
-
-
-def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
-    full = _disk_is_full(path)
-    text = str(error)
-    if full and (isinstance(error, lmdb.DiskError) or _mentions(text, errno.EIO, errno.ENOSPC)):
-        return MachineShort(
-            f"the disk that holds {path} is full",
-            found=full,
-            todo="make room and run the same command again: what was complete stays",
-        )
-    causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
-        (errno.EACCES, UsageError, "may not be written or locked"),
-        (errno.EPERM, UsageError, "may not be written or locked"),
-        (errno.EROFS, UsageError, "lies on a read-only filesystem"),
-        (errno.ENOENT, NothingToDo, "is not there"),
-        (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
-        (errno.ENOSPC, MachineShort, "lies on a full disk"),
-    )
-    for number, cause, what in causes:
-        if _mentions(text, number):
-            return cause(f"the store {path} {what}", found=text)
-    kind, what = ERRORS.get(type(error), (DamagedStore, "LMDB cannot use it"))
-    return kind(f"the store {path}: {what}", found=text)
-
-
-def _mentions(text: str, *numbers: int) -> bool:
-    return any(os.strerror(number) in text for number in numbers)
-
-
-def _disk_is_full(path: Path) -> str | None:
-    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
-    stat = os.statvfs(existing)
-    free = stat.f_bavail * stat.f_frsize
-    return f"{free >> 20} MB free" if free < _FREE_LOW else None

@@ -23,12 +23,13 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 
 MAX_SLIDE_NUMBER = (1 << 24) - 1
 
-META, SLIDES, PATCHES, INDEX, THUMBNAILS = DATABASES = (
+META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES = (
     b"meta",
     b"slides",
     b"patches",
     b"index",
     b"thumbnails",
+    b"stains",
 )
 
 INDEX_COLUMNS: Mapping[str, str] = {

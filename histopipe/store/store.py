@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,18 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.files import Closing
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
-    INDEX,
-    PATCHES,
+    STAINS,
     THUMBNAILS,
-    decode_index,
     patch_key,
     slide_key,
     thumbnail_key,
     value_crc,
 )
 from histopipe.store.meta import read_meta, read_records
+from histopipe.store.reading import Columns, Reading
 from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.stains import StainFit, read_fits
 from histopipe.tiling.spec import MAX_PATCH_SIZE
-
-ReadValue = Callable[[int, int], memoryview]
 
 _READ_SETTINGS = {"patch_size", "overlap", "mpp", "level", "tissue", "tissue_threshold", "codec"}
 """What readers use of a spec; what later versions add is not among it."""
@@ -57,7 +56,9 @@ class Store(Closing):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._environment: Environment = open_environment(path)
+        self._real_path = path.resolve()
+        self._opened: Environment = open_environment(path)
+        self._columns: Columns = {}
         try:
             with self._environment.read() as transaction:
                 databases = self._environment.databases
@@ -109,40 +110,35 @@ class Store(Closing):
         Raises:
             DamagedStore: the block is missing, damaged, or not of the length its record says.
         """
-        record, where = self.records[slide], f"{self.path}, slide {self.records[slide].id}"
-        with self._environment.read() as transaction:
-            block = transaction.get(slide_key(slide), db=self._environment.databases[INDEX])
-            if block is None:
-                raise DamagedStore(f"{where}: its index is missing")
-            columns = decode_index(bytes(block), where=where)
-        rows = len(columns["crc"])
-        if rows != record.planned:
-            raise DamagedStore(f"{where}: rows of its index", found=rows, expected=record.planned)
-        return columns
+        with self.reading() as reading:
+            return reading.index(slide)
 
     @contextmanager
-    def values(self) -> Iterator[ReadValue]:
-        """One read transaction: a function from slide number and row to the encoded patch.
+    def reading(self) -> Iterator[Reading]:
+        """One read transaction on the patches. What it gives must not outlive the block."""
+        environment = self._environment
+        with environment.read() as transaction:
+            yield Reading(environment, transaction, self.records, self._columns)
 
-        The views must not outlive the block.
+    def advise(self, keys: Sequence[tuple[int, int]]) -> int:
+        """Ask the system to read patches from disk before they are wanted; returns at once.
+
+        Args:
+            keys: slide and row of each.
+
+        Returns:
+            Bytes asked for.
         """
-        database = self._environment.databases[PATCHES]
-        with self._environment.read() as transaction:
-
-            def read(slide: int, row: int) -> memoryview:
-                value = transaction.get(patch_key(slide, row), db=database)
-                if value is None:
-                    raise DamagedStore(
-                        f"{self.path}, slide {self.records[slide].id}: patch {row} is missing"
-                    )
-                return memoryview(value)
-
-            yield read
+        with self.reading() as reading:
+            extents = reading.extents(keys).tolist()
+        for offset, length in extents:
+            os.posix_fadvise(self._environment.descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+        return sum(length for _, length in extents)
 
     def value(self, slide: int, row: int) -> bytes:
         """A patch's file, JPEG or PNG; empty if it was unreadable when ingested."""
-        with self.values() as read:
-            return bytes(read(slide, row))
+        with self.reading() as reading:
+            return bytes(reading.value(slide, row))
 
     def read(self, slide_id: str, row: int) -> NDArray[np.uint8]:
         """A patch's pixels, checked against its CRC.
@@ -181,9 +177,31 @@ class Store(Closing):
             )
             return None if value is None else bytes(value)
 
+    def stains(self) -> dict[int, StainFit]:
+        """How complete slides are stained, by number, of those that were fitted.
+
+        Raises:
+            DamagedStore: an entry cannot be read.
+        """
+        with self._environment.read() as transaction:
+            database = self._environment.databases[STAINS]
+            if database is None:
+                return {}
+            keys = {number: slide_key(number) for number in self.complete}
+            entries = {n: transaction.get(key, db=database) for n, key in keys.items()}
+            held = {n: bytes(entry) for n, entry in entries.items() if entry is not None}
+        return read_fits(held, where=str(self.path))
+
     def close(self) -> None:
         """Give the environment back. No view of it may be touched afterwards."""
-        self._environment.close()
+        self._opened.close()
+
+    @property
+    def _environment(self) -> Environment:
+        """This process's environment: what was opened before a fork is the parent's."""
+        if self._opened.pid != os.getpid():
+            self._opened, self._columns = open_environment(self._real_path), {}
+        return self._opened
 
 
 def _check_spec(spec: Mapping[str, Any], path: Path) -> None:

@@ -31,6 +31,7 @@ from histopipe.store.format import (
     META,
     PATCHES,
     SLIDES,
+    STAINS,
     THUMBNAILS,
     VERSION,
     encode_index,
@@ -224,11 +225,12 @@ class StoreWriter(Closing):
         check_spec(read_meta(transaction, self._db, "spec", dict, self.path), spec, self.path)
 
     def _remove_pixels(self, slide: int) -> None:
-        """Delete patches, index and thumbnails; in bounded transactions, since nothing of it is visible."""
+        """Delete patches and all that describes them; in bounded transactions, since nothing of it is visible."""
         ranges = (
             (PATCHES, patch_key(slide, 0), patch_key(slide + 1, 0)),
             (INDEX, slide_key(slide), slide_key(slide + 1)),
             (THUMBNAILS, slide_key(slide), slide_key(slide + 1)),
+            (STAINS, slide_key(slide), slide_key(slide + 1)),
         )
         for database, first, last in ranges:
             # Mostly there is nothing, and looking costs no commit.

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from histopipe.dataset.batches import OnError
+from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation, StainNorm
+from histopipe.dataset.sampling import Balance
 from histopipe.dataset.splits import SplitBy
 from histopipe.errors import UsageError
 
 Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
 ClassWeights = Literal["none", "balanced"]
-Augment = Literal["none", "flips"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,12 @@ class TrainConfig:
         optimizer, learning_rate: of the optimizer.
         class_weights: "balanced" weighs each class by the inverse of its patches.
         dropout: share of features dropped before the last layer, 0 to 1.
-        augment: "flips" for the eight positions of a square.
+        augment: "none", or of flips, crop, colour and stain those that training patches go through.
+        stain_norm: give every slide the stain of one reference; the saved model then wants such patches.
+        balance: draw classes, slides or patients equally often in training.
+        max_per_slide: training patches of a slide in an epoch, at most; 0 for all.
+        shuffle_block: shuffle blocks of so many neighbours, for slow disks; 0 shuffles all patches.
+        on_error: "skip" goes on without a patch that is damaged in the store.
         patience: epochs without a better validation AUC before stopping; 0 never stops.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
         deterministic: bitwise repeatable operations, slower.
@@ -59,7 +66,12 @@ class TrainConfig:
     learning_rate: float = 1e-3
     class_weights: ClassWeights = "none"
     dropout: float = 0.15
-    augment: Augment = "flips"
+    augment: tuple[str, ...] = ("flips",)
+    stain_norm: StainNorm = "none"
+    balance: Balance = "none"
+    max_per_slide: int = 0
+    shuffle_block: int = 0
+    on_error: OnError = "raise"
     patience: int = 5
     devices: str = "auto"
     deterministic: bool = False
@@ -72,7 +84,13 @@ class TrainConfig:
         _one_of("--split-by", self.split_by, get_args(SplitBy))
         _one_of("--optimizer", self.optimizer, get_args(Optimizer))
         _one_of("--class-weights", self.class_weights, get_args(ClassWeights))
-        _one_of("--augment", self.augment, get_args(Augment))
+        _one_of("--stain-norm", self.stain_norm, get_args(StainNorm))
+        _one_of("--balance", self.balance, get_args(Balance))
+        _one_of("--on-error", self.on_error, get_args(OnError))
+        _at_least("--max-per-slide", self.max_per_slide, 0)
+        _at_least("--shuffle-block", self.shuffle_block, 0)
+        for name in self.augment:
+            _one_of("--augment", name, ("none", *AUGMENTATIONS))
         _positive("--learning-rate", self.learning_rate)
         _positive("--region-um", self.region_um)
         if not 0 <= self.dropout < 1:
@@ -86,6 +104,11 @@ class TrainConfig:
                 "--fractions", found=self.fractions,
                 expected="train,validation,test that add up to 1, the first two above 0",
             )  # fmt: skip
+
+    @property
+    def augmentations(self) -> tuple[Augmentation, ...]:
+        """Those of `augment` that do something."""
+        return tuple(name for name in AUGMENTATIONS if name in self.augment)
 
     def to_toml(self) -> str:
         """The settings as `config.toml`; those that are None are left out."""

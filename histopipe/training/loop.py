@@ -18,9 +18,12 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.augmentation import epoch_seed, flip_and_turn, sample_seeds
-from histopipe.dataset.batches import Batches
+from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds, to_uint8
+from histopipe.dataset.batches import Batches, OnError
+from histopipe.dataset.kinds import Augmentation
 from histopipe.dataset.loader import BatchSource
+from histopipe.dataset.sampling import Balance, make_order
+from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
 from histopipe.store.store import Store
 from histopipe.training.models import PatchModel
@@ -57,7 +60,13 @@ class Trainer:
         batch_size: patches a step over all replicas.
         seed: of order, augmentation and dropout.
         class_weight: (C,) weight of each class in the loss.
-        augment: whether to flip and turn.
+        augmentations: of training patches.
+        normalise: gives every patch the same stain, if wanted.
+        balance, shuffle_block: how an epoch goes through the training patches.
+        on_error: what a damaged patch does.
+
+    Attributes:
+        skipped: why, by key, for every patch that has been skipped so far.
     """
 
     def __init__(
@@ -70,12 +79,18 @@ class Trainer:
         batch_size: int,
         seed: int,
         class_weight: NDArray[np.float32],
-        augment: bool,
+        augmentations: Sequence[Augmentation] = (),
+        normalise: StainNormaliser | None = None,
+        balance: Balance = "none",
+        shuffle_block: int | None = None,
+        on_error: OnError = "raise",
     ) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
         self._stores, self._batch_size, self._seed = stores, batch_size, seed
         self._class_weight = tf.constant(class_weight, tf.float32)
-        self._augment = augment
+        self._augmentations, self._normalise = tuple(augmentations), normalise
+        self._balance, self._shuffle_block, self._on_error = balance, shuffle_block, on_error
+        self.skipped: dict[int, str] = {}
         with strategy.scope():
             optimizer.build(model.training.trainable_variables)
 
@@ -84,35 +99,65 @@ class Trainer:
         """All that a training changes: weights, batch statistics, optimizer."""
         return [*self.model.training.variables, *self.optimizer.variables]
 
-    def train_epoch(self, table: PatchTable, epoch: int, progress: EpochProgress) -> Predictions:
-        """One pass over all patches, each once. The predictions are those made before each step's update."""
-        batches = self._batches(table, self._seed)
+    def train_epoch(self, table: PatchTable, epoch: int, title: str) -> Predictions:
+        """One epoch. The predictions are those made before each step's update."""
+        batches = self._batches(table, self._seed, self._balance, self._shuffle_block)
         first = epoch * batches.steps_per_epoch
         number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
-        return self._collect(batches, first, lambda b: self._train_step(b, number), progress)
+        return self._collect(batches, first, lambda b: self._train_step(b, number), title)
 
-    def predict(self, table: PatchTable, progress: EpochProgress) -> Predictions:
+    def predict(self, table: PatchTable, title: str) -> Predictions:
         """Predictions of every patch in the table's order, by the model as it is saved."""
-        return self._collect(self._batches(table, None), 0, self._predict_step, progress)
+        return self._collect(self._batches(table, None), 0, self._predict_step, title)
 
-    def _batches(self, table: PatchTable, seed: int | None) -> Batches:
+    def step_rate(self, seconds: float) -> float:
+        """Patches a second of training steps on one batch that is at hand. The weights change."""
+        rows = -(-self._batch_size // self.strategy.num_replicas_in_sync)
+        side = self.model.serving.input_shape[1]
+        part = {
+            "image": tf.zeros((rows, side, side, 3), tf.uint8),
+            "label": tf.zeros((rows,), tf.int32),
+            "weight": tf.ones((rows,)),
+            "key": tf.range(rows, dtype=tf.int64),
+        }
+        batch = self._one_a_replica([part] * self.strategy.num_replicas_in_sync)
+        number = tf.constant(0, tf.int64)
+        np.asarray(self.strategy.experimental_local_results(self._train_step(batch, number))[0][0])
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            results = self._train_step(batch, number)
+            # What is asked for has been computed: devices work on behind the call's back.
+            np.asarray(self.strategy.experimental_local_results(results)[0][2])
+            count += self._batch_size
+        return count / (time.perf_counter() - begun)
+
+    def _batches(
+        self,
+        table: PatchTable,
+        seed: int | None,
+        balance: Balance = "none",
+        shuffle_block: int | None = None,
+    ) -> Batches:
         return Batches(
-            self._stores, table, batch_size=self._batch_size, seed=seed,
+            self._stores, table, batch_size=self._batch_size, on_error=self._on_error,
+            order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
             replicas=self.strategy.num_replicas_in_sync,
         )  # fmt: skip
 
-    def _collect(
-        self, batches: Batches, first: int, step: Any, progress: EpochProgress
-    ) -> Predictions:
+    def _collect(self, batches: Batches, first: int, step: Any, title: str) -> Predictions:
         """Run a step over an epoch's batches and gather its results on the host."""
         collected: list[tuple[Any, ...]] = []
         waits = 0.0
         started = time.monotonic()
-        with closing(self._timed(batches, first)) as steps:
+        with (
+            closing(EpochProgress(title, batches.steps_per_epoch)) as progress,
+            closing(self._timed(batches, first)) as steps,
+        ):
             for batch, waited in steps:
                 waits += waited
                 collected.append(self.strategy.experimental_local_results(step(batch)))
                 progress.advance()
+        self.skipped |= batches.skipped
         rows = [
             [np.asarray(part[i]) for results in collected for part in results] for i in range(4)
         ]
@@ -162,7 +207,7 @@ class Trainer:
 
     def _train_replica(self, batch: dict[str, tf.Tensor], epoch_number: tf.Tensor) -> Any:
         seeds = sample_seeds(batch["key"], epoch_number)
-        images = flip_and_turn(batch["image"], seeds) if self._augment else batch["image"]
+        images = to_uint8(augment(self._normalised(batch), seeds, self._augmentations))
         variables = self.model.training.trainable_variables
         weight = self._weight(batch)
         with tf.GradientTape() as tape:
@@ -180,9 +225,15 @@ class Trainer:
         return self._results(batch, tf.nn.softmax(logits), losses, weight)
 
     def _predict_replica(self, batch: dict[str, tf.Tensor]) -> Any:
-        probability = self.model.serving(batch["image"], training=False)
+        images = to_uint8(self._normalised(batch))
+        probability = self.model.serving(images, training=False)
         losses = _cross_entropy(batch["label"], tf.math.log(tf.maximum(probability, 1e-12)))
         return self._results(batch, probability, losses, self._weight(batch))
+
+    def _normalised(self, batch: dict[str, tf.Tensor]) -> tf.Tensor:
+        if self._normalise is None:
+            return batch["image"]
+        return self._normalise(batch["image"], batch["key"])
 
     def _weight(self, batch: dict[str, tf.Tensor]) -> tf.Tensor:
         return batch["weight"] * tf.gather(self._class_weight, tf.maximum(batch["label"], 0))

@@ -17,28 +17,23 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import (
     SIDES,
     Side,
     Splits,
-    read_splits,
-    site_by_label,
 )
-from histopipe.dataset.table import PatchTable
-from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.errors import MachineShort, NothingToDo
 from histopipe.files import appearing
-from histopipe.geometry import Micrometres
-from histopipe.slides.tables import SlideNames, read_labels
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder
 from histopipe.training.checkpoint import STATE_FILE, TrainState, load_state, save_state
 from histopipe.training.config import TrainConfig
+from histopipe.training.data import patch_table, run_splits, stain_normaliser, tell_splits
 from histopipe.training.devices import make_strategy
 from histopipe.training.loop import Predictions, Trainer
 from histopipe.training.metrics import PatchMetrics, patch_metrics
 from histopipe.training.models import build_model
-from histopipe.training.progress import EpochProgress, say
+from histopipe.training.progress import say
 
 _BETTER_AUC = 1e-4
 """An AUC counts as better by more than this; within it the lower loss is better."""
@@ -77,8 +72,8 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False) -> TrainRe
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
         check_patch_sizes(stores)
-        splits = _splits(config, stores, folder, resume=resume)
-        _tell(splits, stores)
+        splits = run_splits(config, stores, folder, resume=resume)
+        tell_splits(splits, stores)
         run = _Run(config, folder, stores, splits)
         try:
             # All that can be wrong with the settings has been found by now: the folder begins to exist.
@@ -106,7 +101,7 @@ class _Run:
         self, config: TrainConfig, folder: Path, stores: Sequence[Store], splits: Splits
     ) -> None:
         self._config, self._folder, self._stores, self._splits = config, folder, stores, splits
-        self._tables = {side: _table(splits, side) for side in SIDES}
+        self._tables = {side: patch_table(config, stores, splits, side) for side in SIDES}
         strategy = make_strategy(config.devices)
         keras.utils.set_random_seed(config.seed)
         if config.deterministic:
@@ -122,7 +117,9 @@ class _Run:
         self._trainer = Trainer(
             strategy, model, optimizer, stores=stores, batch_size=config.batch_size,
             seed=config.seed, class_weight=_class_weight(config, splits),
-            augment=config.augment == "flips",
+            augmentations=config.augmentations, normalise=stain_normaliser(config, stores),
+            balance=config.balance, shuffle_block=config.shuffle_block or None,
+            on_error=config.on_error,
         )  # fmt: skip
 
     def run(self, *, resume: bool) -> TrainResult:
@@ -160,13 +157,9 @@ class _Run:
         table = self._tables[side]
         if table is None:
             raise NothingToDo(f"no patch for {side}")
-        progress = EpochProgress(title, -(-len(table) // self._config.batch_size))
-        try:
-            if epoch is None:
-                return self._trainer.predict(table, progress)
-            return self._trainer.train_epoch(table, epoch, progress)
-        finally:
-            progress.close()
+        if epoch is None:
+            return self._trainer.predict(table, title)
+        return self._trainer.train_epoch(table, epoch, title)
 
     def _save_model(self) -> None:
         with appearing(self._folder / run_folder.MODEL) as part:
@@ -181,6 +174,8 @@ class _Run:
             if self._tables[side] is not None
         ]
         metrics = {side: patch_metrics(values) for side, values in predicted}
+        if self._trainer.skipped:
+            say(f"{len(self._trainer.skipped)} damaged patches were skipped")
         run_folder.write_predictions(self._folder, self._stores, self._splits.classes, predicted)
         run_folder.write_metrics(
             self._folder,
@@ -193,6 +188,7 @@ class _Run:
                 "patches": self._splits.count(),
                 "epochs": state.epoch,
                 "best_epoch": state.best_epoch,
+                "skipped": len(self._trainer.skipped),
                 **{side: dataclasses.asdict(value) for side, value in metrics.items()},
             },
         )
@@ -201,70 +197,6 @@ class _Run:
     def _load_best(self) -> None:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         self._trainer.model.serving.set_weights(best.get_weights())
-
-
-def _splits(config: TrainConfig, stores: Sequence[Store], folder: Path, *, resume: bool) -> Splits:
-    """The run's splits: read if it goes on or if they are given, else made."""
-    if resume:
-        return read_splits(folder / run_folder.SPLITS, stores)
-    if config.splits is not None:
-        splits = read_splits(Path(config.splits), stores)
-    else:
-        first, second, third = config.fractions
-        splits = make_splits(
-            stores,
-            split_by=config.split_by,
-            seed=config.seed,
-            labels=_labels(config, stores),
-            fractions=(first, second, third),
-            region=Micrometres(config.region_um),
-        )
-    leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
-    if leaks and not config.allow_leaks:
-        raise UsageError(
-            "the split leaks",
-            found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
-            expected="each patient and slide on one side",
-            todo="split by patient, or pass --allow-leaks if you mean it",
-        )
-    return splits
-
-
-def _labels(
-    config: TrainConfig, stores: Sequence[Store]
-) -> dict[str, tuple[str | None, str | None, str | None]] | None:
-    if config.labels is None:
-        return None
-    names = SlideNames(record.id for store in stores for record in store.slides)
-    rows = read_labels(Path(config.labels), names, allow_extra=config.allow_extra_rows)
-    return {name: (row.label, row.patient, row.site) for name, row in rows.items()}
-
-
-def _tell(splits: Splits, stores: Sequence[Store]) -> None:
-    """What the model will see, before the long wait."""
-    for side, counts in splits.count().items():
-        say(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
-    if splits.split_by == "patch":
-        say("warning: split by patch: neighbours of training patches are in the test set, so its")
-        say("figures say that the pipeline learns, not how good the model is on another slide")
-    left_out = sum(len(store.complete) for store in stores) - len(splits.slides)
-    if left_out:
-        say(f"{left_out} complete slides left out: they have no label, or no patch")
-    dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
-    if dropped:
-        say(f"{dropped} patches left out (unreadable, or too near another side's)")
-    sites = site_by_label(splits.slides)
-    if len(sites) > 1:
-        say("slides by site and label:")
-        for site, counts in sorted(sites.items()):
-            say(f"  {site:<20}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
-
-
-def _table(splits: Splits, side: Side) -> PatchTable | None:
-    """The patches of one side; None for a test set that was not asked for."""
-    if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
-        return None
-    return splits.table(side)
 
 
 def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:

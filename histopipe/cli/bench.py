@@ -1,0 +1,165 @@
+"""`histopipe bench`: what feeds a training, stage by stage, and what to do about the slowest."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+_DISK_THREADS = 16
+_GOOD_ENOUGH = 0.95
+_SLOWER = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """Patches a second of each stage; None where it was not measured."""
+
+    disk: float | None
+    lmdb: float
+    decode: float
+    reader: dict[int, float]
+    device: dict[int, float]
+    store_bytes: int
+    memory_bytes: int
+    batch_size: int
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.argument("stores", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--batch-size", type=click.IntRange(1), default=64, help="Patches a batch.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.1), default=2.0, help="For each of about eight stages."
+)
+@click.option("--model", help="Measure training steps of this model, too.")
+@click.option("--devices", default="auto", help="For --model: as of `histopipe train`.")
+@click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
+def command(  # noqa: PLR0917 - click passes them by name
+    stores: tuple[Path, ...],
+    batch_size: int,
+    seconds: float,
+    model: str | None,
+    devices: str,
+    as_json: bool,
+) -> None:
+    """Measure disk, LMDB, decoder, reader and (with --model) device on STORES, name the bottleneck, and recommend settings.
+
+    The figures are patches a second. The disk is read past the page cache, so nothing needs to be dropped from it.
+
+    \b
+    Example: histopipe bench patches.lmdb --model resnet50
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
+    paths = list(stores) or [Path("patches.lmdb")]
+    result = _measure(paths, batch_size, seconds, model, devices)
+    advice = _advice(result)
+    if as_json:
+        click.echo(json.dumps({**asdict(result), "advice": advice}, indent=2))
+        return
+    for line in (*_lines(result), "", *advice):
+        click.echo(line)
+
+
+def _measure(
+    paths: list[Path], batch_size: int, seconds: float, model: str | None, devices: str
+) -> _Result:
+    # Late: `--help` needs none of it.
+    from contextlib import ExitStack
+
+    from histopipe.cli.train import load_quietly
+    from histopipe.dataset import measure
+    from histopipe.store.store import Store, check_patch_sizes
+
+    cores = len(os.sched_getaffinity(0))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Store(path)) for path in paths]
+        check_patch_sizes(opened)
+        batches = measure.sample(opened, batch_size)
+        disk = measure.measure_disk(batches, seconds, _DISK_THREADS)
+        lmdb = measure.measure_lmdb(batches, seconds)
+        decode = measure.measure_decode(batches, seconds, cores)
+        load_quietly("tensorflow")
+        calls = sorted({max(1, cores // 2), cores, cores + 2})
+        reader = {n: measure.measure_reader(batches, seconds, n).patches_per_s for n in calls}
+        device = {}
+        if model is not None:
+            sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
+            measure_device = load_quietly("histopipe.training.measure").measure_device
+            device = measure_device(opened, model, sizes, devices, seconds)
+        return _Result(
+            disk.patches_per_s if disk else None, lmdb.patches_per_s, decode.patches_per_s, reader, device,
+            sum((path / "data.mdb").stat().st_blocks * 512 for path in paths), _available_memory(), batch_size,
+        )  # fmt: skip
+
+
+def _lines(result: _Result) -> list[str]:
+    def line(stage: str, rate: float | None, note: str) -> str:
+        figure = "not measured" if rate is None else f"{rate:,.0f}"
+        return f"{stage:<10} {figure:>12}  {note}".rstrip()
+
+    cores = len(os.sched_getaffinity(0))
+    lines = [
+        f"{'stage':<10} {'patches/s':>12}",
+        line("disk", result.disk, f"{_DISK_THREADS} threads, past the page cache"),
+        line("LMDB", result.lmdb, "one thread, in the page cache"),
+        line("decode", result.decode, f"{cores} threads, the ceiling of these cores"),
+    ]
+    for calls, rate in result.reader.items():
+        share = rate / result.decode
+        lines.append(
+            line("reader", rate, f"{calls} parallel calls, {share:.0%} of the decode ceiling")
+        )
+    for size, rate in result.device.items():
+        lines.append(line("device", rate, f"training steps of {size} patches"))
+    return lines
+
+
+def _advice(result: _Result) -> list[str]:
+    """The bottleneck in words, and settings."""
+    calls = _smallest_good(result.reader)
+    reader = result.reader[calls]
+    cached = result.store_bytes < result.memory_bytes
+    advice = []
+    if result.disk is not None and result.disk < reader:
+        advice.append(
+            f"bottleneck: the disk, {result.disk / reader:.2f} of what the reader could take"
+            + (
+                "; but the store fits into free memory, so only the first epoch waits for it"
+                if cached
+                else "; --shuffle-block 256 reads neighbours together, a local SSD is faster"
+            )
+        )
+    if result.device:
+        size = _smallest_good(result.device)
+        device = result.device[size]
+        slower = "the device" if device < reader else "the reader"
+        advice.append(
+            f"bottleneck: {slower} (device {device:,.0f}, reader {reader:,.0f} patches/s)"
+        )
+        advice.append(f"recommended: --batch-size {size}, parallel_calls={calls}")
+        return advice
+    if not advice:
+        advice.append(
+            "bottleneck: decoding on these cores"
+            if reader > _SLOWER * result.decode
+            else f"bottleneck: the reader, {reader / result.decode:.2f} of the decode ceiling: is something else running?"
+        )
+    advice.append(f"recommended: parallel_calls={calls}; --model NAME tells whether a device waits")
+    return advice
+
+
+def _smallest_good(rates: dict[int, float]) -> int:
+    """The smallest setting that is hardly slower than the best."""
+    best = max(rates.values())
+    return min(setting for setting, rate in rates.items() if rate >= _GOOD_ENOUGH * best)
+
+
+def _available_memory() -> int:
+    for entry in Path("/proc/meminfo").read_text().splitlines():
+        name, value, *_ = entry.split()
+        if name == "MemAvailable:":
+            return int(value) << 10
+    return 0

@@ -1,0 +1,170 @@
+"""How fast each stage of reading is by itself: disk, LMDB, decoder, and the reader that joins them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from histopipe.dataset.batches import Batches, decode
+from histopipe.dataset.loader import BatchSource
+from histopipe.dataset.sampling import Shuffled
+from histopipe.dataset.selection import select
+from histopipe.dataset.table import PatchTable, unpack_keys
+from histopipe.store.store import Store
+
+_SEED = 1
+_BLOCK = 4096
+_LONGEST_RUN = 1 << 40
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """How many patches a second a stage gives, and why it may say little."""
+
+    patches_per_s: float
+    note: str = ""
+
+
+def sample(stores: Sequence[Store], batch_size: int) -> Batches:
+    """Shuffled batches of all patches of stores."""
+    table = PatchTable(select(stores))
+    return Batches(stores, table, batch_size=batch_size, order=Shuffled(len(table), _SEED))
+
+
+def measure_disk(batches: Batches, seconds: float, threads: int) -> Rate | None:
+    """Reading values past the page cache, by so many threads; None where the filesystem cannot do that (tmpfs)."""
+    extents, values = _extents(batches, int(2000 * seconds))
+    if not extents:
+        return None
+    try:
+        files = {p: os.open(p, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for p, *_ in extents}
+    except OSError:
+        return None
+    try:
+
+        def read(thread: int) -> Callable[[int], int]:
+            buffer = mmap.mmap(
+                -1, max(length for _, _, length in extents)
+            )  # aligned as O_DIRECT wants it
+            part = extents[thread::threads] or extents
+
+            def one(turn: int) -> int:
+                path, offset, length = part[turn % len(part)]
+                os.preadv(files[path], [memoryview(buffer)[:length]], offset)
+                return 1
+
+            return one
+
+        reads = _timed([read(thread) for thread in range(threads)], seconds)
+    except OSError:
+        return None
+    finally:
+        for file in files.values():
+            os.close(file)
+    # Neighbours were joined to one reading.
+    return Rate(reads * values / len(extents), "past the page cache")
+
+
+def measure_lmdb(batches: Batches, seconds: float) -> Rate:
+    """Looking values up and touching their pages, one thread."""
+    keys = _keys(batches, 64)
+
+    def look(turn: int) -> int:
+        ordinal, slides, rows = keys[turn % len(keys)]
+        with batches.stores[ordinal].reading() as reading:
+            for slide, row in zip(slides, rows, strict=True):
+                reading.value(slide, row)
+        return len(rows)
+
+    look_all = [look(turn) for turn in range(len(keys))]  # into the page cache
+    return Rate(_timed([look], seconds), f"{sum(look_all)} patches, in the page cache")
+
+
+def measure_decode(batches: Batches, seconds: float, threads: int) -> Rate:
+    """Decoding values at hand into one reused buffer a thread: what no reader on these cores can exceed."""
+    values = [
+        batches.stores[o].value(s, r)
+        for o, ss, rs in _keys(batches, 8)
+        for s, r in zip(ss, rs, strict=True)
+    ]
+
+    def worker(thread: int) -> Callable[[int], int]:
+        buffer = np.empty((batches.patch_size, batches.patch_size, 3), np.uint8)
+
+        def one(turn: int) -> int:
+            decode(memoryview(values[(thread + turn * threads) % len(values)]), buffer)
+            return 1
+
+        return one
+
+    return Rate(_timed([worker(thread) for thread in range(threads)], seconds))
+
+
+def measure_reader(batches: Batches, seconds: float, parallel_calls: int) -> Rate:
+    """The whole reader through tf.data, its first batches not counted."""
+    source = BatchSource(batches)
+    try:
+        steps = iter(source.dataset(0, _LONGEST_RUN, parallel_calls=parallel_calls))
+        for _ in range(2 * parallel_calls + 2):
+            next(steps)
+        begun, count = time.perf_counter(), 0
+        while time.perf_counter() - begun < seconds:
+            next(steps)
+            count += batches.batch_size
+        return Rate(count / (time.perf_counter() - begun))
+    finally:
+        source.settle()
+
+
+def _keys(batches: Batches, steps: int) -> list[tuple[int, list[int], list[int]]]:
+    """Store, slides and rows of a sample, store by store."""
+    found = []
+    for step in range(min(steps, batches.steps_per_epoch)):
+        ordinals, slides, rows = unpack_keys(np.sort(batches.locate(step)[0].keys))
+        for ordinal in np.unique(ordinals).tolist():
+            here = ordinals == ordinal
+            found.append((ordinal, slides[here].tolist(), rows[here].tolist()))
+    return found
+
+
+def _extents(batches: Batches, most: int) -> tuple[list[tuple[str, int, int]], int]:
+    """File, offset and length of values, in the order of batches, and how many values these are."""
+    found, values = [], 0
+    for ordinal, slides, rows in _keys(batches, -(-most // batches.batch_size)):
+        store = batches.stores[ordinal]
+        with store.reading() as reading:
+            extents = reading.extents(list(zip(slides, rows, strict=True))).tolist()
+        found += [(str(store.path / "data.mdb"), o, -(-n // _BLOCK) * _BLOCK) for o, n in extents]
+        values += len(rows)
+    return found, values
+
+
+def _timed(workers: Sequence[Callable[[int], int]], seconds: float) -> float:
+    """What workers count in a second together; each is called over and over with the number of its turn."""
+    counts = [0] * len(workers)
+    failures: list[Exception] = []
+    begun = time.perf_counter()
+
+    def run(number: int) -> None:
+        turn = 0
+        try:
+            while time.perf_counter() - begun < seconds:
+                counts[number] += workers[number](turn)
+                turn += 1
+        except Exception as error:  # noqa: BLE001 - of a thread: raised below
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return sum(counts) / (time.perf_counter() - begun)

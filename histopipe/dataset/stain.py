@@ -1,0 +1,133 @@
+"""Stain normalisation of batches, as TensorFlow functions: every slide as if stained like one reference.
+
+Each patch is changed by the fit of its whole slide, so that a patch of only fat or only nuclei is not stretched to look like
+average tissue. `stain_fit` makes the fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.dataset.augmentation import from_density, to_density
+from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.store.stains import StainFit
+from histopipe.store.store import Store
+
+REFERENCE = StainFit(
+    0,
+    (np.array([8.63234435, -0.11501964, 0.03868433]) / np.log(10)).astype(np.float32),
+    (np.array([0.57506023, 0.10403329, 0.01364062]) / np.log(10)).astype(np.float32),
+    np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]], np.float32),
+    np.array([1.9705, 1.0308], np.float32),
+)
+"""The stain that slides are given unless another is asked for.
+
+Source:
+    Mean and deviation: the reference of HistomicsTK (there with natural logarithms), which is of slide TCGA-A2-A3XS.
+    Vectors and maxima: those that implementations of Macenko's method have in common.
+"""
+
+
+class StainNormaliser:
+    """Gives patches of several stores the reference's stain.
+
+    Args:
+        stores: in the order of their ordinals.
+        method: "reinhard" or "macenko".
+        target: the stain wanted.
+
+    Raises:
+        UsageError: there is no such method.
+        NothingToDo: a complete slide has not been fitted.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        method: StainNorm,
+        target: StainFit = REFERENCE,
+    ) -> None:
+        if method not in ("reinhard", "macenko"):
+            raise UsageError(
+                "stain normalisation", found=repr(method), expected="'reinhard' or 'macenko'"
+            )
+        self._method = reinhard if method == "reinhard" else macenko
+        fits = {(o, n): fit for o, store in enumerate(stores) for n, fit in store.stains().items()}
+        _refuse_missing(stores, fits)
+        places = np.array([o << 24 | n for o, n in fits], np.int64)
+        # Looked up by a key's upper half; the order of stores and slides is rising.
+        self._places = tf.constant(places)
+        changes = [_changes(fit, target, method) for fit in fits.values()]
+        self._changes = tf.constant(np.stack(changes), tf.float32)
+
+    def __call__(self, images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
+        """(B, H, W, 3) float32, 0 to 255, from (B, H, W, 3) uint8 and keys (B,) int64."""
+        place = tf.searchsorted(self._places, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
+        return self._method(images, tf.gather(self._changes, place))
+
+
+def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
+    """Scale and shift each channel of lαβ.
+
+    Args:
+        images: (B, H, W, 3) uint8 or float32, 0 to 255.
+        changes: (B, 2, 3) factors and shifts, by `reinhard_changes`.
+
+    Returns:
+        (B, H, W, 3) float32, 0 to 255.
+    """
+    log10 = np.float32(np.log(10))
+    light = tf.matmul(tf.cast(images, tf.float32) + 1, RGB_TO_LMS.T.astype(np.float32))
+    lab = tf.matmul(tf.math.log(light) / log10, LMS_TO_LAB.T.astype(np.float32))
+    lab = lab * changes[:, None, None, 0] + changes[:, None, None, 1]
+    light = tf.exp(tf.matmul(lab, np.linalg.inv(LMS_TO_LAB).T.astype(np.float32)) * log10)
+    pixels = tf.matmul(light, np.linalg.inv(RGB_TO_LMS).T.astype(np.float32)) - 1
+    return tf.clip_by_value(pixels, 0, 255)
+
+
+def macenko(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
+    """Unmix the slide's two stains, scale their amounts, and mix them again as the target's.
+
+    Args:
+        images: (B, H, W, 3) uint8 or float32, 0 to 255.
+        changes: (B, 3, 3) matrices on rows of optical density, by `macenko_changes`.
+
+    Returns:
+        (B, H, W, 3) float32, 0 to 255.
+    """
+    return from_density(tf.einsum("bhwc,bcd->bhwd", to_density(images), changes))
+
+
+def reinhard_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
+    """(2, 3) factors and shifts that give a slide the target's mean and deviation."""
+    factors = target.reinhard_std / np.maximum(fit.reinhard_std.astype(np.float64), 1e-6)
+    return np.stack([factors, target.reinhard_mean - fit.reinhard_mean * factors])
+
+
+def macenko_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
+    """(3, 3) matrix on rows of optical density that gives a slide the target's stains and amounts."""
+    factors = target.macenko_maximum / np.maximum(fit.macenko_maximum.astype(np.float64), 1e-6)
+    apart = np.linalg.pinv(fit.macenko_stains.astype(np.float64))
+    return np.asarray(apart @ (factors[:, None] * target.macenko_stains))
+
+
+def _changes(fit: StainFit, target: StainFit, method: StainNorm) -> NDArray[np.float64]:
+    make = reinhard_changes if method == "reinhard" else macenko_changes
+    return make(fit, target)
+
+
+def _refuse_missing(stores: Sequence[Store], fits: Mapping[tuple[int, int], StainFit]) -> None:
+    for ordinal, store in enumerate(stores):
+        missing = [r.id for n, r in store.complete.items() if r.stored and (ordinal, n) not in fits]
+        if missing:
+            raise NothingToDo(
+                f"{store.path}: slides whose stain has not been measured",
+                found=", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else ""),
+                todo=f"run `histopipe stains {store.path}`; slides it cannot measure cannot be normalised",
+            )  # fmt: skip

@@ -1,0 +1,133 @@
+"""How a slide is stained, measured on a sample of its patches, in numpy. `stain` normalises batches by it.
+
+Both fits look at tissue only: pixels whose optical density is above 0.15 in every channel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.hashing import combine
+from histopipe.dataset.order import permuted
+from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.store.stains import StainFit, StainWriter
+from histopipe.store.store import Store
+
+PATCHES = 64
+"""Patches that a slide's fit looks at."""
+
+_PIXELS_A_PATCH = 4096
+_LEAST_PIXELS = 1000
+_TISSUE_DENSITY = 0.15
+_PERCENTILE = 1.0
+_SEED = 301
+
+RGB_TO_LMS = np.array(
+    [[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]]
+)
+LMS_TO_LAB = np.diag([1 / np.sqrt(3), 1 / np.sqrt(6), 1 / np.sqrt(2)]) @ np.array(
+    [[1.0, 1, 1], [1, 1, -2], [1, -1, 0]]
+)
+"""Both matrices as in E. Reinhard et al., "Color transfer between images" (2001); logarithms there are to base 10."""
+
+
+class TooLittleTissue(SlideError):
+    """A slide's sample shows too little stained tissue to measure a stain on."""
+
+
+def fit_slide(store: Store, slide: int, *, patches: int = PATCHES) -> StainFit:
+    """Measure a slide's stain on patches drawn from all over it; the same ones each time.
+
+    Args:
+        store: open for reading.
+        slide: number of a complete slide.
+        patches: how many to look at.
+
+    Raises:
+        TooLittleTissue: fewer than 1,000 pixels of tissue were among them.
+        DamagedStore: the slide's index is damaged. Damaged patches are passed over.
+    """
+    record = store.records[slide]
+    count = min(patches, record.planned)
+    rows = permuted(np.arange(count), max(1, record.planned), combine(_SEED, slide))
+    found = [np.empty((0, 3), np.uint8)]
+    for row in np.sort(rows).tolist():
+        with contextlib.suppress(DamagedStore, UsageError):  # damaged, or not readable at ingest
+            pixels = store.read(record.id, row).reshape(-1, 3)
+            found.append(pixels[:: max(1, len(pixels) // _PIXELS_A_PATCH)])
+    return fit_pixels(np.concatenate(found), where=f"{store.path}, slide {record.id}")
+
+
+def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
+    """Measure the stain of pixels, (N, 3) uint8 RGB, glass among them or not.
+
+    Raises:
+        TooLittleTissue: fewer than 1,000 of them are tissue.
+
+    Source:
+        Reinhard et al., "Color transfer between images" (2001); M. Macenko et al., "A method for normalizing histology
+        slides for quantitative analysis" (2009), with its α of 1 % and β of 0.15.
+    """
+    density = -np.log((pixels.astype(np.float64) + 1) / 256)
+    tissue = (density > _TISSUE_DENSITY).all(axis=1)
+    if tissue.sum() < _LEAST_PIXELS:
+        raise TooLittleTissue(
+            f"{where}: pixels of stained tissue", found=int(tissue.sum()),
+            expected=f"at least {_LEAST_PIXELS:,}",
+        )  # fmt: skip
+    lab = to_lab(pixels[tissue])
+    stains, maximum = _macenko(density[tissue])
+    values = (lab.mean(axis=0), lab.std(axis=0), stains, maximum)
+    return StainFit(int(tissue.sum()), *(value.astype(np.float32) for value in values))
+
+
+def to_lab(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """(N, 3) lαβ of (N, 3) uint8 RGB."""
+    light = (pixels.astype(np.float64) + 1) @ RGB_TO_LMS.T
+    return np.asarray(np.log10(light) @ LMS_TO_LAB.T)
+
+
+def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Stain vectors (2, 3) and the amounts that hardly a pixel exceeds (2,)."""
+    _, vectors = np.linalg.eigh(np.cov(density.T))
+    plane = vectors[:, 1:]  # of the two largest eigenvalues
+    plane = plane * np.where(plane.sum(axis=0) < 0, -1, 1)  # so that angles are around tissue's
+    angles = np.arctan2(density @ plane[:, 0], density @ plane[:, 1])
+    low, high = np.percentile(angles, [_PERCENTILE, 100 - _PERCENTILE])
+    stains = np.array([[np.sin(angle), np.cos(angle)] for angle in (low, high)]) @ plane.T
+    stains = stains[np.argsort(-stains[:, 0])]  # haematoxylin takes more red
+    amounts = density @ np.linalg.pinv(stains)
+    return stains, np.percentile(amounts, 100 - _PERCENTILE, axis=0)
+
+
+def fit_store(
+    path: Path, *, force: bool = False, done: Callable[[str | None], None] = lambda _: None
+) -> tuple[int, dict[str, str]]:
+    """Fit every complete slide of a store that has no fit yet, and keep the fits there.
+
+    Args:
+        path: the store.
+        force: fit all anew.
+        done: called after each slide with why it could not be fitted, or None.
+
+    Returns:
+        How many were fitted, and why, by id, for each slide that could not be.
+    """
+    Store(path).close()  # whether it may be written at all, before it is
+    fitted, failed = 0, {}
+    with StainWriter(path) as writer, Store(path) as store:
+        known = set() if force else set(store.stains())
+        for number in sorted(store.complete.keys() - known):
+            slide = store.records[number].id
+            try:
+                writer.put(number, fit_slide(store, number))
+                fitted += 1
+            except (TooLittleTissue, DamagedStore) as error:
+                failed[slide] = str(error)
+            done(failed.get(slide))
+    return fitted, failed

@@ -1,0 +1,674 @@
+"""The reader: what it checks, how it is cut, resumed and shared, and in which processes it may run."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import lmdb
+import numpy as np
+import pytest
+import simplejpeg
+from conftest import make_slides
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_store import RECORD, SPEC, columns_of
+
+import histopipe
+from histopipe.dataset.batches import Batches
+from histopipe.dataset.read_ahead import STEPS_AHEAD, ReadAhead
+from histopipe.dataset.sampling import Balance, BlockShuffled, Sequential, make_order
+from histopipe.dataset.selection import class_numbers, select
+from histopipe.dataset.split_makers import make_splits
+from histopipe.dataset.splits import write_splits
+from histopipe.dataset.table import PatchTable, unpack_keys
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.ingest.encode import png
+from histopipe.store import environment
+from histopipe.store.format import patch_key
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+
+SIDE = SPEC.patch_size
+
+
+def picture(number: int, side: int = SIDE) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, (side, side, 3), np.uint8)
+
+
+def a_store(path: Path, slides: dict[str, list[bytes]], **changes: Any) -> Path:
+    """A store of given values, slide by slide; a slide's label is its first letter."""
+    with StoreWriter(path, dataclasses.replace(SPEC, **changes)) as writer:
+        records = [dataclasses.replace(RECORD, id=name, label=name[0]) for name in slides]
+        numbers = writer.register(records)
+        for record, values in zip(records, slides.values(), strict=True):
+            rows = range(len(values))
+            crc = writer.put_patches(numbers[record.id], rows, values)
+            columns = columns_of(crc, np.array([len(v) for v in values]))
+            columns["x_l0"], columns["y_l0"] = 10 * np.arange(len(values)), np.arange(len(values))
+            done = dataclasses.replace(record, planned=len(values), stored=len(values))
+            writer.complete(numbers[record.id], done, columns, {})
+    return path
+
+
+def jpegs(first: int, count: int, side: int = SIDE) -> list[bytes]:
+    return [simplejpeg.encode_jpeg(picture(first + i, side), quality=95) for i in range(count)]
+
+
+def flip_a_byte(store: Path, slide: int, row: int, at: int = -20) -> None:
+    """Change a value on disk, past everything that keeps a store whole."""
+    with lmdb.open(str(store), max_dbs=32, map_size=1 << 30) as handle:
+        database = handle.open_db(b"patches", create=False)
+        with handle.begin(write=True) as transaction:
+            value = bytearray(transaction.get(patch_key(slide, row), b"", db=database))
+            value[at] ^= 0x10
+            transaction.put(patch_key(slide, row), bytes(value), db=database)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> list[Path]:
+    """Two stores of three slides, two labels, 31 patches."""
+    return [
+        a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 12), "t1": jpegs(20, 7)}),
+        a_store(tmp_path / "b.lmdb", {"n2": jpegs(40, 12)}),
+    ]
+
+
+def all_of(dataset: Any) -> list[dict[str, Any]]:
+    return [{k: v.numpy() for k, v in batch.items()} for batch in dataset]
+
+
+def keys_of(dataset: Any) -> list[int]:
+    return [int(k) for b in dataset for k, w in zip(b["key"], b["weight"], strict=True) if w > 0]
+
+
+def test_several_stores_are_one_dataset(two: list[Path]) -> None:
+    batches = all_of(
+        histopipe.load_dataset(two, batch_size=8, seed=1, columns=["slide", "y_l0", "x_l0"])
+    )
+    assert [b["image"].shape for b in batches] == [(8, SIDE, SIDE, 3)] * 4
+    with Store(two[0]) as a, Store(two[1]) as b:
+        stores, seen = [a, b], set()
+        for batch in batches:
+            for i, key in enumerate(batch["key"]):
+                ordinal, slide, row = (int(part) for part in unpack_keys(key))
+                record = stores[ordinal].records[slide]
+                expected = simplejpeg.decode_jpeg(stores[ordinal].value(slide, row))
+                assert (batch["image"][i] == expected).all()
+                assert batch["slide"][i].decode() == record.id
+                assert (batch["x_l0"][i], batch["y_l0"][i]) == (10 * row, row)
+                assert batch["label"][i] == "nt".index(str(record.label))
+                if batch["weight"][i]:
+                    seen.add(int(key))
+        assert len(seen) == len(a) + len(b)
+    assert sum(b["weight"].sum() for b in batches) == 31
+
+
+def test_png_values_are_read_as_they_are(tmp_path: Path) -> None:
+    pictures = [picture(i) for i in range(3)]
+    store = a_store(tmp_path / "p.lmdb", {"a": [png(p) for p in pictures]})
+    (batch,) = all_of(histopipe.load_dataset(store, batch_size=3, shuffle=False))
+    assert (batch["image"] == pictures).all()
+
+
+def test_patch_sizes_that_differ_are_refused(two: list[Path], tmp_path: Path) -> None:
+    other = a_store(tmp_path / "c.lmdb", {"x": jpegs(0, 1, 32)}, patch_size=32)
+    with pytest.raises(UsageError, match=r"a\.lmdb: 16, .*c\.lmdb: 32, expected one size"):
+        histopipe.load_dataset([two[0], other], batch_size=2, seed=1)
+
+
+# --- checked --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 3, -20, -1])
+def test_a_changed_byte_names_store_slide_and_patch(two: list[Path], at: int) -> None:
+    flip_a_byte(two[0], 1, 3, at)
+    with Store(two[0]) as store:
+        table = PatchTable(select([store]))
+        batches = Batches([store], table, batch_size=19, order=Sequential(19))
+        with pytest.raises(
+            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: it is not what was written; ingest"
+        ):
+            batches.load(0)
+        unchecked = Batches([store], table, batch_size=5, order=Sequential(19), check=False)
+        if at == -20:
+            unchecked.load(3)  # or the check would show nothing
+
+
+def test_swapped_values_are_found(two: list[Path]) -> None:
+    with lmdb.open(str(two[0]), max_dbs=32, map_size=1 << 30) as handle:
+        database = handle.open_db(b"patches", create=False)
+        with handle.begin(write=True) as transaction:
+            keys = [patch_key(0, 1), patch_key(0, 2)]
+            values = [bytes(transaction.get(key, b"", db=database)) for key in keys]
+            for key, value in zip(keys, reversed(values), strict=True):
+                transaction.put(key, value, db=database)
+    with Store(two[0]) as store:
+        batches = Batches(
+            [store], PatchTable(select([store])), batch_size=19, order=Sequential(19), on_error="skip"
+        )  # fmt: skip
+        assert batches.load(0).weight.tolist() == [1, 0, 0] + [1] * 16
+
+
+def test_skipped_patches_weigh_nothing_and_are_counted(
+    two: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    clean = all_of(histopipe.load_dataset(two, batch_size=8, seed=1))
+    flip_a_byte(two[0], 0, 5)
+    flip_a_byte(two[1], 0, 2)
+    dataset = histopipe.load_dataset(two, batch_size=8, seed=1, on_error="skip", epochs=2)
+    batches = all_of(dataset)
+    bad = {5, 1 << 56 | 2}
+    assert set(dataset.skipped) == bad
+    assert "slide n1: patch 5: it is not what was written" in dataset.skipped[5]
+    for batch, whole in zip(batches, clean, strict=False):
+        assert (batch["key"] == whole["key"]).all()
+        hit = np.isin(batch["key"], list(bad))
+        assert (batch["weight"] == np.where(hit, 0, whole["weight"])).all()
+        assert (batch["image"][~hit] == whole["image"][~hit]).all()
+        assert not batch["image"][hit].any()
+    assert [r.message.startswith("skipped: ") for r in caplog.records] == [True] * 2  # once each
+
+
+def test_an_error_ends_the_iteration_and_says_what(two: list[Path]) -> None:
+    flip_a_byte(two[0], 0, 5)
+    with pytest.raises(Exception, match="slide n1: patch 5: it is not what was written"):
+        list(histopipe.load_dataset(two, batch_size=8, seed=1))
+
+
+# --- resumed and shared ----------------------------------------------------------------------------------------------------
+
+SETTINGS: list[dict[str, Any]] = [
+    {"seed": 3},
+    {"shuffle": False},
+    {"seed": 3, "balance": "class"},
+    {"seed": 3, "balance": "slide", "max_per_slide": 5},
+    {"seed": 3, "balance": "patient"},
+    {"seed": 3, "shuffle_block": 4},
+    {"seed": 3, "max_per_slide": 3},
+]
+
+
+@pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
+def test_any_step_is_reached_at_once(two: list[Path], given_settings: dict[str, Any]) -> None:
+    arguments = {"batch_size": 4, "epochs": 3} | given_settings
+    whole = all_of(histopipe.load_dataset(two, **arguments))
+    for start in range(0, len(whole) + 1, 3):
+        rest = all_of(histopipe.load_dataset(two, start_step=start, **arguments))
+        assert len(rest) == len(whole) - start
+        for a, b in zip(rest, whole[start:], strict=True):
+            assert all((a[name] == b[name]).all() for name in a)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_any_interleaving_of_restarts_gives_the_same_keys(
+    made_store: Path, data: st.DataObject
+) -> None:
+    """Read some steps, stop anywhere, go on from the next: by the numbers, as a training that was killed would."""
+    with Store(made_store) as store:
+        table = PatchTable(select([store]), max_per_slide=50, seed=9)
+        balance: Balance = data.draw(st.sampled_from(get_args(Balance)))
+        size = data.draw(st.integers(1, 70))
+
+        def fresh() -> Batches:
+            order = make_order(table, seed=9, balance=balance)
+            return Batches([store], table, batch_size=size, order=order)
+
+        steps = min(40, 3 * fresh().steps_per_epoch)
+        whole = [fresh().locate(step)[0].keys.tolist() for step in range(steps)]
+        found: list[list[int]] = []
+        while len(found) < steps:
+            batches = fresh()
+            for _ in range(data.draw(st.integers(1, 15))):
+                found.append(batches.locate(len(found))[0].keys.tolist())
+        assert found[:steps] == whole
+
+
+@pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_shards_together_are_one_epoch(
+    two: list[Path], given_settings: dict[str, Any], count: int
+) -> None:
+    shards = [
+        all_of(histopipe.load_dataset(two, batch_size=4, shard=(i, count), **given_settings))
+        for i in range(count)
+    ]
+    assert len({len(shard) for shard in shards}) == 1
+    together = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
+    # Step by step the shards' batches, one after another, are the batch of a single reader.
+    joined = [key for parts in zip(*shards, strict=True) for key in keys_of(parts)]
+    assert joined == keys_of(together)
+
+
+def test_what_makes_no_sense_is_refused(two: list[Path]) -> None:
+    for message, wrong in (
+        ("has no seed", {"shuffle": True, "seed": None}),
+        ("shard: found .2, 2., expected .index, count.", {"shard": (2, 2)}),
+        ("start_step: found -1", {"start_step": -1}),
+        ("read_ahead: found -1", {"read_ahead": -1}),
+        ("batch_size: found 0", {"batch_size": 0}),
+        ("on_error: found 'ignore'", {"on_error": "ignore"}),
+        ("columns: found colour, expected x_l0, y_l0, slide", {"columns": ["colour"]}),
+        ("labels name slides that no store holds: found nobody", {"labels": {"nobody": "x"}}),
+        ("a name comes twice", {"classes": ["n", "n"]}),
+        ("numbers: found .0, 2., expected 0, 1, 2", {"classes": {"n": 0, "t": 2}}),
+        ("classes: found 'nt', expected a list", {"classes": "nt"}),
+        ("does not exist", {"splits": two[0] / "none.json"}),
+    ):
+        with pytest.raises(UsageError, match=message):
+            histopipe.load_dataset(two, **{"batch_size": 2, "seed": 1} | wrong)
+    with pytest.raises(UsageError, match="no store given"):
+        histopipe.load_dataset([], batch_size=2, seed=1)
+
+
+# --- which patches, under which label --------------------------------------------------------------------------------------
+
+
+def labels_by_slide(dataset: Any) -> dict[str, int]:
+    found: dict[str, set[int]] = {}
+    for batch in all_of(dataset):
+        for slide, label in zip(batch["slide"], batch["label"], strict=True):
+            found.setdefault(slide.decode(), set()).add(int(label))
+    assert all(len(values) == 1 for values in found.values())
+    return {slide: values.pop() for slide, values in found.items()}
+
+
+def test_labels_and_classes(two: list[Path], tmp_path: Path) -> None:
+    def found(**given_settings: Any) -> dict[str, int]:
+        return labels_by_slide(
+            histopipe.load_dataset(
+                two, batch_size=4, shuffle=False, columns=["slide"], **given_settings
+            )
+        )
+
+    assert found() == {"n1": 0, "t1": 1, "n2": 0}
+    assert found(classes=["t", "n"]) == {"n1": 1, "t1": 0, "n2": 1}
+    assert found(classes={"t": 0, "n": 0}) == {"n1": 0, "t1": 0, "n2": 0}
+    assert found(classes=["t"]) == {"n1": -1, "t1": 0, "n2": -1}
+    assert found(classes=["t"], labelled_only=True) == {"t1": 0}
+    assert found(labels={"n1": "x", "t1": "y"}) == {"n1": 0, "t1": 1, "n2": -1}
+    table = tmp_path / "labels.csv"
+    table.write_text("slide,label\nn2,b\nt1,a\n")
+    assert found(labels=table, labelled_only=True) == {"t1": 0, "n2": 1}
+    assert class_numbers(None, ["b", "a", "b"]) == {"a": 0, "b": 1}
+
+
+@pytest.mark.parametrize("split_by", ["slide", "patch"])
+def test_a_side_of_a_split(made_store: Path, tmp_path: Path, split_by: Any) -> None:
+    with Store(made_store) as store:
+        splits = make_splits([store], split_by=split_by, seed=3)
+    write_splits(splits, tmp_path / "splits.json")
+    seen: list[int] = []
+    for side in ("train", "validation", "test"):
+        dataset = histopipe.load_dataset(
+            made_store, batch_size=64, seed=1, splits=tmp_path / "splits.json", side=side
+        )
+        keys = keys_of(dataset)
+        assert len(keys) == sum(splits.count()[side].values())
+        seen += keys
+    with Store(made_store) as store:
+        assert len(seen) == len(set(seen)) == len(store)
+
+
+# --- processes and threads -------------------------------------------------------------------------------------------------
+
+
+def first_sum(path: str, queue: Any) -> None:
+    """In a spawned process."""
+    batch = next(iter(histopipe.load_dataset(path, batch_size=4, seed=1)))
+    queue.put(int(batch["image"].numpy().astype(np.int64).sum()))
+
+
+def test_spawned_processes_read_too(two: list[Path]) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    children = [context.Process(target=first_sum, args=(str(two[0]), queue)) for _ in range(2)]
+    for child in children:
+        child.start()
+    found = [queue.get(timeout=120) for _ in children]
+    for child in children:
+        child.join()
+    batch = next(iter(histopipe.load_dataset(two[0], batch_size=4, seed=1)))
+    assert found == [int(batch["image"].numpy().astype(np.int64).sum())] * 2
+
+
+FORKED = """
+import os, sys, histopipe
+from pathlib import Path
+from histopipe.dataset.batches import Batches
+from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.selection import select
+from histopipe.dataset.table import PatchTable
+from histopipe.store.store import Store
+path, with_tensorflow = sys.argv[1], sys.argv[2] == "tensorflow"
+store = Store(Path(path))
+batches = Batches([store], PatchTable(select([store])), batch_size=4, order=Sequential(19))
+expected = batches.load(1).image.sum()
+if with_tensorflow:
+    next(iter(histopipe.load_dataset(path, batch_size=4, seed=1)))
+pid = os.fork()
+if pid == 0:
+    status = 9
+    try:
+        assert batches.load(1).image.sum() == expected
+        again = Store(Path(path))
+        assert again.value(0, 1) == store.value(0, 1)
+        again.close()
+        assert batches.load(2).key.tolist() == [8, 9, 10, 11]
+        if with_tensorflow:
+            try:
+                histopipe.load_dataset(path, batch_size=4, seed=1)
+            except histopipe.HistopipeError as error:
+                print(error)
+                status = 0
+        else:
+            next(iter(histopipe.load_dataset(path, batch_size=4, seed=1)))
+            status = 0
+    finally:
+        os._exit(status) if with_tensorflow or status else sys.exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+assert batches.load(1).image.sum() == expected
+"""
+
+
+@pytest.mark.parametrize("kind", ["numpy", "tensorflow"])
+def test_a_forked_process_has_an_environment_of_its_own(two: list[Path], kind: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, str(two[0]), kind],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if kind == "tensorflow":
+        assert "TensorFlow ran before this process was forked" in done.stdout
+        assert "get_context('spawn')" in done.stdout
+
+
+def test_one_environment_serves_all_threads_and_closes_last(two: list[Path]) -> None:
+    with Store(two[0]) as store:
+        batches = Batches([store], PatchTable(select([store])), batch_size=19, order=Sequential(19))
+        expected = batches.load(0).image.copy()
+        results: list[bool] = []
+
+        def work() -> None:
+            for _ in range(50):
+                results.append(bool((batches.load(0).image == expected).all()))
+                with Store(two[0]) as other:
+                    assert len(other) == 19
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert results == [True] * 400
+        with store.reading() as reading:
+            value = reading.value(0, 0)
+            store.close()  # while a view of it is in use
+            assert bytes(value[:2]) == b"\xff\xd8"
+        with pytest.raises(UsageError, match="is closed; open it again"):
+            batches.load(0)
+        store._opened.users += 1  # what the `with` block gives back
+
+
+def test_an_ingest_beside_a_reader(tmp_path: Path) -> None:
+    """Only slides that were complete when the store was opened are seen, while others come in."""
+    path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
+    before = histopipe.load_dataset(path, batch_size=2, shuffle=False, epochs=3)
+    iterator = iter(before)
+    keys = [next(iterator)["key"].numpy().tolist()]
+    values = jpegs(50, 500)
+    code = (
+        "import pickle, sys, dataclasses\n"
+        "sys.path.insert(0, sys.argv[2])\n"
+        "from test_reader import *\n"
+        "with StoreWriter(Path(sys.argv[1]), SPEC) as writer:\n"
+        "    number = writer.register([dataclasses.replace(RECORD, id='half')])['half']\n"
+        "    writer.put_patches(number, range(300), jpegs(50, 300))\n"
+        "a_store(Path(sys.argv[1]), {'b1': jpegs(90, 40)})\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, str(path), str(Path(__file__).parent)], check=True, timeout=120
+    )
+    keys += [batch["key"].numpy().tolist() for batch in iterator]
+    assert keys == [[0, 1], [2, 3], [4, 5]] * 3
+    after = keys_of(histopipe.load_dataset(path, batch_size=8, seed=1))
+    assert len(after) == 6 + 40
+    assert {key >> 32 for key in after} == {0, 2}  # the half one is number 1
+    assert len(values) == 500
+
+
+def test_a_slide_replaced_beside_a_reader_is_noticed(tmp_path: Path) -> None:
+    path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
+    with StoreWriter(path, SPEC) as writer, Store(path) as store:
+        table = PatchTable(select([store]))
+        batches = Batches([store], table, batch_size=6, order=Sequential(6))
+        batches.load(0)
+        writer.restart(0, store.records[0])
+        with pytest.raises(DamagedStore, match="slide a1: patch 0 is missing"):
+            batches.load(0)
+        values = jpegs(70, 6)
+        crc = writer.put_patches(0, range(6), values)
+        columns = columns_of(crc, np.array([len(v) for v in values]))
+        writer.complete(0, dataclasses.replace(store.records[0], planned=6, stored=6), columns, {})
+        for other in range(8):  # pages of the old index are used anew
+            writer.put_patches(9, range(100 * other, 100 * other + 100), jpegs(0, 100))
+        with pytest.raises(DamagedStore, match="slide a1: patch 0: it is not what was written"):
+            batches.load(0)
+
+
+# --- the disk --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Values of 1 to 12 pages, some of them small enough to lie among the keys."""
+    path = tmp_path_factory.mktemp("large") / "s.lmdb"
+    rng = np.random.default_rng(1)
+    sizes = [*rng.integers(5_000, 48_000, 300).tolist(), *[900] * 40]
+    a_store(path, {"a": [rng.bytes(size) for size in sizes], "b": [rng.bytes(9000)] * 20})
+    with Store(path) as store:
+        yield store
+
+
+def test_extents_are_where_the_values_lie(large: Store) -> None:
+    """Read past LMDB, from the file itself."""
+    data = (large.path / "data.mdb").read_bytes()
+    for row in (*range(0, 300, 7), 299):
+        with large.reading() as reading:
+            ((offset, length),) = reading.extents([(0, row)]).tolist()
+        value = large.value(0, row)
+        assert data[offset + 16 : offset + 16 + len(value)] == value
+        assert length == -(-(len(value) + 16) // 4096) * 4096
+    with large.reading() as reading:
+        assert reading.extents([(0, 320)]).tolist() == []  # among the keys
+        assert reading.extents([(0, 999), (7, 7)]).tolist() == []  # none such
+        together = reading.extents([(0, row) for row in range(300)])
+    assert len(together) < 20  # neighbours were written one after another
+    assert together[:, 1].sum() == sum(
+        -(-(len(large.value(0, row)) + 16) // 4096) * 4096 for row in range(300)
+    )
+    assert (np.diff(together[:, 0]) > 0).all()
+
+
+class Recorder(Batches):
+    """Notes what is loaded and asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: list[range] = []
+
+    def advise(self, steps: range) -> int:
+        self.asked.append(steps)
+        return super().advise(steps)
+
+    def load(self, step: int, replica: int = 0) -> Any:
+        with self.stores[0].reading() as reading:
+            for key in self.locate(step, replica)[0].keys.tolist():
+                reading.value(key >> 32, key & 0xFFFFFFFF)
+
+
+def asked_by(batches: Recorder, steps: int | None, loaded: range) -> list[int]:
+    ahead = ReadAhead(batches, loaded.stop, steps)
+    for step in loaded:
+        ahead.load(step, 0)
+    drain(ahead)
+    return [step for part in batches.asked for step in part]
+
+
+def drain(ahead: ReadAhead) -> None:
+    """Let all that was asked for be asked, then close."""
+    if ahead._asker is not None:
+        ahead._asker.submit(int).result()
+    ahead.close()
+
+
+def recorder(store: Store, order: Any, size: int = 8) -> Recorder:
+    return Recorder([store], PatchTable(select([store])), batch_size=size, order=order)
+
+
+def test_steps_are_asked_for_once_and_in_time(large: Store) -> None:
+    found = asked_by(recorder(large, Sequential(360)), 5, range(3, 40))
+    assert found == list(range(4, 40))
+    assert asked_by(recorder(large, Sequential(360)), 0, range(3, 40)) == []
+    again = recorder(large, Sequential(360))
+    ahead = ReadAhead(again, 30, 5)
+    for step in (*range(30), *range(4)):  # a second iteration
+        ahead.load(step, 0)
+    drain(ahead)
+    assert [s for part in again.asked for s in part] == [*range(1, 30), *range(1, 9)]
+
+
+def test_blocks_are_asked_for_by_the_window(large: Store) -> None:
+    batches = recorder(large, BlockShuffled(360, 1, 4))
+    assert batches.order.window == 64
+    asked_by(batches, 2, range(45))
+    assert [(r.start, r.stop) for r in batches.asked][:3] == [(1, 8), (8, 16), (16, 24)]
+
+
+def test_a_store_in_memory_is_not_asked_for_and_one_on_disk_is(large: Store) -> None:
+    order = make_order(PatchTable(select([large])), seed=1)
+    whole = (large.path / "data.mdb").read_bytes()
+    assert whole
+    assert asked_by(recorder(large, order), None, range(45)) == []
+    descriptor = os.open(large.path / "data.mdb", os.O_RDONLY)
+    copy = shutil.copytree(large.path, large.path.parent / "cold.lmdb")
+    os.close(descriptor)
+    descriptor = os.open(copy / "data.mdb", os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)
+    with Store(copy) as cold:
+        found = asked_by(recorder(cold, order), None, range(45))
+    assert len(found) > 45 - STEPS_AHEAD - 10
+
+
+def test_an_empty_read_ahead_thread_is_no_obstacle_to_the_end(made_store: Path) -> None:
+    code = (
+        "import sys, histopipe\n"
+        "batches = iter(histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50, read_ahead=64))\n"
+        "next(batches)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(made_store)], timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_datasets_that_are_gone_keep_no_store_open(two: list[Path]) -> None:
+    for _ in range(12):
+        next(iter(histopipe.load_dataset(two, batch_size=4, seed=1)))
+    gc.collect()
+    assert not {str(path) for path in two} & set(environment._registry)
+
+
+def test_more_stores_than_a_writer_s_map_would_let_in(tmp_path: Path) -> None:
+    paths = [a_store(tmp_path / f"{i}.lmdb", {f"s{i}": jpegs(i, 2)}) for i in range(20)]
+    keys = keys_of(histopipe.load_dataset(paths, batch_size=7, seed=1))
+    assert sorted(keys) == sorted(i << 56 | row for i in range(20) for row in (0, 1))
+
+
+def test_a_file_that_outgrows_its_map_moves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads read while another process makes the file larger than what they mapped."""
+    path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 20)})
+    monkeypatch.setattr(environment, "_READ_MAP", 1 << 20)
+    monkeypatch.setattr(environment, "_READ_ROOM", 1)
+    with Store(path) as store:
+        table = PatchTable(select([store]))
+        batches = Batches([store], table, batch_size=20, order=Sequential(20))
+        expected = batches.load(0).image.copy()
+        code = (
+            "import sys\n"
+            "sys.path.insert(0, sys.argv[2])\n"
+            "from test_reader import *\n"
+            "for i in range(60):\n"
+            "    a_store(Path(sys.argv[1]), {f'b{i}': [bytes(100_000)] * 10})\n"
+        )
+        writer = subprocess.Popen(
+            [sys.executable, "-c", code, str(path), str(Path(__file__).parent)]
+        )
+        wrong: list[object] = []
+
+        def work() -> None:
+            while writer.poll() is None:
+                try:
+                    if not (batches.load(0).image == expected).all():
+                        wrong.append("pixels")
+                except Exception as error:
+                    wrong.append(error)
+                    raise
+
+        threads = [threading.Thread(target=work) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert writer.returncode == 0
+        assert wrong == []
+        assert store._opened.generation > 3
+
+
+# --- use -------------------------------------------------------------------------------------------------------------------
+
+
+def test_bench_tells_every_stage(made_store: Path, run: Any) -> None:
+    done = run("bench", made_store, "--seconds", 0.2, "--batch-size", 16, "--model", "small-cnn")
+    assert done.returncode == 0, done.stderr
+    for word in ("disk", "LMDB", "decode", "reader", "device", "bottleneck", "recommended"):
+        assert word in done.stdout
+    told = run("bench", made_store, "--seconds", 0.2, "--json")
+    result = json.loads(told.stdout)
+    assert result["decode"] > 0
+    assert all(rate > 0 for rate in result["reader"].values())
+    assert result["device"] == {}
+    assert run("bench", "none.lmdb").returncode == 4
+
+
+def test_training_goes_on_without_damaged_patches(tmp_path: Path, run: Any) -> None:
+    make_slides(
+        tmp_path / "in", "--count", "6", "--size", "1024x1024", "--classes", "normal,tumour"
+    )
+    assert run("ingest", "in", "--patch-size", 64, "--codec", "jpeg").returncode == 0
+    for row in (3, 4):
+        flip_a_byte(tmp_path / "patches.lmdb", 0, row)
+    arguments = ["train", "--epochs", 1, "--split-by", "patch"]
+    stopped = run(*arguments, "--out", "r1")
+    assert stopped.returncode == 5
+    assert "patch 3: it is not what was written" in stopped.stderr or "patch 4" in stopped.stderr
+    done = run(
+        *arguments, "--out", "r2", "--on-error", "skip", "--balance", "class", "--max-per-slide", 500,
+        "--augment", "flips,crop,stain,colour",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "2 damaged patches were skipped" in done.stderr
+    assert json.loads((tmp_path / "r2" / "metrics.json").read_text())["skipped"] == 2

@@ -1,0 +1,235 @@
+"""Orders: what they promise for every size and seed, how random they are, and that they never change."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from histopipe.dataset.hashing import combine
+from histopipe.dataset.order import SMALL, permuted
+from histopipe.dataset.sampling import (
+    Balance,
+    BlockShuffled,
+    Order,
+    Sequential,
+    Shuffled,
+    make_order,
+)
+from histopipe.dataset.table import PatchTable, SlideRows
+from histopipe.errors import UsageError
+
+SIZES = st.one_of(st.integers(1, 3 * SMALL), st.integers(SMALL, 20_000))
+SEEDS = st.integers(0, 2**63)
+BALANCES: list[Balance] = ["class", "slide", "patient"]
+
+
+def epoch(order: Order, number: int = 0) -> list[int]:
+    return list(order(number, np.arange(len(order))).tolist())
+
+
+def accepted(counts: np.ndarray) -> bool:
+    """Whether a chi-square test takes counts for draws from a uniform distribution."""
+    expected = counts.sum() / counts.size
+    return bool(chi2.sf(((counts - expected) ** 2 / expected).sum(), counts.size - 1) > 1e-4)
+
+
+def table_of(counts: list[int], labels: list[int], patients: list[str] | None = None) -> PatchTable:
+    names = patients or [str(i) for i in range(len(counts))]
+    return PatchTable(
+        [
+            SlideRows(i % 2, i, c, label, patient=name)
+            for i, (c, label, name) in enumerate(zip(counts, labels, names, strict=True))
+        ]
+    )
+
+
+@given(SIZES, SEEDS, st.integers(0, 100))
+def test_a_permutation_is_one(n: int, seed: int, epoch_number: int) -> None:
+    found = permuted(np.arange(n), n, combine(seed, epoch_number))
+    assert sorted(found.tolist()) == list(range(n))
+
+
+@given(st.integers(SMALL + 1, 2**40), SEEDS, st.data())
+def test_a_permutation_needs_no_more_than_the_places_asked_for(
+    n: int, seed: int, data: st.DataObject
+) -> None:
+    places = np.array(
+        data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=50, unique=True))
+    )
+    key = combine(seed)
+    together = permuted(places, n, key).tolist()
+    assert [int(permuted(np.array([p]), n, key)[0]) for p in places] == together
+    assert len(set(together)) == len(places)
+
+
+@given(st.lists(st.tuples(SIZES, SEEDS), min_size=1, max_size=20), st.data())
+def test_many_permutations_at_once_are_each_one_s_own(
+    which: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """The vectorised way against one permutation at a time."""
+    places = [data.draw(st.integers(0, n - 1)) for n, _ in which]
+    sizes = np.array([n for n, _ in which])
+    keys = np.array([combine(seed) for _, seed in which], np.uint64)
+    expected = [
+        int(permuted(np.array([p]), n, combine(seed))[0])
+        for p, (n, seed) in zip(places, which, strict=True)
+    ]
+    assert permuted(np.array(places), sizes, keys).tolist() == expected
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 6])
+def test_every_permutation_of_a_few_is_as_likely(n: int) -> None:
+    trials = 40 * math.factorial(n)
+    counts = Counter(tuple(epoch(Shuffled(n, s), 7)) for s in range(trials))
+    every = np.zeros(math.factorial(n))
+    every[: len(counts)] = list(counts.values())
+    assert accepted(every)
+
+
+@pytest.mark.parametrize("n", [1500, 10_007, 1_000_003])
+def test_places_are_spread_evenly(n: int) -> None:
+    """Where the first hundred places of 300 epochs fall, in 50 bins."""
+    order = Shuffled(n, 3)
+    found = np.concatenate([order(number, np.arange(100)) for number in range(300)])
+    assert accepted(np.bincount(found * 50 // n, minlength=50))
+
+
+@pytest.mark.parametrize("n", [2_000, 50_021])
+def test_where_a_patch_and_its_neighbour_come_up_has_nothing_to_do_with_each_other(n: int) -> None:
+    """Pairs of neighbouring places, 12 × 12 bins."""
+    order = Shuffled(n, 5)
+    places = np.arange(0, 1000)
+    pairs = np.zeros((12, 12))
+    for number in range(60):
+        bins = order(number, places) * 12 // n
+        np.add.at(pairs, (bins[:-1], bins[1:]), 1)
+    assert accepted(pairs)
+
+
+@pytest.mark.parametrize("n", [40, 1000, 1025, 5000])
+def test_a_batch_is_a_mixture(n: int) -> None:
+    """Of which quarter of the data the patches of a first batch are, over 2,000 seeds."""
+    found = np.concatenate([Shuffled(n, s)(0, np.arange(8)) for s in range(2000)])
+    assert accepted(np.bincount(found * 4 // n, minlength=4))
+
+
+def test_orders_are_pinned() -> None:
+    """A change here would silently reorder every resumed training."""
+    assert epoch(Shuffled(10, 1)) == [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
+    five = np.arange(5)
+    assert Shuffled(10**6, 1)(0, five).tolist() == [555696, 407648, 551786, 857272, 767134]
+    assert Shuffled(10**9, 2)(3, five).tolist() == PINNED_BILLION
+    table = table_of([3, 5, 2000], [0, 1, 1])
+    assert make_order(table, seed=1, balance="class")(2, five).tolist() == PINNED_CLASS
+    assert make_order(table, seed=1, balance="slide")(2, five).tolist() == PINNED_SLIDE
+    assert BlockShuffled(10_000, 1, 64)(2, five).tolist() == PINNED_BLOCKS
+    capped = PatchTable(table.slides, max_per_slide=2, seed=1)
+    assert capped.locate(np.arange(6), 2).rows.tolist() == PINNED_CAP
+
+
+PINNED_BILLION = [853735704, 609326557, 666574160, 382560544, 151141390]
+PINNED_CLASS = [0, 696, 5, 1, 349]
+PINNED_SLIDE = [2, 697, 3, 1529, 6]
+PINNED_BLOCKS = [5206, 9991, 9983, 1589, 3566]
+PINNED_CAP = [0, 2, 2, 3, 347, 1319]
+
+
+@given(SIZES, SEEDS, st.integers(0, 5), st.integers(1, 700))
+@settings(max_examples=60)
+def test_blocks_are_an_epoch_too(n: int, seed: int, number: int, block: int) -> None:
+    order = BlockShuffled(n, seed, block)
+    found = epoch(order, number)
+    assert sorted(found) == list(range(n))
+    # A window touches as many blocks as it holds, and what is left over: all its other patches are neighbours.
+    window = np.sort(found[: order.window])
+    runs = 1 + int((np.diff(window) > 1).sum())
+    assert runs <= 16 + 2
+
+
+def test_blocks_begin_elsewhere_every_epoch() -> None:
+    order = BlockShuffled(10_000, 1, 100)
+    starts = {int(np.sort(order(e, np.arange(order.window)))[0]) % 100 for e in range(20)}
+    assert len(starts) > 10
+
+
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=12), SEEDS, st.data())
+def test_balance_is_equal_within_an_epoch_and_fair_over_epochs(
+    counts: list[int], seed: int, data: st.DataObject
+) -> None:
+    balance = data.draw(st.sampled_from(BALANCES))
+    labels = [data.draw(st.integers(0, 2)) for _ in counts]
+    patients = [data.draw(st.sampled_from("abcd")) for _ in counts]
+    table = table_of(counts, labels, patients)
+    by: dict[str, list[object]] = {
+        "class": list(labels), "slide": list(range(len(counts))), "patient": list(patients)
+    }  # fmt: skip
+    groups = by[balance]
+    of_patch = np.repeat(np.arange(len(counts)), counts)
+    order = make_order(table, seed=seed, balance=balance)
+    assert len(order) == -(-sum(counts) // len(set(groups))) * len(set(groups))
+    seen: Counter[int] = Counter()
+    for number in range(3):
+        found = epoch(order, number)
+        drawn = Counter(groups[of_patch[i]] for i in found)
+        assert set(drawn.values()) == {len(order) // len(set(groups))}
+        seen.update(found)
+        for group in set(groups):
+            times = [seen[i] for i in range(sum(counts)) if groups[of_patch[i]] == group]
+            assert max(times) - min(times) <= 1  # none again before all have come up
+
+
+def test_balance_mixes_groups_within_batches() -> None:
+    order = make_order(table_of([50] * 8, [0] * 8), seed=4, balance="slide")
+    found = np.array(epoch(order)) // 50
+    first = np.concatenate([np.array(epoch(order, e))[:8] // 50 for e in range(200)])
+    assert accepted(np.bincount(first, minlength=8))
+    assert not all(len(set(found[i : i + 8])) == 8 for i in range(0, 400, 8))  # no round robin
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 50), SEEDS)
+def test_a_cap_draws_other_patches_each_epoch(counts: list[int], cap: int, seed: int) -> None:
+    slides = table_of(counts, [0] * len(counts)).slides
+    table = PatchTable(slides, max_per_slide=cap, seed=seed)
+    assert table.counts.tolist() == [min(c, cap) for c in counts]
+    seen: Counter[tuple[int, int]] = Counter()
+    for number in range(4):
+        located = table.locate(np.arange(len(table)), number)
+        pairs = list(zip(located.slides.tolist(), located.rows.tolist(), strict=True))
+        if number == 0:
+            assert len(set(pairs)) == len(pairs)
+        seen.update(pairs)
+    for slide, count in enumerate(counts):
+        times = [seen[slide, row] for row in range(count)]
+        assert sum(times) == 4 * min(count, cap)
+        assert max(times) - min(times) <= 1
+
+
+@given(st.integers(1, 1000), st.integers(1, 1000))
+def test_a_cap_in_sequence_is_spread_over_the_slide(count: int, cap: int) -> None:
+    rows = PatchTable([SlideRows(0, 0, count, 0)], max_per_slide=cap)
+    found = rows.locate(np.arange(len(rows))).rows
+    assert len(set(found.tolist())) == min(count, cap)
+    assert np.diff(found).max(initial=0) <= -(-count // min(count, cap))
+
+
+def test_settings_that_do_not_go_together() -> None:
+    table = table_of([3, 4], [0, -1])
+    for message, given_settings in (
+        ("balance: found 'site', expected none or class", {"seed": 1, "balance": "site"}),
+        ("shuffle is off", {"seed": None, "balance": "slide"}),
+        ("shuffle is off", {"seed": None, "shuffle_block": 4}),
+        ("take one of them", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
+        ("found 1 slides without a label", {"seed": 1, "balance": "class"}),
+        ("shuffle_block: found 0", {"seed": 1, "shuffle_block": 0}),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make_order(table, **given_settings)
+    with pytest.raises(UsageError, match="max_per_slide: found 0"):
+        PatchTable(table.slides, max_per_slide=0)
+    assert isinstance(make_order(table, seed=None), Sequential)
