@@ -143,7 +143,7 @@ def colour_jitter(
         (B, H, W, 3) float32, 0 to 255.
     """
     draws = 2 * uniform(seeds, 4, 6) - 1
-    strengths = tf.constant([brightness, contrast, saturation])
+    strengths = tf.constant([brightness, contrast, saturation], tf.float32)
     factors = (1 + draws[:, :3] * strengths)[:, :, None, None, None]
     images = tf.cast(images, tf.float32) * factors[:, 0]
     mean = tf.reduce_mean(images, axis=[1, 2, 3], keepdims=True)

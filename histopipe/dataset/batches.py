@@ -153,10 +153,10 @@ class Batches:
                     self._note(int(keys[i]), str(problem))
         return Batch(images, located.labels, weights, keys, columns)
 
-    def advise(self, steps: range) -> int:
-        """Ask for steps' patches to be read from disk; returns at once, with the bytes asked for."""
+    def advise(self, steps: range, parts: Sequence[int]) -> int:
+        """Ask for some parts of steps to be read from disk; returns at once, with the bytes asked for."""
         keys = np.unique(
-            np.concatenate([self.locate(s, r)[0].keys for s in steps for r in range(self.replicas)])
+            np.concatenate([self.locate(step, part)[0].keys for step in steps for part in parts])
         )
         ordinals, slides, rows = unpack_keys(keys)
         asked = 0

@@ -231,7 +231,7 @@ class BatchSource:
             tf.uint8, tf.int32, tf.float32, tf.int64,
             *(column_types[name] for name in batches.columns),
         )  # fmt: skip
-        self._ahead = ReadAhead(batches, last_step, read_ahead)
+        self._ahead = ReadAhead(batches, self.parts, last_step, read_ahead)
         # TensorFlow keeps every such function for ever, and would keep the stores open with it.
         source = weakref.ref(self)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import resource
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from histopipe.dataset.batches import Batch, Batches
@@ -22,12 +23,19 @@ class ReadAhead:
 
     Args:
         batches: what is loaded.
+        parts: those of each step that are loaded here.
         last_step: the one that nothing is wanted from on.
         steps: how many to ask for ahead; 0 for none, None for `STEPS_AHEAD` while the disk is waited for.
     """
 
-    def __init__(self, batches: Batches, last_step: int, steps: int | None = None) -> None:
-        self._batches, self._last = batches, last_step
+    def __init__(
+        self,
+        batches: Batches,
+        parts: Sequence[int],
+        last_step: int,
+        steps: int | None = None,
+    ) -> None:
+        self._batches, self._parts, self._last = batches, parts, last_step
         self._distance = STEPS_AHEAD if steps is None else steps
         self._wanted_until = 0 if steps is None else (1 << 62)
         self._next = 0
@@ -67,7 +75,7 @@ class ReadAhead:
 
     def _ask(self, steps: range) -> None:
         # An error here is met again, and told, by whoever loads the step.
-        self.asked_bytes += self._batches.advise(steps)
+        self.asked_bytes += self._batches.advise(steps, self._parts)
 
     def _whole_window(self, step: int) -> int:
         """The first step behind the window that a step lies in: neighbours on disk are asked for together."""

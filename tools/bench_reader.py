@@ -1,0 +1,618 @@
+"""How fast patches are read, as a share of what the decoder can do and against the formats others use.
+
+    python tools/bench_reader.py FOLDER                  everything: about 25 minutes and 14 GB in FOLDER
+    python tools/bench_reader.py FOLDER speed cold       some of it
+
+All ways read the same patches, 256² in batches of 64, into tensors of tf.data. Each pair is measured in one run, taking turns,
+and compared by medians, since machines drift.
+
+    speed      against the decode ceiling (all cores in simplejpeg, one reused buffer a thread, nothing else), TFRecord files,
+               HDF5, a folder of JPEGs and a tar; with and without the CRC check
+    rest       where the time goes between the ceiling and the reader
+    orders     balance, caps and block shuffle against the plain shuffle
+    cold       with the page cache dropped (root only): with and without read-ahead
+    leak       anonymous memory over 20 epochs, and over 20 epochs that leak on purpose
+    cgroup     a store read through in a cgroup with a quarter of its size (root only)
+    scale      opening, memory and time of a step from 10⁴ to 10⁸ patches
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import io
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import h5py
+import numpy as np
+import simplejpeg
+import tensorflow as tf
+
+from histopipe.dataset.batches import Batches, aligned_empty
+from histopipe.dataset.loader import BatchSource
+from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
+from histopipe.dataset.selection import select
+from histopipe.dataset.table import PatchTable
+from histopipe.geometry import Mpp
+from histopipe.store.format import INDEX_COLUMNS
+from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import TilingSpec
+
+TOOLS = Path(__file__).parent
+COMMAND = str(Path(sys.executable).with_name("histopipe"))
+BATCH, SIDE, REPEATS, WARM_UP = 64, 256, 15, 8
+CORES = len(os.sched_getaffinity(0))
+SIZE = "35520x35604"  # 1.26 gigapixels, about 7,000 patches
+COHORT = 4
+SCALES = {10**4: 2, 10**6: 200, 10**8: 10_000}
+"""Patches, and the slides they are spread over."""
+
+Way = Callable[[int], float]
+
+
+def say(text: str) -> None:
+    """A line of the result."""
+    print(text, flush=True)
+
+
+def compare(ways: Mapping[str, Way], steps: int, repeats: int = REPEATS) -> dict[str, float]:
+    """Median patches a second of each way, taking turns in short rounds: the machine's speed drifts within seconds."""
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            rates[name].append(way(steps))
+            gc.collect()
+    return {name: statistics.median(found) for name, found in rates.items()}
+
+
+def rate(batches: Iterator[Any], steps: int) -> float:
+    """Patches a second of an iterator of batches, once it is warm."""
+    for _ in range(WARM_UP):
+        next(batches)
+    begun = time.perf_counter()
+    for _ in range(steps):
+        next(batches)
+    return steps * BATCH / (time.perf_counter() - begun)
+
+
+# --- the material -----------------------------------------------------------------------------------------------------------
+
+
+class Material:
+    """Stores and other formats of the same patches, made once in a folder."""
+
+    def __init__(self, folder: Path, texture: Path | None) -> None:
+        self.folder, self.texture = folder, texture
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def store(self, name: str, slides: int) -> Path:
+        """A store of made slides."""
+        path = self.folder / f"{name}.lmdb"
+        if not path.exists():
+            pictures = self.folder / f"slides-{slides}"
+            if not pictures.exists():
+                make = [sys.executable, str(TOOLS / "make_slides.py"), str(pictures)]
+                texture = ["--texture", str(self.texture)] if self.texture else []
+                run([*make, "--size", SIZE, "--count", str(slides), "--quality", "80", *texture])
+            run([COMMAND, "ingest", str(pictures), "--out", str(path)])
+        return path
+
+    def made(self, name: str, make: Callable[[Path], None]) -> Path:
+        """Another format, by a function that writes it."""
+        path = self.folder / name
+        if not path.exists():
+            part = self.folder / f"part-{name}"
+            make(part)
+            part.rename(path)
+        return path
+
+
+def run(command: list[str]) -> None:
+    """A command of ours that must succeed."""
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+def values_of(path: Path) -> list[bytes]:
+    """Every value of a store."""
+    with Store(path) as store:
+        return [store.value(n, row) for n, r in store.complete.items() for row in range(r.planned)]
+
+
+def write_tfrecord(values: list[bytes], path: Path) -> None:
+    """One record a patch, with its image and label."""
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for value in values:
+            feature = {
+                "image_raw": tf.train.Feature(bytes_list=tf.train.BytesList(value=[value])),
+                "label": tf.train.Feature(int64_list=tf.train.Int64List(value=[0])),
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=feature))
+            writer.write(example.SerializeToString())
+
+
+def write_hdf5(values: list[bytes], path: Path) -> None:
+    """Pixels, one chunk a patch, as CLAM's older patch files have them."""
+    with h5py.File(path, "w") as file:
+        shape = (len(values), SIDE, SIDE, 3)
+        images = file.create_dataset("imgs", shape, "u1", chunks=(1, SIDE, SIDE, 3))
+        for i, value in enumerate(values):
+            images[i] = simplejpeg.decode_jpeg(value)
+
+
+def write_folder(values: list[bytes], path: Path) -> None:
+    """A file a patch, in two classes."""
+    for label in "ab":
+        (path / label).mkdir(parents=True)
+    for i, value in enumerate(values):
+        (path / "ab"[i % 2] / f"{i:06d}.jpg").write_bytes(value)
+
+
+def write_tar(values: list[bytes], path: Path) -> None:
+    """A shard of members as WebDataset has them."""
+    with tarfile.open(path, "w") as tar:
+        for i, value in enumerate(values):
+            member = tarfile.TarInfo(f"{i:06d}.jpg")
+            member.size = len(value)
+            tar.addfile(member, io.BytesIO(value))
+
+
+# --- ways of reading --------------------------------------------------------------------------------------------------------
+
+
+def ceiling(values: list[bytes], steps: int) -> float:
+    """All cores in simplejpeg, one reused buffer a thread, nothing else."""
+
+    def work(first: int) -> None:
+        buffer = np.empty((SIDE, SIDE, 3), np.uint8)
+        for i in range(first, steps * BATCH, CORES):
+            simplejpeg.decode_jpeg(values[i % len(values)], buffer=buffer)
+
+    return by_threads(work, steps)
+
+
+def by_threads(work: Callable[[int], None], steps: int) -> float:
+    """Patches a second of a function that one thread a core calls with its number."""
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(CORES)]
+    begun = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return steps * BATCH / (time.perf_counter() - begun)
+
+
+def batches_of(store: Store, order: Order | None = None, **settings: Any) -> Batches:
+    """All patches of a store, shuffled."""
+    table = PatchTable(select([store]))
+    order = order or Shuffled(len(table), 1)
+    return Batches([store], table, batch_size=BATCH, order=order, **settings)
+
+
+def ours(batches: Batches, steps: int, **settings: Any) -> float:
+    """The reader as `load_dataset` and training use it."""
+    source = BatchSource(batches)
+    try:
+        return rate(iter(source.dataset(0, 1 << 40, **settings)), steps)
+    finally:
+        source.settle()
+
+
+def tfrecord(path: Path, shuffle: int, steps: int) -> float:
+    """A record file by tf.data with everything left to its tuner."""
+    features = {
+        "image_raw": tf.io.FixedLenFeature([], tf.string),
+        "label": tf.io.FixedLenFeature([], tf.int64),
+    }
+
+    def decode(record: tf.Tensor) -> Any:
+        example = tf.io.parse_single_example(record, features)
+        image = tf.io.decode_jpeg(example["image_raw"], channels=3)
+        return tf.ensure_shape(image, (SIDE, SIDE, 3)), example["label"]
+
+    dataset = tf.data.TFRecordDataset(str(path)).repeat()
+    if shuffle:
+        dataset = dataset.shuffle(shuffle, seed=1)
+    dataset = dataset.map(decode, num_parallel_calls=tf.data.AUTOTUNE)
+    return rate(iter(dataset.batch(BATCH).prefetch(tf.data.AUTOTUNE)), steps)
+
+
+def hdf5(path: Path, steps: int) -> float:
+    """Shuffled rows of an HDF5 file: h5py has one lock for all threads."""
+    with h5py.File(path) as file:
+        images = file["imgs"]
+        order = Shuffled(len(images), 1)
+
+        def load(step: Any) -> Any:
+            batch = aligned_empty((BATCH, SIDE, SIDE, 3))
+            places = (int(step) * BATCH + np.arange(BATCH)) % len(images)
+            for i, row in enumerate(order(0, places)):
+                images.read_direct(batch, np.s_[row : row + 1], np.s_[i : i + 1])
+            return batch
+
+        dataset = tf.data.Dataset.range(1 << 40).map(
+            lambda step: tf.numpy_function(load, [step], tf.uint8, stateful=False),
+            num_parallel_calls=CORES,
+        )
+        steps_read = iter(dataset.prefetch(2))
+        try:
+            return rate(steps_read, steps)
+        finally:
+            del steps_read
+            gc.collect()
+            time.sleep(0.5)  # reads under way
+
+
+def folder(path: Path, steps: int) -> float:
+    """A folder of JPEGs by Keras."""
+    dataset = tf.keras.utils.image_dataset_from_directory(
+        path, batch_size=BATCH, image_size=(SIDE, SIDE), shuffle=True, seed=1, verbose=False
+    )
+    return rate(iter(dataset.repeat().prefetch(tf.data.AUTOTUNE)), steps)
+
+
+def tar(path: Path, steps: int) -> float:
+    """A tar in its own order, decoded by tf.data."""
+
+    def members() -> Iterator[bytes]:
+        while True:
+            with tarfile.open(path, "r|") as shard:
+                for member in shard:
+                    file = shard.extractfile(member)
+                    yield file.read() if file else b""
+
+    dataset = tf.data.Dataset.from_generator(members, output_signature=tf.TensorSpec([], tf.string))
+    dataset = dataset.map(
+        lambda value: tf.ensure_shape(tf.io.decode_jpeg(value, channels=3), (SIDE, SIDE, 3)),
+        num_parallel_calls=tf.data.AUTOTUNE,
+    )
+    return rate(iter(dataset.batch(BATCH).prefetch(tf.data.AUTOTUNE)), steps)
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------------
+
+
+def bench_speed(material: Material) -> None:
+    """Everything warm, against everything."""
+    path = material.store("one", 1)
+    values = values_of(path)
+    say(f"  {len(values)} patches of {statistics.mean(map(len, values)) / 1e3:.1f} kB")
+    record = material.made("one.tfrecord", functools.partial(write_tfrecord, values))
+    pixels = material.made("one.h5", functools.partial(write_hdf5, values))
+    files = material.made("one-folder", functools.partial(write_folder, values))
+    shard = material.made("one.tar", functools.partial(write_tar, values))
+    with Store(path) as store:
+        ways: dict[str, Way] = {
+            "decode ceiling": functools.partial(ceiling, values),
+            "histopipe": functools.partial(ours, batches_of(store)),
+            "histopipe, no CRC": functools.partial(ours, batches_of(store, check=False)),
+            "TFRecord, shuffle(2048)": functools.partial(tfrecord, record, 2048),
+            "TFRecord, sequential": functools.partial(tfrecord, record, 0),
+            "HDF5, shuffled": functools.partial(hdf5, pixels),
+            "JPEG folder, Keras": functools.partial(folder, files),
+            "tar, sequential": functools.partial(tar, shard),
+        }
+        found = compare(ways, 60)
+    for what, speed in found.items():
+        say(
+            f"  {what:<26}{speed:9,.0f}/s  {speed / found['decode ceiling']:.2f} of the ceiling; "
+            f"histopipe is {found['histopipe'] / speed:.2f}×"
+        )
+
+
+def bench_rest(material: Material) -> None:
+    """What lies between the ceiling and the reader, one thing after another."""
+    path = material.store("one", 1)
+    values = values_of(path)
+
+    def arrays(steps: int) -> float:
+        """As the ceiling, but into a new array for each batch."""
+
+        def work(first: int) -> None:
+            for step in range(first, steps, CORES):
+                batch = aligned_empty((BATCH, SIDE, SIDE, 3))
+                for i in range(BATCH):
+                    value = values[(step * BATCH + i) % len(values)]
+                    simplejpeg.decode_jpeg(value, buffer=batch[i], strict=False)
+
+        return by_threads(work, steps)
+
+    def loads(batches: Batches, steps: int) -> float:
+        """`Batches.load` without TensorFlow."""
+
+        def work(first: int) -> None:
+            for step in range(first, steps, CORES):
+                batches.load(step)
+
+        return by_threads(work, steps)
+
+    with Store(path) as store:
+        found = compare(
+            {
+                "decode ceiling": functools.partial(ceiling, values),
+                "a new array for each batch": arrays,
+                "values from LMDB, no CRC": functools.partial(
+                    loads, batches_of(store, check=False)
+                ),
+                "with CRC": functools.partial(loads, batches_of(store)),
+                "through tf.data": functools.partial(ours, batches_of(store)),
+            },
+            60,
+        )
+    for what, speed in found.items():
+        say(f"  {what:<28}{speed:9,.0f}/s  {speed / found['decode ceiling']:.3f}")
+
+
+def bench_orders(material: Material) -> None:
+    """Other orders, and microseconds of a step's numbers."""
+    with Store(material.store("four", COHORT)) as store:
+        table = PatchTable(select([store]))
+        capped = PatchTable(select([store]), max_per_slide=5000, seed=1)
+        orders: dict[str, tuple[PatchTable, Order]] = {
+            "shuffled": (table, Shuffled(len(table), 1)),
+            "sequential": (table, Sequential(len(table))),
+            "balance=slide": (table, make_order(table, seed=1, balance="slide")),
+            "shuffle_block=256": (table, make_order(table, seed=1, shuffle_block=256)),
+            "max_per_slide=5000": (capped, Shuffled(len(capped), 1)),
+        }
+        ways = {
+            name: functools.partial(ours, Batches([store], t, batch_size=BATCH, order=order))
+            for name, (t, order) in orders.items()
+        }
+        found = compare(ways, 60)
+        for name, speed in found.items():
+            t, order = orders[name]
+            batches = Batches([store], t, batch_size=BATCH, order=order)
+            say(f"  {name:<20}{speed:9,.0f}/s  numbers of a step {1e6 * locating(batches):.0f} µs")
+
+
+def locating(batches: Batches, steps: int = 200) -> float:
+    """Seconds that finding out a step's patches takes; the median."""
+    seconds = []
+    for step in np.linspace(0, batches.steps_per_epoch - 1, steps).astype(int).tolist():
+        begun = time.perf_counter()
+        batches.locate(step)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
+
+
+def drop_caches() -> None:
+    """Empty the page cache; root only."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def cold(store: Path, order: str, read_ahead: int | None, steps: int) -> float:
+    """The reader in a new process, with nothing in the page cache."""
+    drop_caches()
+    arguments = [str(store), order, str(-1 if read_ahead is None else read_ahead), str(steps)]
+    done = subprocess.run(
+        [sys.executable, __file__, "--cold", *arguments], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )  # fmt: skip
+    return float(done.stdout)
+
+
+def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
+    """Print patches a second."""
+    with Store(Path(path)) as store:
+        table = PatchTable(select([store]))
+        orders: dict[str, Order] = {
+            "shuffled": Shuffled(len(table), 1),
+            "sequential": Sequential(len(table)),
+            "blocks": make_order(table, seed=1, shuffle_block=256),
+        }
+        settings = {} if read_ahead == "-1" else {"read_ahead": int(read_ahead)}
+        source = BatchSource(Batches([store], table, batch_size=BATCH, order=orders[name]))
+        iterator = iter(source.dataset(0, int(steps), **settings))
+        begun = time.perf_counter()
+        for _ in iterator:
+            pass
+        print(int(steps) * BATCH / (time.perf_counter() - begun))
+        source.settle()
+
+
+def bench_cold(material: Material) -> None:
+    """From the disk."""
+    path = material.store("four", COHORT)
+    with Store(path) as store:
+        ways: dict[str, Way] = {"warm": functools.partial(ours, batches_of(store))}
+        for order in ("shuffled", "blocks", "sequential"):
+            for name, ahead in (("none", 0), ("by itself", None), ("64", 64)):
+                ways[f"{order}, read-ahead {name}"] = functools.partial(cold, path, order, ahead)
+        found = compare(ways, 200, repeats=3)
+    for what, speed in found.items():
+        without = found.get(re.sub("ahead .*", "ahead none", what), speed)
+        say(
+            f"  {what:<32}{speed:9,.0f}/s  {speed / without:.2f}× of without, {speed / found['warm']:.2f} of warm"
+        )
+
+
+def anonymous_kilobytes() -> int:
+    """RssAnon of this process."""
+    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) if found else 0
+
+
+def bench_leak(material: Material) -> None:
+    """Anonymous memory after each epoch, from the fifth to the twentieth."""
+    with Store(material.store("one", 1)) as store:
+        for leaking in (False, True):
+            kept: list[Any] = []
+            memory = []
+            for epoch in range(20):
+                batches = batches_of(store)
+                source = BatchSource(batches)
+                steps = batches.steps_per_epoch
+                for batch in source.dataset(epoch * steps, (epoch + 1) * steps):
+                    if leaking and len(kept) <= epoch:
+                        kept.append(batch)  # one batch of 12.6 MB an epoch
+                source.settle()
+                memory.append(anonymous_kilobytes() / 1024)
+            say(
+                f"  {'leaking one batch an epoch' if leaking else 'the reader'}: {memory[4]:.0f} MB after 5 epochs, "
+                f"{memory[9]:.0f} after 10, {memory[19]:.0f} after 20"
+            )
+
+
+def bench_cgroup(material: Material) -> None:
+    """A store that does not fit into the memory its reader is given."""
+    path = material.store("four", COHORT)
+    size = (path / "data.mdb").stat().st_size
+    # What TensorFlow itself needs comes on top.
+    for limit, what in ((0, "no limit"), ((size >> 2) + (600 << 20), "a quarter of it and 600 MB")):
+        for order in ("shuffled", "sequential"):
+            speeds = []
+            for _ in range(3):
+                drop_caches()
+                speeds.append(in_cgroup(limit, path, order))
+            say(
+                f"  store of {size / 1e6:.0f} MB, {what}, {order}: {statistics.median(speeds):,.0f}/s over an epoch"
+            )
+
+
+def in_cgroup(limit: int, path: Path, order: str) -> float:
+    """An epoch in a memory cgroup (version 1 or 2) of its own."""
+    root = Path("/sys/fs/cgroup")
+    first = (root / "memory").is_dir()
+    group = (root / "memory" if first else root) / f"bench-reader-{os.getpid()}"
+    group.mkdir()
+    try:
+        if limit:
+            name = "memory.limit_in_bytes" if first else "memory.max"
+            (group / name).write_text(str(limit))
+        with Store(path) as store:
+            steps = -(-len(store) // BATCH)
+        enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        done = subprocess.run(
+            ["/bin/sh", "-c", enter, "sh", sys.executable, __file__, "--cold", str(path), order, "-1", str(steps)],
+            check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        return float(done.stdout)
+    finally:
+        time.sleep(0.2)
+        group.rmdir()
+
+
+def tiny_store(path: Path, patches: int, slides: int) -> None:
+    """A store of so many patches of one pixel."""
+    value = simplejpeg.encode_jpeg(np.full((1, 1, 3), 200, np.uint8), colorsubsampling="420")
+    rows = patches // slides
+    columns = {name: np.zeros(rows) for name in INDEX_COLUMNS} | {
+        "length": np.full(rows, len(value))
+    }
+    with StoreWriter(path, TilingSpec(mpp=Mpp(0.5), patch_size=1)) as writer:
+        record = functools.partial(
+            SlideRecord, path="/scans/of/the/lab.svs", resolved_path="/scans/of/the/lab.svs",
+            planned=rows, stored=rows, stored_bytes=rows * len(value), quickhash="0" * 64,
+        )  # fmt: skip
+        records = [
+            record(id=f"slide-{i:05d}", patient=f"p{i // 2}", label="ab"[i % 2])
+            for i in range(slides)
+        ]
+        numbers = writer.register(records)
+        for each in records:
+            crc = writer.put_patches(numbers[each.id], range(rows), [value] * rows)
+            writer.complete(numbers[each.id], each, columns | {"crc": crc}, {})
+
+
+def scale_child(path: str) -> None:
+    """Open, read 300 steps, and print what it took."""
+    before = anonymous_kilobytes()
+    begun = time.perf_counter()
+    store = Store(Path(path))
+    opened = time.perf_counter() - begun
+    after = anonymous_kilobytes()
+    table = PatchTable(select([store]))
+    batches = Batches([store], table, batch_size=BATCH, order=Shuffled(len(table), 1))
+    balanced = make_order(table, seed=1, balance="patient")
+    located = locating(batches), locating(Batches([store], table, batch_size=BATCH, order=balanced))
+    ready = anonymous_kilobytes()
+    steps = np.linspace(0, batches.steps_per_epoch - 1, 300).astype(int).tolist()
+    seconds: list[float] = []
+    for step in (*steps, *steps):  # the second time from the page cache
+        if len(seconds) == len(steps):
+            seconds.clear()
+        begun = time.perf_counter()
+        batches.load(step)
+        seconds.append(time.perf_counter() - begun)
+    print(
+        json.dumps(
+            {
+                "open_s": opened, "open_mb": (after - before) / 1024, "table_mb": (ready - after) / 1024,
+                "locate_us": 1e6 * located[0], "balanced_us": 1e6 * located[1],
+                "step_us": 1e6 * statistics.median(seconds),
+                "read_mb": (anonymous_kilobytes() - ready) / 1024, "slides": len(store.complete),
+            }
+        )
+    )  # fmt: skip
+
+
+def bench_scale(material: Material) -> None:
+    """Whether anything grows with the patches."""
+    for patches, slides in SCALES.items():
+        path = material.made(f"tiny-{patches}.lmdb", lambda p: tiny_store(p, patches, slides))  # noqa: B023
+        done = subprocess.run(
+            [sys.executable, __file__, "--scale", str(path)], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )  # fmt: skip
+        found = json.loads(done.stdout)
+        say(
+            f"  {patches:>11,} patches of {found['slides']:,} slides: open {found['open_s']:.2f} s and {found['open_mb']:.0f} MB, "
+            f"table {found['table_mb']:.0f} MB, reading 300 steps {found['read_mb']:.0f} MB; a step's numbers "
+            f"{found['locate_us']:.0f} µs ({found['balanced_us']:.0f} balanced by patient), the whole step of one-pixel "
+            f"patches {found['step_us']:.0f} µs"
+        )
+
+
+BENCHES: dict[str, Callable[[Material], None]] = {
+    "speed": bench_speed,
+    "rest": bench_rest,
+    "orders": bench_orders,
+    "cold": bench_cold,
+    "leak": bench_leak,
+    "cgroup": bench_cgroup,
+    "scale": bench_scale,
+}
+
+
+def main() -> None:
+    """Parse, measure, print."""
+    if sys.argv[1:2] == ["--cold"]:
+        return cold_child(*sys.argv[2:])
+    if sys.argv[1:2] == ["--scale"]:
+        return scale_child(sys.argv[2])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="stores and files are made and kept here")
+    parser.add_argument("--texture", type=Path, help="a real slide to take the tissue from")
+    parser.add_argument("which", nargs="*", choices=[*BENCHES, []], help="all if none is named")
+    options = parser.parse_args()
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    say(
+        f"{CORES} × {cpu[1] if cpu else 'unknown'}, Linux {platform.release()}, Python {platform.python_version()}, "
+        f"TensorFlow {tf.__version__}, simplejpeg {simplejpeg.__version__}"
+    )
+    for which in options.which or BENCHES:
+        say(f"{which}:")
+        BENCHES[which](Material(options.folder, options.texture))
+    return None
+
+
+if __name__ == "__main__":
+    main()
