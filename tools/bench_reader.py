@@ -61,6 +61,7 @@ BATCH, SIDE, REPEATS, WARM_UP = 64, 256, 15, 8
 CORES = len(os.sched_getaffinity(0))
 SIZE = "35520x35604"  # 1.26 gigapixels, about 7,000 patches
 COHORT = 4
+TINY = 8
 SCALES = {10**4: 2, 10**6: 200, 10**8: 10_000}
 """Patches, and the slides they are spread over."""
 
@@ -510,13 +511,13 @@ def in_cgroup(limit: int, path: Path, order: str) -> float:
 
 
 def tiny_store(path: Path, patches: int, slides: int) -> None:
-    """A store of so many patches of one pixel."""
-    value = simplejpeg.encode_jpeg(np.full((1, 1, 3), 200, np.uint8), colorsubsampling="420")
+    """A store of so many patches of 8² pixels."""
+    value = simplejpeg.encode_jpeg(np.full((TINY, TINY, 3), 200, np.uint8), colorsubsampling="420")
     rows = patches // slides
     columns = {name: np.zeros(rows) for name in INDEX_COLUMNS} | {
         "length": np.full(rows, len(value))
     }
-    with StoreWriter(path, TilingSpec(mpp=Mpp(0.5), patch_size=1)) as writer:
+    with StoreWriter(path, TilingSpec(mpp=Mpp(0.5), patch_size=TINY)) as writer:
         record = functools.partial(
             SlideRecord, path="/scans/of/the/lab.svs", resolved_path="/scans/of/the/lab.svs",
             planned=rows, stored=rows, stored_bytes=rows * len(value), quickhash="0" * 64,
@@ -574,8 +575,8 @@ def bench_scale(material: Material) -> None:
         say(
             f"  {patches:>11,} patches of {found['slides']:,} slides: open {found['open_s']:.2f} s and {found['open_mb']:.0f} MB, "
             f"table {found['table_mb']:.0f} MB, reading 300 steps {found['read_mb']:.0f} MB; a step's numbers "
-            f"{found['locate_us']:.0f} µs ({found['balanced_us']:.0f} balanced by patient), the whole step of one-pixel "
-            f"patches {found['step_us']:.0f} µs"
+            f"{found['locate_us']:.0f} µs ({found['balanced_us']:.0f} balanced by patient), the whole step of patches of 8² "
+            f"{found['step_us']:.0f} µs"
         )
 
 

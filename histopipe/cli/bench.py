@@ -83,14 +83,14 @@ def _measure(
         decode = measure.measure_decode(batches, seconds, cores)
         load_quietly("tensorflow")
         calls = sorted({max(1, cores // 2), cores, cores + 2})
-        reader = {n: measure.measure_reader(batches, seconds, n).patches_per_s for n in calls}
+        reader = {n: measure.measure_reader(batches, seconds, n) for n in calls}
         device = {}
         if model is not None:
             sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
             measure_device = load_quietly("histopipe.training.measure").measure_device
             device = measure_device(opened, model, sizes, devices, seconds)
         return _Result(
-            disk.patches_per_s if disk else None, lmdb.patches_per_s, decode.patches_per_s, reader, device,
+            disk, lmdb, decode, reader, device,
             sum((path / "data.mdb").stat().st_blocks * 512 for path in paths), _available_memory(), batch_size,
         )  # fmt: skip
 

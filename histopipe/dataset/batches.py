@@ -130,25 +130,18 @@ class Batches:
         images = aligned_empty((len(keys), self.patch_size, self.patch_size, 3))
         columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}
         for reading, store, places in self._by_store(located, keys):
-            rows, slides = located.rows[places], located.slides[places]
-            expected = _gathered(reading, slides, rows, "crc").tolist()
+            slides, rows = located.slides[places], located.rows[places]
             for name, values in columns.items():
                 values[places] = (
                     [store.records[slide].id.encode() for slide in slides.tolist()]
                     if name == "slide"
                     else _gathered(reading, slides, rows, name)
                 )
-            patches = zip(places.tolist(), slides.tolist(), rows.tolist(), expected, strict=True)
-            for i, slide, row, crc in patches:
-                try:
-                    value = reading.value(slide, row)
-                    if self._check:
-                        _check_crc(value, slide, row, crc)
-                    decode(value, images[i])
-                except DamagedStore as error:
-                    problem = _named(error, reading.where(slide), row)
-                    if not self._skip:
-                        raise problem from error
+            crcs = _gathered(reading, slides, rows, "crc").tolist()
+            patches = zip(slides.tolist(), rows.tolist(), crcs, strict=True)
+            for i, (slide, row, crc) in zip(places.tolist(), patches, strict=True):
+                problem = self._read(reading, slide, row, crc, images[i])
+                if problem is not None:
                     images[i], weights[i] = 0, 0
                     self._note(int(keys[i]), str(problem))
         return Batch(images, located.labels, weights, keys, columns)
@@ -175,6 +168,22 @@ class Batches:
             store = self.stores[ordinal]
             with store.reading() as reading:
                 yield reading, store, order[located.stores[order] == ordinal]
+
+    def _read(
+        self, reading: Reading, slide: int, row: int, crc: int, out: NDArray[np.uint8]
+    ) -> DamagedStore | None:
+        """Read, check and decode one patch; what is wrong with it, if such are to be skipped."""
+        try:
+            value = reading.value(slide, row)
+            if self._check:
+                _check_crc(value, slide, row, crc)
+            decode(value, out)
+        except DamagedStore as error:
+            problem = _named(error, reading.where(slide), row)
+            if not self._skip:
+                raise problem from error
+            return problem
+        return None
 
     def _note(self, key: int, problem: str) -> None:
         with self._lock:

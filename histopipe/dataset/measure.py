@@ -1,4 +1,7 @@
-"""How fast each stage of reading is by itself: disk, LMDB, decoder, and the reader that joins them."""
+"""How fast each stage of reading is by itself: disk, LMDB, decoder, and the reader that joins them.
+
+Every rate is in patches a second.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,21 +25,13 @@ _BLOCK = 4096
 _LONGEST_RUN = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """How many patches a second a stage gives, and why it may say little."""
-
-    patches_per_s: float
-    note: str = ""
-
-
 def sample(stores: Sequence[Store], batch_size: int) -> Batches:
     """Shuffled batches of all patches of stores."""
     table = PatchTable(select(stores))
     return Batches(stores, table, batch_size=batch_size, order=Shuffled(len(table), _SEED))
 
 
-def measure_disk(batches: Batches, seconds: float, threads: int) -> Rate | None:
+def measure_disk(batches: Batches, seconds: float, threads: int) -> float | None:
     """Reading values past the page cache, by so many threads; None where the filesystem cannot do that (tmpfs)."""
     extents, values = _extents(batches, int(2000 * seconds))
     if not extents:
@@ -49,9 +43,8 @@ def measure_disk(batches: Batches, seconds: float, threads: int) -> Rate | None:
     try:
 
         def read(thread: int) -> Callable[[int], int]:
-            buffer = mmap.mmap(
-                -1, max(length for _, _, length in extents)
-            )  # aligned as O_DIRECT wants it
+            longest = max(length for _, _, length in extents)
+            buffer = mmap.mmap(-1, longest)  # aligned as O_DIRECT wants it
             part = extents[thread::threads] or extents
 
             def one(turn: int) -> int:
@@ -67,12 +60,11 @@ def measure_disk(batches: Batches, seconds: float, threads: int) -> Rate | None:
     finally:
         for file in files.values():
             os.close(file)
-    # Neighbours were joined to one reading.
-    return Rate(reads * values / len(extents), "past the page cache")
+    return reads * values / len(extents)  # neighbours were joined to one reading
 
 
-def measure_lmdb(batches: Batches, seconds: float) -> Rate:
-    """Looking values up and touching their pages, one thread."""
+def measure_lmdb(batches: Batches, seconds: float) -> float:
+    """Looking values up and touching their pages in the page cache, one thread."""
     keys = _keys(batches, 64)
 
     def look(turn: int) -> int:
@@ -82,11 +74,12 @@ def measure_lmdb(batches: Batches, seconds: float) -> Rate:
                 reading.value(slide, row)
         return len(rows)
 
-    look_all = [look(turn) for turn in range(len(keys))]  # into the page cache
-    return Rate(_timed([look], seconds), f"{sum(look_all)} patches, in the page cache")
+    for turn in range(len(keys)):  # into the page cache
+        look(turn)
+    return _timed([look], seconds)
 
 
-def measure_decode(batches: Batches, seconds: float, threads: int) -> Rate:
+def measure_decode(batches: Batches, seconds: float, threads: int) -> float:
     """Decoding values at hand into one reused buffer a thread: what no reader on these cores can exceed."""
     values = [
         batches.stores[o].value(s, r)
@@ -103,10 +96,10 @@ def measure_decode(batches: Batches, seconds: float, threads: int) -> Rate:
 
         return one
 
-    return Rate(_timed([worker(thread) for thread in range(threads)], seconds))
+    return _timed([worker(thread) for thread in range(threads)], seconds)
 
 
-def measure_reader(batches: Batches, seconds: float, parallel_calls: int) -> Rate:
+def measure_reader(batches: Batches, seconds: float, parallel_calls: int) -> float:
     """The whole reader through tf.data, its first batches not counted."""
     source = BatchSource(batches)
     try:
@@ -117,7 +110,7 @@ def measure_reader(batches: Batches, seconds: float, parallel_calls: int) -> Rat
         while time.perf_counter() - begun < seconds:
             next(steps)
             count += batches.batch_size
-        return Rate(count / (time.perf_counter() - begun))
+        return count / (time.perf_counter() - begun)
     finally:
         source.settle()
 
