@@ -1,6 +1,6 @@
 """How fast patches are read, as a share of what the decoder can do and against the formats others use.
 
-    python tools/bench_reader.py FOLDER                  everything: about 25 minutes and 14 GB in FOLDER
+    python tools/bench_reader.py FOLDER                  everything: about 25 minutes and 25 GB in FOLDER
     python tools/bench_reader.py FOLDER speed cold       some of it
 
 All ways read the same patches, 256² in batches of 64, into tensors of tf.data. Each pair is measured in one run, taking turns,
@@ -12,7 +12,7 @@ and compared by medians, since machines drift.
     orders     balance, caps and block shuffle against the plain shuffle
     cold       with the page cache dropped (root only): with and without read-ahead
     leak       anonymous memory over 20 epochs, and over 20 epochs that leak on purpose
-    cgroup     a store read through in a cgroup with a quarter of its size (root only)
+    cgroup     a store larger than the memory of the cgroup that it is read in (root only)
     scale      opening, memory and time of a step from 10⁴ to 10⁸ patches
 """
 
@@ -49,6 +49,7 @@ from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.table import PatchTable
 from histopipe.geometry import Mpp
+from histopipe.ingest.encode import png
 from histopipe.store.format import INDEX_COLUMNS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -62,6 +63,7 @@ CORES = len(os.sched_getaffinity(0))
 SIZE = "35520x35604"  # 1.26 gigapixels, about 7,000 patches
 COHORT = 4
 TINY = 8
+LEAST_MEMORY = 700 << 20
 SCALES = {10**4: 2, 10**6: 200, 10**8: 10_000}
 """Patches, and the slides they are spread over."""
 
@@ -399,13 +401,27 @@ def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def cold(store: Path, order: str, read_ahead: int | None, steps: int) -> float:
-    """The reader in a new process, with nothing in the page cache."""
-    drop_caches()
+def in_process(
+    store: Path, order: str, read_ahead: int | None, steps: int, *, cold: bool = True
+) -> float:
+    """The reader in a new process, with nothing in the page cache or with all of it.
+
+    Only a new one will do: what a process has mapped stays in the page cache when it is dropped.
+    """
+    if cold:
+        drop_caches()
+    else:
+        (store / "data.mdb").read_bytes()
+    return cold_reader([], store, order, read_ahead, steps)
+
+
+def cold_reader(
+    before: list[str], store: Path, order: str, read_ahead: int | None, steps: int
+) -> float:
+    """Patches a second of `cold_child`, started by some command."""
     arguments = [str(store), order, str(-1 if read_ahead is None else read_ahead), str(steps)]
-    done = subprocess.run(
-        [sys.executable, __file__, "--cold", *arguments], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-    )  # fmt: skip
+    command = [*before, sys.executable, __file__, "--cold", *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return float(done.stdout)
 
 
@@ -431,17 +447,37 @@ def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
 def bench_cold(material: Material) -> None:
     """From the disk."""
     path = material.store("four", COHORT)
-    with Store(path) as store:
-        ways: dict[str, Way] = {"warm": functools.partial(ours, batches_of(store))}
-        for order in ("shuffled", "blocks", "sequential"):
-            for name, ahead in (("none", 0), ("by itself", None), ("64", 64)):
-                ways[f"{order}, read-ahead {name}"] = functools.partial(cold, path, order, ahead)
-        found = compare(ways, 200, repeats=3)
+    drop_caches()
+    say(f"  one thread, values only: {touching(path, advise=False):,.0f}/s")
+    drop_caches()
+    say(f"  the same, each 64 asked for before: {touching(path, advise=True):,.0f}/s")
+    ways: dict[str, Way] = {}
+    for order in ("shuffled", "blocks", "sequential"):
+        ways[f"{order}, warm"] = functools.partial(in_process, path, order, None, cold=False)
+        for name, ahead in (("none", 0), ("by itself", None), ("64", 64)):
+            ways[f"{order}, read-ahead {name}"] = functools.partial(in_process, path, order, ahead)
+    found = compare(ways, 150, repeats=5)
     for what, speed in found.items():
-        without = found.get(re.sub("ahead .*", "ahead none", what), speed)
+        order = what.split(",")[0]
+        without, warm = found[f"{order}, read-ahead none"], found[f"{order}, warm"]
         say(
-            f"  {what:<32}{speed:9,.0f}/s  {speed / without:.2f}× of without, {speed / found['warm']:.2f} of warm"
+            f"  {what:<32}{speed:9,.0f}/s  {speed / without:.2f}× of without, {speed / warm:.2f} of warm"
         )
+
+
+def touching(path: Path, *, advise: bool) -> float:
+    """Values a second that one thread reads from the disk in batches of 64, shuffled, and does nothing with."""
+    with Store(path) as store:
+        batches = batches_of(store)
+        begun = time.perf_counter()
+        for step in range(40):
+            if advise:
+                batches.advise(range(step, step + 1), [0])
+            keys = np.sort(batches.locate(step)[0].keys).tolist()
+            with store.reading() as reading:
+                for key in keys:
+                    reading.value(key >> 32 & 0xFFFFFF, key & 0xFFFFFFFF)
+        return 40 * BATCH / (time.perf_counter() - begun)
 
 
 def anonymous_kilobytes() -> int:
@@ -475,20 +511,25 @@ def bench_cgroup(material: Material) -> None:
     """A store that does not fit into the memory its reader is given."""
     path = material.store("four", COHORT)
     size = (path / "data.mdb").stat().st_size
-    # What TensorFlow itself needs comes on top.
-    for limit, what in ((0, "no limit"), ((size >> 2) + (600 << 20), "a quarter of it and 600 MB")):
+    if size < LEAST_MEMORY:
+        say(
+            f"  a store of {size / 1e6:.0f} MB is too small: TensorFlow alone needs {LEAST_MEMORY / 1e6:.0f}"
+        )
+        return
+    for limit in (0, max(LEAST_MEMORY, 7 * size // 8)):
         for order in ("shuffled", "sequential"):
             speeds = []
             for _ in range(3):
                 drop_caches()
                 speeds.append(in_cgroup(limit, path, order))
+            what = f"{limit / 1e6:.0f} MB of memory" if limit else "no limit"
             say(
-                f"  store of {size / 1e6:.0f} MB, {what}, {order}: {statistics.median(speeds):,.0f}/s over an epoch"
+                f"  store of {size / 1e6:.0f} MB, {what}, {order}: {statistics.median(speeds):,.0f}/s over two epochs"
             )
 
 
 def in_cgroup(limit: int, path: Path, order: str) -> float:
-    """An epoch in a memory cgroup (version 1 or 2) of its own."""
+    """Two epochs in a memory cgroup (version 1 or 2) of its own."""
     root = Path("/sys/fs/cgroup")
     first = (root / "memory").is_dir()
     group = (root / "memory" if first else root) / f"bench-reader-{os.getpid()}"
@@ -498,13 +539,9 @@ def in_cgroup(limit: int, path: Path, order: str) -> float:
             name = "memory.limit_in_bytes" if first else "memory.max"
             (group / name).write_text(str(limit))
         with Store(path) as store:
-            steps = -(-len(store) // BATCH)
+            steps = 2 * -(-len(store) // BATCH)
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-        done = subprocess.run(
-            ["/bin/sh", "-c", enter, "sh", sys.executable, __file__, "--cold", str(path), order, "-1", str(steps)],
-            check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        return float(done.stdout)
+        return cold_reader(["/bin/sh", "-c", enter, "sh"], path, order, None, steps)
     finally:
         time.sleep(0.2)
         group.rmdir()
@@ -512,7 +549,7 @@ def in_cgroup(limit: int, path: Path, order: str) -> float:
 
 def tiny_store(path: Path, patches: int, slides: int) -> None:
     """A store of so many patches of 8² pixels."""
-    value = simplejpeg.encode_jpeg(np.full((TINY, TINY, 3), 200, np.uint8), colorsubsampling="420")
+    value = png(np.full((TINY, TINY, 3), 200, np.uint8))
     rows = patches // slides
     columns = {name: np.zeros(rows) for name in INDEX_COLUMNS} | {
         "length": np.full(rows, len(value))
