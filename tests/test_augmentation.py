@@ -301,8 +301,12 @@ def test_training_on_one_stain(fitted: Path, made_store: Path, tmp_path: Path, r
     assert refused.returncode == 4
     assert "run `histopipe stains" in refused.stderr
     assert not (tmp_path / "r2").exists()
-    for wrong in (["--augment", "blur"], ["--max-per-slide", -1], ["--shuffle-block", -1]):
-        assert run("train", fitted, *wrong).returncode == 2
+    for wrong in (
+        ["--augment", "blur"], ["--augment", "none,flips"], ["--max-per-slide", -1], ["--shuffle-block", -1],
+        ["--balance", "class", "--shuffle-block", 5], ["--balance", "class", "--class-weights", "balanced"],
+    ):  # fmt: skip
+        assert run("train", fitted, *wrong, "--out", "wrong").returncode == 2
+        assert not (tmp_path / "wrong").exists()
 
 
 def test_slides_that_were_not_measured_are_named(made_store: Path) -> None:
@@ -317,7 +321,7 @@ def test_slides_that_were_not_measured_are_named(made_store: Path) -> None:
 def test_the_stains_command(tmp_path: Path, run: Run) -> None:
     """Noise has no glass and counts as tissue; white has none."""
     white = [jpeg_of(np.full((16, 16, 3), 250, np.uint8))] * 3
-    path = a_store(tmp_path / "patches.lmdb", {"noise": jpegs(0, 30), "white": white})
+    path = a_store(tmp_path / "patches.lmdb", {"noise": jpegs(0, 30), "white": white, "xempty": []})
     first = run("stains")
     assert first.returncode == 3
     assert first.stdout == "1 slides measured, 1 not\n"

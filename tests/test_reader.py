@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,8 @@ def jpegs(first: int, count: int, side: int = SIDE) -> list[bytes]:
 
 def flip_a_byte(store: Path, slide: int, row: int, at: int = -20) -> None:
     """Change a value on disk, past everything that keeps a store whole."""
+    gc.collect()
+    Store(store).close()  # and with it those of datasets that are gone
     with lmdb.open(str(store), max_dbs=32, map_size=1 << 30) as handle:
         database = handle.open_db(b"patches", create=False)
         with handle.begin(write=True) as transaction:
@@ -252,24 +255,54 @@ def test_shards_together_are_one_epoch(
 
 
 def test_what_makes_no_sense_is_refused(two: list[Path]) -> None:
-    for message, wrong in (
+    cases: list[tuple[str, dict[str, Any]]] = [
         ("has no seed", {"shuffle": True, "seed": None}),
         ("shard: found .2, 2., expected .index, count.", {"shard": (2, 2)}),
-        ("start_step: found -1", {"start_step": -1}),
-        ("read_ahead: found -1", {"read_ahead": -1}),
-        ("batch_size: found 0", {"batch_size": 0}),
+        ("shard: found .0.5, 2.", {"shard": (0.5, 2)}),
+        ("shard: found None", {"shard": None}),
+        *(
+            (f"{name}: found {re.escape(repr(value))}, expected a whole number", {name: value})
+            for name, values in {
+                "batch_size": (0, 2.5, "4", None, True),
+                "epochs": (0, 1.5, 10**18),
+                "start_step": (-1, "1"),
+                "prefetch": (-1, None),
+                "parallel_calls": (0, -1, 1.5),
+                "read_ahead": (-1, 1.5, True),
+                "seed": (-1, 1.5, 2**64, "a"),
+                "max_per_slide": (0, 1.5),
+                "shuffle_block": (0, "a"),
+            }.items()
+            for value in values
+        ),
+        ("start_step: found 17, expected 0 to 16", {"start_step": 17}),
+        ("side='test' is a side of splits", {"side": "test"}),
+        ("labels: found {}", {"labels": {}}),
+        ("classes: found .., expected", {"classes": []}),
+        ("classes: found 5", {"classes": 5}),
         ("on_error: found 'ignore'", {"on_error": "ignore"}),
-        ("columns: found colour, expected x_l0, y_l0, slide", {"columns": ["colour"]}),
+        (
+            "columns: found .'colour'., expected a list of some of x_l0, y_l0, slide",
+            {"columns": ["colour"]},
+        ),
         ("labels name slides that no store holds: found nobody", {"labels": {"nobody": "x"}}),
         ("a name comes twice", {"classes": ["n", "n"]}),
         ("numbers: found .0, 2., expected 0, 1, 2", {"classes": {"n": 0, "t": 2}}),
         ("classes: found 'nt', expected a list", {"classes": "nt"}),
+        ("columns: found 'slide', expected a list", {"columns": "slide"}),
         ("does not exist", {"splits": two[0] / "none.json"}),
-    ):
+    ]
+    for message, wrong in cases:
         with pytest.raises(UsageError, match=message):
             histopipe.load_dataset(two, **{"batch_size": 2, "seed": 1} | wrong)
-    with pytest.raises(UsageError, match="no store given"):
-        histopipe.load_dataset([], batch_size=2, seed=1)
+    for message, path in (
+        ("no store given", []),
+        ("path: found None", None),
+        ("path: found .1.", [1]),
+        (r"a store is given twice: found \S+a\.lmdb$", [two[0], two[0]]),
+    ):
+        with pytest.raises(UsageError, match=message):
+            histopipe.load_dataset(path, batch_size=2, seed=1)  # type: ignore[arg-type]
 
 
 # --- which patches, under which label --------------------------------------------------------------------------------------
@@ -392,6 +425,33 @@ def test_a_forked_process_has_an_environment_of_its_own(two: list[Path], kind: s
     if kind == "tensorflow":
         assert "TensorFlow ran before this process was forked" in done.stdout
         assert "get_context('spawn')" in done.stdout
+
+
+def test_a_fork_in_the_middle_of_a_read_is_told(two: list[Path]) -> None:
+    code = (
+        "import os, sys, histopipe\n"
+        "from pathlib import Path\n"
+        "from histopipe.store import environment\n"
+        "from histopipe.store.store import Store\n"
+        "environment._LONGEST_READ = 0.1\n"
+        "store = Store(Path(sys.argv[1]))\n"
+        "with store.reading() as reading:\n"
+        "    if os.fork() == 0:\n"
+        "        try:\n"
+        "            store.value(0, 0)\n"
+        "        except histopipe.HistopipeError as error:\n"
+        "            print(error, flush=True)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "    print(len(reading.value(0, 0)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(two[0])],
+        check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    told, length = done.stdout.splitlines()
+    assert "was being read or written when this process was forked" in told
+    assert int(length) > 0
 
 
 def test_one_environment_serves_all_threads_and_closes_last(two: list[Path]) -> None:
@@ -587,7 +647,35 @@ def test_datasets_that_are_gone_keep_no_store_open(two: list[Path]) -> None:
     for _ in range(12):
         next(iter(histopipe.load_dataset(two, batch_size=4, seed=1)))
     gc.collect()
+    Store(two[0]).close()  # what is gone is closed when next a store is opened
     assert not {str(path) for path in two} & set(environment._registry)
+
+
+def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(two: list[Path]) -> None:
+    """A dropped dataset's stores are given back by the garbage collector, which may run while the lock is held."""
+    code = (
+        "import gc, sys, histopipe\n"
+        "from pathlib import Path\n"
+        "from histopipe.store import environment\n"
+        "from histopipe.store.store import Store\n"
+        "key = environment._registry_key\n"
+        "def collecting(path):\n"
+        "    gc.collect()\n"
+        "    return key(path)\n"
+        "environment._registry_key = collecting\n"
+        "for _ in range(3):\n"
+        "    cycle = [histopipe.load_dataset(sys.argv[1], batch_size=4, seed=1)]\n"
+        "    cycle.append(cycle)\n"
+        "    next(iter(cycle[0]))\n"
+        "    del cycle\n"
+        "    Store(Path(sys.argv[2])).close()\n"
+        "print(len(environment._registry))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, two)],
+        check=True, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert int(done.stdout) <= 1
 
 
 def test_an_iterator_alone_keeps_what_it_reads_from(two: list[Path]) -> None:
@@ -709,6 +797,7 @@ def test_bench_tells_every_stage(made_store: Path, run: Any) -> None:
     assert all(rate > 0 for rate in result["reader"].values())
     assert result["device"] == {}
     assert run("bench", "none.lmdb").returncode == 4
+    assert run("bench", made_store, "--seconds", "nan").returncode == 2
 
 
 def test_training_goes_on_without_damaged_patches(tmp_path: Path, run: Any) -> None:
@@ -728,4 +817,15 @@ def test_training_goes_on_without_damaged_patches(tmp_path: Path, run: Any) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "2 damaged patches were skipped" in done.stderr
+    again = run("train", "--resume", "--out", "r2", "--epochs", 2)
+    assert again.returncode == 0, again.stderr
+    assert "2 damaged patches were skipped" in again.stderr
+    with Store(tmp_path / "patches.lmdb") as store:
+        rows = [(n, row) for n, r in store.complete.items() for row in range(r.planned)]
+    for slide, row in rows:
+        if (slide, row) not in ((0, 3), (0, 4)):
+            flip_a_byte(tmp_path / "patches.lmdb", slide, row)
+    ruined = run(*arguments, "--out", "r3", "--on-error", "skip")
+    assert ruined.returncode == 5
+    assert "every patch is damaged" in ruined.stderr
     assert json.loads((tmp_path / "r2" / "metrics.json").read_text())["skipped"] == 2

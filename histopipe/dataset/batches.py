@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -90,11 +90,9 @@ class Batches:
             raise UsageError("batch_size", found=batch_size, expected="1 or more")
         if on_error not in get_args(OnError):
             raise UsageError("on_error", found=repr(on_error), expected="'raise' or 'skip'")
-        unknown = sorted(set(columns) - set(get_args(Column)))
-        if unknown:
-            raise UsageError(
-                "columns", found=", ".join(unknown), expected=", ".join(get_args(Column))
-            )
+        if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
+            expected = f"a list of some of {', '.join(get_args(Column))}"
+            raise UsageError("columns", found=repr(columns), expected=expected)
         self.stores, self.table, self.columns = stores, table, tuple(columns)
         self.batch_size, self.replicas = batch_size, replicas
         self.order = order
@@ -129,21 +127,24 @@ class Batches:
         keys = located.keys
         images = aligned_empty((len(keys), self.patch_size, self.patch_size, 3))
         columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}
-        for reading, store, places in self._by_store(located, keys):
+        order = np.argsort(keys)  # LMDB's order: neighbours on disk are read together
+        for ordinal in np.unique(located.stores).tolist():
+            store, places = self.stores[ordinal], order[located.stores[order] == ordinal]
             slides, rows = located.slides[places], located.rows[places]
-            for name, values in columns.items():
-                values[places] = (
-                    [store.records[slide].id.encode() for slide in slides.tolist()]
-                    if name == "slide"
-                    else _gathered(reading, slides, rows, name)
-                )
-            crcs = _gathered(reading, slides, rows, "crc").tolist()
-            patches = zip(slides.tolist(), rows.tolist(), crcs, strict=True)
-            for i, (slide, row, crc) in zip(places.tolist(), patches, strict=True):
-                problem = self._read(reading, slide, row, crc, images[i])
-                if problem is not None:
-                    images[i], weights[i] = 0, 0
-                    self._note(int(keys[i]), str(problem))
+            with store.reading() as reading:
+                for name, values in columns.items():
+                    values[places] = (
+                        [store.records[slide].id.encode() for slide in slides.tolist()]
+                        if name == "slide"
+                        else _gathered(reading, slides, rows, name)
+                    )
+                crcs = _gathered(reading, slides, rows, "crc").tolist()
+                patches = zip(slides.tolist(), rows.tolist(), crcs, strict=True)
+                for i, (slide, row, crc) in zip(places.tolist(), patches, strict=True):
+                    problem = self._read(reading, slide, row, crc, images[i])
+                    if problem is not None:
+                        images[i], weights[i] = 0, 0
+                        self._note(int(keys[i]), str(problem))
         return Batch(images, located.labels, weights, keys, columns)
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
@@ -158,16 +159,6 @@ class Batches:
             places = zip(slides[here].tolist(), rows[here].tolist(), strict=True)
             asked += self.stores[ordinal].advise(list(places))
         return asked
-
-    def _by_store(
-        self, located: Located, keys: NDArray[np.int64]
-    ) -> Iterator[tuple[Reading, Store, NDArray[np.int64]]]:
-        """A transaction on each store, and the places of its patches in LMDB's order: neighbours on disk together."""
-        order = np.argsort(keys)
-        for ordinal in np.unique(located.stores).tolist():
-            store = self.stores[ordinal]
-            with store.reading() as reading:
-                yield reading, store, order[located.stores[order] == ordinal]
 
     def _read(
         self, reading: Reading, slide: int, row: int, crc: int, out: NDArray[np.uint8]

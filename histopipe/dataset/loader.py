@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from histopipe.dataset.arguments import shard_of, store_paths, whole
 from histopipe.dataset.batches import Batches, Column, OnError
 from histopipe.dataset.kinds import StainNorm
 from histopipe.dataset.read_ahead import ReadAhead
@@ -71,7 +72,7 @@ def load_dataset(
             filesystems, where 256 is a good size.
         balance: draw "class", "slide" or "patient" equally often. An epoch then has as many patches as without, rounded up
             to a whole number for each of them; small ones come up several times, of large ones each epoch shows another part.
-        max_per_slide: patches of a slide in an epoch, at most; other ones in each epoch.
+        max_per_slide: different patches of a slide in an epoch, at most; other ones in each epoch.
         shard: (index, count): yield only this worker's part of each step. All shards together are exactly one epoch, and
             have equally many steps.
         classes: names of the classes in the order of their numbers, or numbers by name; the labels, sorted, if not given.
@@ -106,13 +107,22 @@ def load_dataset(
             "load_dataset shuffles, but has no seed",
             todo="call load_dataset(..., seed=1), or shuffle=False to read in the stores' order",
         )
-    _check_numbers(start_step=start_step, epochs=epochs, prefetch=prefetch, read_ahead=read_ahead)
-    index, count = shard
-    if not 0 <= index < count:
-        raise UsageError("shard", found=shard, expected="(index, count), index from 0 to count - 1")
-    paths = [Path(path)] if isinstance(path, str | Path) else [Path(part) for part in path]
-    if not paths:
-        raise UsageError("no store given")
+    whole("batch_size", batch_size, 1)
+    whole("epochs", epochs, 1)
+    whole("start_step", start_step, 0)
+    whole("prefetch", prefetch, 0)
+    for name, number, least in (
+        ("seed", seed, 0), ("parallel_calls", parallel_calls, 1), ("read_ahead", read_ahead, 0),
+        ("max_per_slide", max_per_slide, 1), ("shuffle_block", shuffle_block, 1),
+    ):  # fmt: skip
+        if number is not None:
+            whole(name, number, least)
+    index, count = shard_of(shard)
+    if splits is None and side != "train":
+        raise UsageError(
+            f"side={side!r} is a side of splits", todo="give splits=, a run's splits.json"
+        )
+    paths = store_paths(path)
     seed = seed if shuffle else None
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(part)) for part in paths]
@@ -128,15 +138,20 @@ def load_dataset(
             columns=columns,
         )  # fmt: skip
         source = BatchSource(batches, parts=(index,))
+        last_step = epochs * batches.steps_per_epoch
+        if start_step > last_step:
+            raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
         dataset = source.dataset(
-            start_step, epochs * batches.steps_per_epoch,
+            start_step, last_step,
             parallel_calls=parallel_calls, prefetch=prefetch, read_ahead=read_ahead,
         )  # fmt: skip
         if stain_norm != "none":
             dataset = _normalised(dataset, stores, stain_norm)
         dataset.skipped = batches.skipped
+        stack.pop_all()
         # They stay open for as long as anything can load a batch.
-        weakref.finalize(source, stack.pop_all().close)
+        for store in stores:
+            weakref.finalize(source, store.close_later)
     return dataset
 
 
@@ -153,12 +168,6 @@ def _normalised(
         num_parallel_calls=_PREFETCH, deterministic=True,
     )  # fmt: skip
     return dataset.prefetch(1)
-
-
-def _check_numbers(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 0:
-            raise UsageError(name, found=number, expected="0 or more")
 
 
 def _labels(

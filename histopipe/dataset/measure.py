@@ -141,13 +141,14 @@ def _extents(batches: Batches, most: int) -> tuple[list[tuple[str, int, int]], i
 def _timed(workers: Sequence[Callable[[int], int]], seconds: float) -> float:
     """What workers count in a second together; each is called over and over with the number of its turn."""
     counts = [0] * len(workers)
+    stop = threading.Event()
     failures: list[Exception] = []
     begun = time.perf_counter()
 
     def run(number: int) -> None:
         turn = 0
         try:
-            while time.perf_counter() - begun < seconds:
+            while time.perf_counter() - begun < seconds and not stop.is_set():
                 counts[number] += workers[number](turn)
                 turn += 1
         except Exception as error:  # noqa: BLE001 - of a thread: raised below
@@ -156,8 +157,11 @@ def _timed(workers: Sequence[Callable[[int], int]], seconds: float) -> float:
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(workers))]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.join()
+    finally:
+        stop.set()  # interrupted: they must not outlive this
     if failures:
         raise failures[0]
     return sum(counts) / (time.perf_counter() - begun)

@@ -23,7 +23,7 @@ Numbers = NDArray[np.int64]
 
 _BLOCKS_AT_ONCE = 16
 # Each use of a seed has a number of its own, so that no two draws are the same by accident.
-_GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION = 101, 102, 103, 104
+_GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
 
 class Order(Protocol):
@@ -119,6 +119,7 @@ class Balanced:
     An epoch is as long as the table, rounded up to a whole number for each group. Each group is gone through whole, in a
     new order every time around, and an epoch goes on in it where the one before stopped: small groups come up several times
     an epoch, of large ones each epoch shows another part, and no patch of a group comes up twice before all have come up once.
+    With a cap on slides each epoch begins anew, and goes by this rule through the patches that the cap has drawn for it.
 
     Args:
         table: the patches.
@@ -129,7 +130,7 @@ class Balanced:
     window = 0
 
     def __init__(self, table: PatchTable, groups: NDArray[np.int64], seed: int) -> None:
-        self._seed = seed
+        self._seed, self._capped = seed, table.capped
         self._slides = np.argsort(groups, kind="stable")
         counts = table.counts[self._slides]
         self._ends = np.cumsum(counts)
@@ -147,8 +148,11 @@ class Balanced:
         mixed = permuted(places, len(self), combine(self._seed, epoch))
         draw, group = np.divmod(mixed, len(self._sizes))
         sizes = self._sizes[group]
-        rounds, at = np.divmod(epoch * self._draws + draw, sizes)
-        keys = combine(self._seed, _GROUP_DRAW, group, rounds)
+        # What a cap draws changes with the epoch, so nothing can go on from one to the next.
+        before = 0 if self._capped else epoch * self._draws
+        rounds, at = np.divmod(before + draw, sizes)
+        salt = (_CAPPED_DRAW, epoch) if self._capped else (_GROUP_DRAW,)
+        keys = combine(self._seed, *salt, group, rounds)
         place = self._firsts[group] + permuted(at, sizes, keys)
         shift = self._shifts[np.searchsorted(self._ends, place, side="right")]
         return np.asarray(place + shift)

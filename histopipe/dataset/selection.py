@@ -30,8 +30,14 @@ def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, in
     """
     if classes is None:
         classes = sorted(set(found))
-    if isinstance(classes, str):
-        raise UsageError("classes", found=repr(classes), expected="a list of names, or a mapping")
+    elif (
+        not classes
+        or not isinstance(classes, list | tuple | Mapping)
+        or not all(isinstance(name, str) for name in classes)
+    ):
+        raise UsageError(
+            "classes", found=repr(classes), expected="a list of names, or a mapping of them"
+        )
     if isinstance(classes, Mapping):
         numbers = dict(classes)
         used = sorted(set(numbers.values()))
@@ -65,6 +71,8 @@ def select(
     Raises:
         UsageError: more stores than a key can tell apart, classes that make no sense, or labels that name no slide.
     """
+    if labels is not None and not (isinstance(labels, Mapping) and labels):
+        raise UsageError("labels", found=repr(labels), expected="a CSV, or labels by slide id")
     if len(stores) > MAX_STORES:
         raise UsageError(
             "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"

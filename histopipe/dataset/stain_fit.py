@@ -122,7 +122,8 @@ def fit_store(
     fitted, failed = 0, {}
     with StainWriter(path) as writer, Store(path) as store:
         known = set() if force else set(store.stains())
-        for number in sorted(store.complete.keys() - known):
+        with_patches = {n for n, record in store.complete.items() if record.stored}
+        for number in sorted(with_patches - known):
             slide = store.records[number].id
             try:
                 writer.put(number, fit_slide(store, number))

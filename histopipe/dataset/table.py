@@ -64,11 +64,12 @@ class PatchTable:
 
     Args:
         slides: end to end.
-        max_per_slide: patches that a slide brings to an epoch, at most. With a seed each epoch draws others, until all have
-            come up; without, they are spread evenly over the slide.
+        max_per_slide: different patches that a slide brings to an epoch, at most. With a seed each epoch draws others, so that
+            all come up within as few epochs as can be; without, they are spread evenly over the slide.
         seed: of that draw.
 
     Attributes:
+        capped: whether there is such a cap.
         counts, starts: (S,) patches that each slide brings to an epoch, and the number of its first.
 
     Raises:
@@ -92,6 +93,7 @@ class PatchTable:
             )
         self._sizes = np.array([slide.count for slide in self.slides], np.int64)
         self._cap, self._seed = max_per_slide, seed
+        self.capped = max_per_slide is not None
         self.counts = np.minimum(self._sizes, max_per_slide or self._sizes.max())
         self._ends = np.cumsum(self.counts)
         self.starts = self._ends - self.counts
@@ -122,7 +124,9 @@ class PatchTable:
         sizes, counts = self._sizes[place], self.counts[place]
         if self._seed is None:
             return rows * sizes // counts
-        rounds, at = np.divmod(epoch * counts + rows, sizes)
+        # A round of epochs goes through one permutation; its last epoch goes on at the permutation's begin.
+        rounds, number = np.divmod(epoch, -(-sizes // counts))
+        at = (number * counts + rows) % sizes
         return permuted(at, sizes, combine(self._seed, _CAP_DRAW, place, rounds))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -103,6 +104,10 @@ class Environment:
                 if self._descriptor >= 0:
                     os.close(self._descriptor)
 
+    def close_later(self) -> None:
+        """As `close`, for finalisers: these run anywhere, even in a thread that holds the lock."""
+        _leaving.append(self)
+
     def pause(self) -> None:
         """Begin no read until `go_on`, and wait for those under way, but not for ever: this thread's own cannot end."""
         self._idle.acquire()
@@ -114,7 +119,9 @@ class Environment:
 
     def abandon(self) -> None:
         """In a forked child, after `pause` in its parent: close what can be closed without touching the parent's."""
-        if not self.writable and not self._readers:
+        if self.writable or self._readers:
+            _lost.add(_registry_key(self.path))
+        else:
             self.handle.close()
 
     def _take(self) -> None:
@@ -157,6 +164,10 @@ class Environment:
 
 _registry: dict[str, Environment] = {}
 _registry_lock = threading.Lock()
+_leaving: deque[Environment] = deque()
+"""To be closed when next an environment is opened."""
+_lost: set[str] = set()
+"""In a forked child: what the parent was reading just then."""
 
 
 def _before_fork() -> None:
@@ -198,7 +209,14 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
         UsageError: it is open for reading in this process, and wanted for writing.
         MachineShort: no address space, no permission to lock.
     """
+    while _leaving:
+        _leaving.popleft().close()
     with _registry_lock:
+        if _registry_key(path) in _lost:
+            raise UsageError(
+                f"{path} was being read or written when this process was forked, and cannot be opened in it",
+                todo="start processes by spawn or forkserver: multiprocessing.get_context('spawn')",
+            )
         shared = _registry.get(_registry_key(path))
         if shared is not None:
             if write and not shared.writable:

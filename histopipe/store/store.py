@@ -196,6 +196,10 @@ class Store(Closing):
         """Give the environment back. No view of it may be touched afterwards."""
         self._opened.close()
 
+    def close_later(self) -> None:
+        """As `close`, when next a store is opened: for finalisers, which may run in the middle of anything."""
+        self._opened.close_later()
+
     @property
     def _environment(self) -> Environment:
         """This process's environment: what was opened before a fork is the parent's."""

@@ -30,6 +30,7 @@ class TrainState:
         best_auc, best_loss: of the best epoch on validation.
         best_epoch: the model that `model.keras` holds; -1 for none yet.
         waited: epochs since then.
+        skipped: keys of damaged patches.
         history: one row an epoch.
     """
 
@@ -38,6 +39,7 @@ class TrainState:
     best_loss: float = float("inf")
     best_epoch: int = -1
     waited: int = 0
+    skipped: list[int] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -91,6 +91,24 @@ class TrainConfig:
         _at_least("--shuffle-block", self.shuffle_block, 0)
         for name in self.augment:
             _one_of("--augment", name, ("none", *AUGMENTATIONS))
+        if len(set(self.augment)) < len(self.augment) or (
+            "none" in self.augment and len(self.augment) > 1
+        ):
+            raise UsageError(
+                "--augment",
+                found=",".join(self.augment),
+                expected="none, or a list without doubles",
+            )
+        if self.balance != "none" and self.shuffle_block:
+            raise UsageError(
+                f"--balance {self.balance} draws from all slides at once and --shuffle-block reads neighbours",
+                todo="take one of them",
+            )
+        if self.balance == "class" and self.class_weights == "balanced":
+            raise UsageError(
+                "--balance class and --class-weights balanced even classes out twice",
+                todo="take one of them",
+            )
         _positive("--learning-rate", self.learning_rate)
         _positive("--region-um", self.region_um)
         if not 0 <= self.dropout < 1:

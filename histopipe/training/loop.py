@@ -25,6 +25,7 @@ from histopipe.dataset.loader import BatchSource
 from histopipe.dataset.sampling import Balance, make_order
 from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
+from histopipe.errors import DamagedStore
 from histopipe.store.store import Store
 from histopipe.training.models import PatchModel
 from histopipe.training.progress import EpochProgress
@@ -163,6 +164,11 @@ class Trainer:
         ]
         key, label, probability, losses = (np.concatenate(part) for part in rows)
         real = losses[:, 1] > 0
+        if not real.any():
+            raise DamagedStore(
+                f"{title}: every patch is damaged", found=next(iter(batches.skipped.values()), None),
+                todo="ingest the slides again",
+            )  # fmt: skip
         weight = losses[real, 1]
         return Predictions(
             key[real], label[real], probability[real],

@@ -143,6 +143,7 @@ class _Run:
         train_metrics, metrics = patch_metrics(trained), patch_metrics(validated)
         better = _is_better(metrics, state)
         state.history.append(_history_row(number, train_metrics, metrics, trained, started))
+        state.skipped = sorted({*state.skipped, *self._trainer.skipped})
         state.epoch, state.waited = number, 0 if better else state.waited + 1
         if better:
             state.best_epoch, state.best_loss = number, metrics.loss
@@ -174,8 +175,9 @@ class _Run:
             if self._tables[side] is not None
         ]
         metrics = {side: patch_metrics(values) for side, values in predicted}
-        if self._trainer.skipped:
-            say(f"{len(self._trainer.skipped)} damaged patches were skipped")
+        skipped = len({*state.skipped, *self._trainer.skipped})
+        if skipped:
+            say(f"{skipped} damaged patches were skipped")
         run_folder.write_predictions(self._folder, self._stores, self._splits.classes, predicted)
         run_folder.write_metrics(
             self._folder,
@@ -188,7 +190,7 @@ class _Run:
                 "patches": self._splits.count(),
                 "epochs": state.epoch,
                 "best_epoch": state.best_epoch,
-                "skipped": len(self._trainer.skipped),
+                "skipped": skipped,
                 **{side: dataclasses.asdict(value) for side, value in metrics.items()},
             },
         )
