@@ -687,6 +687,20 @@ def test_an_iterator_alone_keeps_what_it_reads_from(two: list[Path]) -> None:
     assert [b["key"].numpy().tolist() for b in plain] == [b.numpy().tolist() for b in mapped]
 
 
+def test_a_store_is_known_by_where_it_lies(
+    two: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path, and another working folder by the time it is closed."""
+    monkeypatch.chdir(two[0].parent)
+    with Store(Path(two[0].name)) as store:
+        monkeypatch.chdir("/")
+        assert store.advise([(0, 0)]) == 0  # small values lie among the keys
+        assert store._environment.descriptor > 0
+    assert str(two[0]) not in environment._registry
+    with Store(two[0]) as store:
+        assert len(store.value(0, 0))
+
+
 def test_more_stores_than_a_writer_s_map_would_let_in(tmp_path: Path) -> None:
     paths = [a_store(tmp_path / f"{i}.lmdb", {f"s{i}": jpegs(i, 2)}) for i in range(20)]
     keys = keys_of(histopipe.load_dataset(paths, batch_size=7, seed=1))

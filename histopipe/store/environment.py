@@ -42,11 +42,14 @@ class Environment:
     Made by `open_environment` only. Close it as often as it was opened.
 
     Attributes:
+        path: as it was given, for messages.
+        real_path: absolute and without links, whatever the working folder is by then.
         pid: the process that opened it. Another one must open its own, which `Store` does.
         generation: how often its map was put elsewhere in memory, which it is when the file outgrows it.
     """
 
     path: Path
+    real_path: str
     writable: bool
     handle: lmdb.Environment
     databases: dict[bytes, Any] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class Environment:
         """data.mdb, open for reading; for advice only, since data is read through the map."""
         with _registry_lock:
             if self._descriptor < 0:
-                self._descriptor = os.open(self.path / "data.mdb", os.O_RDONLY | os.O_CLOEXEC)
+                self._descriptor = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
             return self._descriptor
 
     @contextmanager
@@ -99,7 +102,7 @@ class Environment:
         with _registry_lock:
             self.users -= 1
             if self.users == 0 and self.pid == os.getpid():
-                _registry.pop(_registry_key(self.path), None)
+                _registry.pop(self.real_path, None)
                 self.handle.close()
                 if self._descriptor >= 0:
                     os.close(self._descriptor)
@@ -120,7 +123,7 @@ class Environment:
     def abandon(self) -> None:
         """In a forked child, after `pause` in its parent: close what can be closed without touching the parent's."""
         if self.writable or self._readers:
-            _lost.add(_registry_key(self.path))
+            _lost.add(self.real_path)
         else:
             self.handle.close()
 
@@ -139,13 +142,14 @@ class Environment:
                 return self.handle.begin(buffers=True)
             except lmdb.MapResizedError:
                 self._leave()
-                self._remap(generation, self._wanted_map())
+                self._remap(generation, _read_map_size(self._data.stat().st_size))
             except BaseException:
                 self._leave()
                 raise
 
-    def _wanted_map(self) -> int:
-        return _read_map_size((self.path / "data.mdb").stat().st_size)
+    @property
+    def _data(self) -> Path:
+        return Path(self.real_path) / "data.mdb"
 
     def _leave(self) -> None:
         with self._idle:
@@ -251,7 +255,7 @@ def _open(path: Path, *, write: bool) -> Environment:
         handle = _open_handle(path, write=write)
         if write:
             handle.reader_check()  # free the slots of readers that were killed
-        environment = Environment(path, write, handle)
+        environment = Environment(path, _registry_key(path), write, handle)
         try:
             for name in DATABASES:
                 environment.databases[name] = _open_database(handle, name, create=write)

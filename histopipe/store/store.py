@@ -56,7 +56,6 @@ class Store(Closing):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._real_path = path.resolve()
         self._opened: Environment = open_environment(path)
         self._columns: Columns = {}
         try:
@@ -204,7 +203,7 @@ class Store(Closing):
     def _environment(self) -> Environment:
         """This process's environment: what was opened before a fork is the parent's."""
         if self._opened.pid != os.getpid():
-            self._opened, self._columns = open_environment(self._real_path), {}
+            self._opened, self._columns = open_environment(Path(self._opened.real_path)), {}
         return self._opened
 
 
