@@ -142,7 +142,7 @@ def _advice(result: _Result) -> list[str]:
         )
     if slowest == "reader":
         share = result.reader[calls] / result.decode
-        slow = "" if share > _SLOWER else ": is something else running?"
+        slow = "" if _SLOWER < share <= 1.1 else ": is something else running?"
         advice.append(f"it decodes at {share:.2f} of what these cores can{slow}")
     if batch is None:
         advice.append("--model NAME tells whether a device waits")
