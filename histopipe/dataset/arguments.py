@@ -15,11 +15,18 @@ _MOST = (1 << 40) - 1
 _MOST_SEED = (1 << 63) - 1
 
 
-def whole(name: str, value: Any, least: int) -> None:
+def check_whole(least: int, **values: Any) -> None:
     """Refuse what is not a whole number from `least` on."""
-    most = _MOST_SEED if name == "seed" else _MOST
-    if type(value) is not int or not least <= value <= most:
-        raise UsageError(name, found=repr(value), expected=f"a whole number, {least} to {most:,}")
+    for name, value in values.items():
+        most = _MOST_SEED if name == "seed" else _MOST
+        if type(value) is not int or not least <= value <= most:
+            expected = f"a whole number, {least} to {most:,}"
+            raise UsageError(name, found=repr(value), expected=expected)
+
+
+def check_whole_or_none(least: int, **values: Any) -> None:
+    """As `check_whole`, but None is allowed."""
+    check_whole(least, **{name: value for name, value in values.items() if value is not None})
 
 
 def shard_of(shard: Any) -> tuple[int, int]:

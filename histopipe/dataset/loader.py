@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from histopipe.dataset.arguments import shard_of, store_paths, whole
+from histopipe.dataset.arguments import check_whole, check_whole_or_none, shard_of, store_paths
 from histopipe.dataset.batches import Batches, Column, OnError
 from histopipe.dataset.kinds import StainNorm
 from histopipe.dataset.read_ahead import ReadAhead
@@ -107,16 +107,12 @@ def load_dataset(
             "load_dataset shuffles, but has no seed",
             todo="call load_dataset(..., seed=1), or shuffle=False to read in the stores' order",
         )
-    whole("batch_size", batch_size, 1)
-    whole("epochs", epochs, 1)
-    whole("start_step", start_step, 0)
-    whole("prefetch", prefetch, 0)
-    for name, number, least in (
-        ("seed", seed, 0), ("parallel_calls", parallel_calls, 1), ("read_ahead", read_ahead, 0),
-        ("max_per_slide", max_per_slide, 1), ("shuffle_block", shuffle_block, 1),
-    ):  # fmt: skip
-        if number is not None:
-            whole(name, number, least)
+    check_whole(1, batch_size=batch_size, epochs=epochs)
+    check_whole(0, start_step=start_step, prefetch=prefetch)
+    check_whole_or_none(0, seed=seed, read_ahead=read_ahead)
+    check_whole_or_none(
+        1, parallel_calls=parallel_calls, max_per_slide=max_per_slide, shuffle_block=shuffle_block
+    )
     index, count = shard_of(shard)
     if splits is None and side != "train":
         raise UsageError(
