@@ -4,6 +4,7 @@
     store = histopipe.open_store("patches.lmdb")
     patch = store.read("slide-id", 7)  # (H, W, 3) uint8
     dataset = histopipe.load_dataset("patches.lmdb", batch_size=64, seed=1)
+    result = histopipe.train("patches.lmdb", out="runs/first")
 
 Importing this loads neither TensorFlow nor OpenSlide: every name is fetched when it is first used.
 """
@@ -19,14 +20,24 @@ from histopipe.errors import HistopipeError
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
     from histopipe.store.store import Store, StoreSet, open_store
+    from histopipe.training.supervise import train
 
-__all__ = ["HistopipeError", "Store", "StoreSet", "__version__", "load_dataset", "open_store"]
+__all__ = [
+    "HistopipeError",
+    "Store",
+    "StoreSet",
+    "__version__",
+    "load_dataset",
+    "open_store",
+    "train",
+]
 
 _HOME = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
     "load_dataset": "histopipe.dataset.loader",
     "open_store": "histopipe.store.store",
+    "train": "histopipe.training.supervise",
 }
 
 

@@ -11,6 +11,8 @@
     ├── DamagedStore (ValueError)       5   a store or run is damaged
     │   └── UnknownVersion              5   a store or run of a version or feature not known here
     ├── MachineShort (OSError)          6   disk, memory or GPU memory
+    │   └── OutOfMemory                 6   memory ran out; a fresh process may go on with smaller pieces
+    ├── WorkerLost (ConnectionError)    6   a worker of a cluster died, hangs or never came
     └── Interrupted                   130   Ctrl-C or SIGTERM
 
 A message says what it is about, what was found, what was expected and what to do next.
@@ -124,6 +126,16 @@ class UnknownVersion(DamagedStore):
 
 class MachineShort(HistopipeError, OSError):
     """Disk, memory or GPU memory ran out."""
+
+    exit_code = ExitCode.SHORT
+
+
+class OutOfMemory(MachineShort):
+    """Memory ran out where a process cannot go on. A fresh one may, with smaller micro-batches."""
+
+
+class WorkerLost(HistopipeError, ConnectionError):
+    """Another worker of a cluster died, hangs, or never came."""
 
     exit_code = ExitCode.SHORT
 

@@ -85,7 +85,7 @@ def epoch_keys(batches: Batches, epoch: int) -> list[int]:
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
+@given(st.integers(4, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
 def test_an_epoch_is_every_patch_once_however_it_is_shared(
     made_store: Path, size: int, epoch: int, replicas: int, shuffle: bool
 ) -> None:
@@ -97,12 +97,25 @@ def test_an_epoch_is_every_patch_once_however_it_is_shared(
     assert len(one) == len(set(one)) == len(store)
 
 
-def test_every_part_of_a_step_has_its_full_size(store: Store) -> None:
-    batches = batches_of(store, batch_size=10, seed=1, replicas=3)
-    last = batches.steps_per_epoch - 1
-    weights = np.concatenate([batches.locate(last, r)[1] for r in range(3)])
-    assert len(weights) == 12
-    assert weights.sum() == (len(store) % 10 or 10)
+@given(st.integers(4, 99), st.integers(1, 4), st.integers(0, 1000))
+def test_replicas_have_exactly_the_rows_of_one(
+    made_store: Path, size: int, replicas: int, step: int
+) -> None:
+    """The rows that fill up the last batch, too: batch normalisation sees them."""
+    with Store(made_store) as store:
+        batches = batches_of(store, batch_size=size, seed=1, replicas=replicas)
+        whole, weights = batches.locate(step)
+        parts = [batches.locate(step, replica) for replica in range(replicas)]
+    assert len(whole.keys) == size
+    np.testing.assert_array_equal(np.concatenate([part.keys for part, _ in parts]), whole.keys)
+    np.testing.assert_array_equal(np.concatenate([weight for _, weight in parts]), weights)
+    sizes = [len(part.keys) for part, _ in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_a_batch_that_does_not_go_round_is_refused(store: Store) -> None:
+    with pytest.raises(UsageError, match="batch_size: found 2, expected 3 or more"):
+        batches_of(store, batch_size=2, seed=1, replicas=3)
 
 
 def test_a_batch_is_the_stored_pixels(store: Store) -> None:

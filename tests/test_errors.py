@@ -22,6 +22,7 @@ BUILTINS = {
     errors.NothingToDo: LookupError,
     errors.DamagedStore: ValueError,
     errors.MachineShort: OSError,
+    errors.WorkerLost: ConnectionError,
 }
 CODES = {
     errors.UsageError: 2,
@@ -34,6 +35,8 @@ CODES = {
     errors.DamagedStore: 5,
     errors.UnknownVersion: 5,
     errors.MachineShort: 6,
+    errors.OutOfMemory: 6,
+    errors.WorkerLost: 6,
     errors.Interrupted: 130,
     HistopipeError: 1,
 }

@@ -112,6 +112,7 @@ def test_public_names() -> None:
         "__version__",
         "load_dataset",
         "open_store",
+        "train",
     }
     for name in histopipe.__all__:
         assert getattr(histopipe, name) is not None

@@ -74,9 +74,9 @@ def _measure(
     # Late: `--help` needs none of it.
     from contextlib import ExitStack
 
-    from histopipe.cli.train import load_quietly
     from histopipe.dataset import measure
     from histopipe.store.store import Store, check_patch_sizes
+    from histopipe.training.quiet import load_quietly
 
     cores = len(os.sched_getaffinity(0))
     with ExitStack() as stack:

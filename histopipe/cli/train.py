@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from histopipe.errors import Interrupted, MachineShort, UsageError
+from histopipe.errors import UsageError
 
 if TYPE_CHECKING:
-    from histopipe.training.train import TrainResult
-
-
-_MAY_CHANGE = ("epochs", "patience", "devices", "on_error")
+    from histopipe.training.result import TrainResult
 
 
 class _Names(click.ParamType[tuple[str, ...]]):
@@ -115,6 +107,23 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 )
 @click.option("--optimizer", type=click.Choice(["adam", "adamw", "adagrad", "sgd"]), default="adam")
 @click.option("--learning-rate", type=float, default=1e-3)
+@click.option("--weight-decay", type=float, default=0.004, help="Of --optimizer adamw.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["constant", "cosine"]),
+    default="constant",
+    help="Of the learning rate; cosine falls to 0 at the end of --epochs.",
+)
+@click.option("--warmup-steps", type=int, default=0, help="Steps in which a cosine rises first.")
+@click.option(
+    "--clip-norm", type=float, default=0.0, help="Longest gradient of all weights together; 0: any."
+)
+@click.option(
+    "--label-smoothing",
+    type=float,
+    default=0.0,
+    help="Share of each training label spread over all classes.",
+)
 @click.option(
     "--class-weights",
     type=click.Choice(["none", "balanced"]),
@@ -163,7 +172,35 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 @click.option(
     "--patience", type=int, default=5, help="Epochs without a better validation AUC; 0 never stops."
 )
+@click.option(
+    "--accumulate",
+    type=int,
+    default=1,
+    help="Compute each step in so many pieces: less memory, the same result.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "mixed_bfloat16", "mixed_float16", "float64"]),
+    default="float32",
+    help="What the network computes in. bfloat16 before float16, where the GPU has it.",
+)
+@click.option("--xla", is_flag=True, help="Compile the network: a slow start, then often faster.")
 @click.option("--devices", default="auto", help="auto, cpu, cpu:N, gpu or gpu:0,1.")
+@click.option(
+    "--communication",
+    type=click.Choice(["auto", "ring", "nccl"]),
+    default="auto",
+    help="Between workers on several machines (TF_CONFIG or Slurm names them).",
+)
+@click.option(
+    "--worker-timeout",
+    type=float,
+    default=600.0,
+    help="Seconds to wait for another worker before giving up.",
+)
+@click.option("--save-minutes", type=float, default=10.0, help="Save the state so often.")
+@click.option("--tensorboard", is_flag=True, help="Write logs for TensorBoard into the run.")
+@click.option("--log-device-placement", is_flag=True, help="Tell which device computes what.")
 @click.option("--deterministic", is_flag=True, help="Bitwise repeatable operations, slower.")
 @click.option("--json", "as_json", is_flag=True, help="The metrics as JSON.")
 def command(
@@ -177,81 +214,31 @@ def command(
     \b
     Example: histopipe train patches.lmdb --model resnet50 --split-by patient
     """  # fmt: skip
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
-    from histopipe.training.config import TrainConfig, read_config
+    from histopipe.training.config import TrainConfig, known, resumed
+    from histopipe.training.supervise import supervise
 
-    folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
-        if out is None or not (out / "config.toml").is_file():
-            raise UsageError(
-                "--resume needs --out" if out is None else f"no run to resume in {out}",
-                expected="the folder of a run, with its config.toml",
-            )
-        recorded = read_config(folder / "config.toml")
-        config = TrainConfig(**_tuples(recorded | _changes(settings, stores)))
+        if out is None:
+            raise UsageError("--resume needs --out", expected="the folder of a run")
+        folder, config = out, resumed(out, _given())
     else:
+        folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
         named = click.get_current_context().default_map or {}
         paths = stores or tuple(named.get("stores", ())) or TrainConfig().stores
-        config = TrainConfig(stores=paths, **_tuples(settings))
-    train = load_quietly("histopipe.training.train").train
-    try:
-        result = train(config, folder, resume=resume)
-    except KeyboardInterrupt:
-        raise Interrupted(
-            "interrupted", found=f"the run's last whole epoch in {folder}",
-            todo=f"go on with `histopipe train --resume --out {folder}`",
-        ) from None  # fmt: skip
+        config = TrainConfig(**known({**settings, "stores": paths}))
+    result = supervise(config, folder, resume=resume)
     _print(result, as_json=as_json)
 
 
-def load_quietly(module: str) -> Any:
-    """A module that loads TensorFlow.
-
-    Raises:
-        MachineShort: it is not installed, or does not load.
-    """
-    try:
-        with _quiet():
-            return importlib.import_module(module)
-    except ImportError as error:
-        raise MachineShort(
-            "this needs TensorFlow, which is not installed or does not load", found=str(error),
-            todo="pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
-        ) from error  # fmt: skip
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Drop what TensorFlow's libraries write to standard error while they load, which no setting of theirs stops."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def _tuples(settings: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-
-
-def _changes(settings: dict[str, Any], stores: tuple[str, ...]) -> dict[str, Any]:
-    """Flags given beside --resume: only those that leave what was trained so far meaningful."""
-    source = click.get_current_context().get_parameter_source
-    given = {k: v for k, v in settings.items() if source(k) is ParameterSource.COMMANDLINE}
-    refused = [f"--{name.replace('_', '-')}" for name in given if name not in _MAY_CHANGE]
-    if refused or stores:
-        raise UsageError(
-            "--resume goes on with the run's own settings",
-            found=", ".join([*refused, *stores]),
-            expected="only --out and "
-            + ", ".join(f"--{name.replace('_', '-')}" for name in _MAY_CHANGE),
-        )
-    return given
+def _given() -> dict[str, Any]:
+    """The settings that were given as flags, not by default or file."""
+    context = click.get_current_context()
+    return {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        and name not in ("out", "resume", "as_json")
+    }
 
 
 def _print(result: TrainResult, *, as_json: bool) -> None:

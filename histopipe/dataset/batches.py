@@ -86,8 +86,10 @@ class Batches:
         columns: Sequence[Column] = (),
         check: bool = True,
     ) -> None:
-        if batch_size < 1:
-            raise UsageError("batch_size", found=batch_size, expected="1 or more")
+        if batch_size < replicas:
+            raise UsageError(
+                "batch_size", found=batch_size, expected=f"{replicas} or more: one patch a replica"
+            )
         if on_error not in get_args(OnError):
             raise UsageError("on_error", found=repr(on_error), expected="'raise' or 'skip'")
         if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
@@ -98,17 +100,20 @@ class Batches:
         self.order = order
         self.patch_size = stores[0].patch_size
         self.steps_per_epoch = -(-len(self.order) // batch_size)
-        self.rows_per_replica = -(-batch_size // replicas)
         self.skipped: dict[int, str] = {}
         self._skip, self._check = on_error == "skip", check
         self._lock = threading.Lock()
 
-    def locate(self, step: int, replica: int = 0) -> tuple[Located, NDArray[np.float32]]:
-        """Which patches a step has, and their weights (B,), without reading a pixel."""
+    def rows(self, replica: int) -> range:
+        """Which rows of every batch are a replica's."""
+        return replica_rows(self.batch_size, self.replicas, replica)
+
+    def locate(self, step: int, replica: int | None = None) -> tuple[Located, NDArray[np.float32]]:
+        """Which patches a step has, or a replica's part of it, and their weights (B,), without reading a pixel."""
         epoch, step = divmod(step, self.steps_per_epoch)
-        row = replica * self.rows_per_replica + np.arange(self.rows_per_replica)
-        place = step * self.batch_size + row
-        real = (row < self.batch_size) & (place < len(self.order))
+        rows = range(self.batch_size) if replica is None else self.rows(replica)
+        place = step * self.batch_size + np.arange(rows.start, rows.stop)
+        real = place < len(self.order)
         # The order goes on into rows of weight 0: real pixels keep batch statistics sane.
         place %= len(self.order)
         return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
@@ -197,6 +202,15 @@ def _gathered(
     first = np.flatnonzero(np.append(True, slides[1:] != slides[:-1]))
     parts = zip(slides[first].tolist(), np.split(rows, first[1:]), strict=True)
     return np.concatenate([reading.column(slide, name)[part] for slide, part in parts])
+
+
+def replica_rows(batch_size: int, replicas: int, replica: int) -> range:
+    """Which rows of every batch are a replica's.
+
+    Together they are exactly the batch: a row more, even one of weight 0, would show in the statistics of batch
+    normalisation, and N replicas would not equal one.
+    """
+    return range(replica * batch_size // replicas, (replica + 1) * batch_size // replicas)
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:

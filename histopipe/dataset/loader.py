@@ -228,7 +228,9 @@ class BatchSource:
 
         _refuse_fork()
         batches, parts = self.batches, len(self.parts)
-        rows, side = batches.rows_per_replica, batches.patch_size
+        side = batches.patch_size
+        sizes = {len(batches.rows(part)) for part in self.parts}
+        rows = sizes.pop() if len(sizes) == 1 else None  # replicas may differ by a row
         column_types = {"x_l0": tf.int32, "y_l0": tf.int32, "slide": tf.string}
         fields = (*_FIELDS, *batches.columns)
         shapes = ((rows, side, side, 3), *[(rows,)] * (len(fields) - 1))

@@ -1,24 +1,34 @@
-"""The resume state of a training: everything that the next epoch depends on, as one file that is whole or not there.
+"""The resume state of a training: everything that the next step depends on, as one file that is whole or not there.
 
-Our own npz, since Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics.
+Our own npz, since Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. A digest of the file is
+written behind it, and the state before the newest is kept, in case the disk does not.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import json
 import os
-import zipfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.files import appearing
 
-STATE_FILE = "resume.npz"
+STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
+_DIGEST = "blake2b"
+_DIGEST_BYTES = 64
+
+
+def _nothing() -> NDArray[np.float32]:
+    return np.empty((0, 0, 0), np.float32)
 
 
 @dataclass(slots=True)
@@ -26,7 +36,9 @@ class TrainState:
     """Where a training stands, besides its variables.
 
     Attributes:
-        epoch: the next one.
+        epoch: the next or current one.
+        values: (S, B, C + 2) float32, the results of that epoch's steps so far; the next step is S.
+        seconds, input_wait: of these steps.
         best_auc, best_loss: of the best epoch on validation.
         best_epoch: the model that `model.keras` holds; -1 for none yet.
         waited: epochs since then.
@@ -35,6 +47,9 @@ class TrainState:
     """
 
     epoch: int = 0
+    values: NDArray[np.float32] = field(default_factory=_nothing)
+    seconds: float = 0.0
+    input_wait: float = 0.0
     best_auc: float = -1.0
     best_loss: float = float("inf")
     best_epoch: int = -1
@@ -44,35 +59,66 @@ class TrainState:
 
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
-    """Write `resume.npz` by one rename."""
-    arrays = {f"v{i:05d}": np.asarray(variable.value) for i, variable in enumerate(variables)}
-    with appearing(folder / STATE_FILE) as part, part.open("wb") as file:
-        np.savez(file, allow_pickle=False, state=np.array(json.dumps(asdict(state))), **arrays)
+    """Write `resume.npz` by one rename, and keep the one before as `resume-older.npz`."""
+    arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
+    facts = asdict(state)
+    arrays["values"] = facts.pop("values")
+    newest = folder / STATE_FILE
+    with appearing(newest) as part, part.open("w+b") as file:
+        np.savez(file, allow_pickle=False, state=np.array(json.dumps(facts)), **arrays)
+        file.seek(0)
+        file.write(hashlib.file_digest(file, _DIGEST).digest())
         file.flush()
         os.fsync(file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            newest.rename(folder / OLDER_FILE)
 
 
-def load_state(folder: Path, variables: Sequence[Any]) -> TrainState:
-    """Put variables back as they were, and tell where the training stood.
+def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
+    """Put variables back as they were, and tell where the training stood: by the newest state, or the one before if that is damaged.
+
+    Returns:
+        The state, and what was wrong with the newest file, if anything. A folder without either: the beginning.
 
     Raises:
-        DamagedStore: the file is damaged, or of another model.
+        DamagedStore: no file is whole, or they are of another model.
     """
-    path = folder / STATE_FILE
-    try:
-        with np.load(path, allow_pickle=False) as saved:
-            state = TrainState(**json.loads(str(saved["state"])))
-            arrays = [saved[f"v{i:05d}"] for i in range(len(saved.files) - 1)]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    problems = []
+    for name in (STATE_FILE, OLDER_FILE):
+        path = folder / name
+        try:
+            state, arrays = _read(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{name}: {error}")
+            continue
+        shapes, wanted = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
+        if shapes != wanted:
+            raise DamagedStore(
+                f"{path} is of another model", found=f"{len(shapes)} variables",
+                expected=f"{len(wanted)} of this model's shapes",
+            )  # fmt: skip
+        for variable, array in zip(variables, arrays, strict=True):
+            variable.assign(array)
+        return state, problems[0] if problems else None
+    if problems:
         raise DamagedStore(
-            f"{path} is damaged", found=str(error), todo="begin a new run"
-        ) from error
-    shapes, wanted = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
-    if shapes != wanted:
-        raise DamagedStore(
-            f"{path} is of another model", found=f"{len(shapes)} variables",
-            expected=f"{len(wanted)} of this model's shapes",
-        )  # fmt: skip
-    for variable, array in zip(variables, arrays, strict=True):
-        variable.assign(array)
-    return state
+            f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="begin a new run"
+        )
+    return TrainState(), None
+
+
+def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
+    whole = path.read_bytes()
+    content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
+    if hashlib.new(_DIGEST, content).digest() != digest:
+        raise ValueError("it is not what was written")
+    with np.load(io.BytesIO(content), allow_pickle=False) as saved:
+        state = TrainState(**json.loads(str(saved["state"])), values=saved["values"])
+        # All but the two above.
+        return state, [saved[_name(i)] for i in range(len(saved.files) - 2)]
+
+
+def _name(number: int) -> str:
+    return f"v{number:05d}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.dataset.batches import OnError
 from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation, StainNorm
@@ -16,6 +17,23 @@ from histopipe.errors import UsageError
 
 Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
 ClassWeights = Literal["none", "balanced"]
+Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
+Schedule = Literal["constant", "cosine"]
+Communication = Literal["auto", "ring", "nccl"]
+
+
+_LEAST = {
+    "epochs": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "patience": 0,
+    "seed": 0,
+    "max_per_slide": 0,
+    "shuffle_block": 0,
+    "warmup_steps": 0,
+}
+_ABOVE_0 = ("learning_rate", "region_um", "save_minutes", "worker_timeout")
+_BELOW = {"dropout": 1.0, "label_smoothing": 1.0, "clip_norm": inf, "weight_decay": inf}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +51,11 @@ class TrainConfig:
         splits: a splits.json to use instead of making one.
         allow_leaks: train although a patient or slide is on several sides.
         optimizer, learning_rate: of the optimizer.
+        weight_decay: of the optimizer "adamw".
+        schedule: of the learning rate: "cosine" lets it fall to 0 at the end of the last epoch.
+        warmup_steps: steps in which a cosine rises to the learning rate first.
+        clip_norm: gradients longer than this, all weights together, are shortened to it; 0 for never.
+        label_smoothing: share of each training label that is spread over all classes.
         class_weights: "balanced" weighs each class by the inverse of its patches.
         dropout: share of features dropped before the last layer, 0 to 1.
         augment: "none", or of flips, crop, colour and stain those that training patches go through.
@@ -42,7 +65,15 @@ class TrainConfig:
         shuffle_block: shuffle blocks of so many neighbours, for slow disks; 0 shuffles all patches.
         on_error: "skip" goes on without a patch that is damaged in the store.
         patience: epochs without a better validation AUC before stopping; 0 never stops.
+        accumulate: compute each step's gradients in so many pieces, which takes less memory.
+        precision: Keras' dtype policy.
+        xla: compile the network.
+        save_minutes: the resume state is saved so often within an epoch, and after each.
+        tensorboard: write logs for TensorBoard.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
+        communication: between workers on several machines.
+        worker_timeout: seconds to wait for a worker; more than the slowest step and the slowest save take.
+        log_device_placement: tell which device computes what.
         deterministic: bitwise repeatable operations, slower.
 
     Raises:
@@ -64,6 +95,11 @@ class TrainConfig:
     allow_leaks: bool = False
     optimizer: Optimizer = "adam"
     learning_rate: float = 1e-3
+    weight_decay: float = 0.004
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    clip_norm: float = 0.0
+    label_smoothing: float = 0.0
     class_weights: ClassWeights = "none"
     dropout: float = 0.15
     augment: tuple[str, ...] = ("flips",)
@@ -73,32 +109,59 @@ class TrainConfig:
     shuffle_block: int = 0
     on_error: OnError = "raise"
     patience: int = 5
+    accumulate: int = 1
+    precision: Precision = "float32"
+    xla: bool = False
+    save_minutes: float = 10.0
+    tensorboard: bool = False
     devices: str = "auto"
+    communication: Communication = "auto"
+    worker_timeout: float = 600.0
+    log_device_placement: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("--epochs", self.epochs, 1)
-        _at_least("--batch-size", self.batch_size, 1)
-        _at_least("--patience", self.patience, 0)
-        _at_least("--seed", self.seed, 0)
-        _one_of("--split-by", self.split_by, get_args(SplitBy))
-        _one_of("--optimizer", self.optimizer, get_args(Optimizer))
-        _one_of("--class-weights", self.class_weights, get_args(ClassWeights))
-        _one_of("--stain-norm", self.stain_norm, get_args(StainNorm))
-        _one_of("--balance", self.balance, get_args(Balance))
-        _one_of("--on-error", self.on_error, get_args(OnError))
-        _at_least("--max-per-slide", self.max_per_slide, 0)
-        _at_least("--shuffle-block", self.shuffle_block, 0)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not _fits(value, field.default) and value != field.default:
+                raise UsageError(_flag(field.name), found=repr(value), expected=_like(field))
+        for name, kind in get_type_hints(type(self)).items():
+            if get_origin(kind) is Literal:
+                _one_of(_flag(name), getattr(self, name), get_args(kind))
+        for name, least in _LEAST.items():
+            if getattr(self, name) < least:
+                raise UsageError(
+                    _flag(name), found=getattr(self, name), expected=f"{least} or more"
+                )
+        for name in _ABOVE_0:
+            if not 0 < getattr(self, name) < inf:
+                raise UsageError(_flag(name), found=getattr(self, name), expected="more than 0")
+        for name, most in _BELOW.items():
+            if not 0 <= getattr(self, name) < most:
+                raise UsageError(
+                    _flag(name), found=getattr(self, name), expected=f"from 0 to below {most:g}"
+                )
         for name in self.augment:
             _one_of("--augment", name, ("none", *AUGMENTATIONS))
+        self._check_together()
+
+    def _check_together(self) -> None:
         if len(set(self.augment)) < len(self.augment) or (
             "none" in self.augment and len(self.augment) > 1
         ):
             raise UsageError(
-                "--augment",
-                found=",".join(self.augment),
+                "--augment", found=",".join(self.augment),
                 expected="none, or a list without doubles",
+            )  # fmt: skip
+        if self.warmup_steps and self.schedule == "constant":
+            raise UsageError(
+                "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
             )
+        if self.accumulate > self.batch_size:
+            raise UsageError(
+                "--accumulate", found=self.accumulate,
+                expected=f"at most the {self.batch_size} patches of --batch-size",
+            )  # fmt: skip
         if self.balance != "none" and self.shuffle_block:
             raise UsageError(
                 f"--balance {self.balance} draws from all slides at once and --shuffle-block reads neighbours",
@@ -109,10 +172,6 @@ class TrainConfig:
                 "--balance class and --class-weights balanced even classes out twice",
                 todo="take one of them",
             )
-        _positive("--learning-rate", self.learning_rate)
-        _positive("--region-um", self.region_um)
-        if not 0 <= self.dropout < 1:
-            raise UsageError("--dropout", found=self.dropout, expected="from 0 to below 1")
         if (
             len(self.fractions) != 3
             or not (min(self.fractions) >= 0 and self.fractions[0] * self.fractions[1] > 0)
@@ -137,6 +196,48 @@ class TrainConfig:
         return tomli_w.dumps(values)
 
 
+MAY_CHANGE = (
+    "epochs", "patience", "devices", "on_error", "accumulate", "save_minutes", "tensorboard",
+    "communication", "worker_timeout", "log_device_placement",
+)  # fmt: skip
+"""Settings that may change in the middle of a run: what was trained so far stays meaningful."""
+
+
+def known(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings, lists as tuples.
+
+    Raises:
+        UsageError: there is no such setting.
+    """
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    unknown = sorted(set(settings) - names)
+    if unknown:
+        raise UsageError(
+            "unknown settings", found=", ".join(unknown), expected=", ".join(sorted(names))
+        )
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+
+
+def resumed(folder: Path, changes: dict[str, Any]) -> TrainConfig:
+    """A run's own settings, and what is to change.
+
+    Raises:
+        UsageError: the folder holds no run, or the change would make what was trained so far meaningless.
+    """
+    path = folder / "config.toml"
+    if not path.is_file():
+        raise UsageError(
+            f"no run to resume in {folder}", expected="the folder of a run, with its config.toml"
+        )
+    refused = [_flag(name) for name in changes if name not in MAY_CHANGE]
+    if refused:
+        raise UsageError(
+            "--resume goes on with the run's own settings", found=", ".join(refused),
+            expected="only --out and " + ", ".join(_flag(name) for name in MAY_CHANGE),
+        )  # fmt: skip
+    return TrainConfig(**known(read_config(path) | changes))
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Settings from a TOML file, by the names of `TrainConfig`.
 
@@ -158,28 +259,26 @@ def read_config(path: Path) -> dict[str, Any]:
             raise UsageError(
                 f"{path}: {field.name}",
                 found=repr(values[field.name]),
-                expected=f"such as {field.default!r}" if field.default is not None else "a text",
+                expected=_like(field),
             )
     return values
 
 
+def _like(field: dataclasses.Field[Any]) -> str:
+    return f"such as {field.default!r}" if field.default is not None else "a text"
+
+
 def _fits(value: object, default: object) -> bool:
-    """Whether a value from TOML is of a setting's type, which its default shows."""
+    """Whether a value is of a setting's type, which its default shows."""
     if isinstance(default, tuple):
-        return isinstance(value, list) and all(_fits(v, default[0]) for v in value)
+        return isinstance(value, list | tuple) and all(_fits(v, default[0]) for v in value)
     if isinstance(default, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is type(default) if default is not None else isinstance(value, str)
 
 
-def _positive(name: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise UsageError(name, found=value, expected="more than 0")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UsageError(name, found=value, expected=f"{least} or more")
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -7,19 +7,54 @@ import re
 import tensorflow as tf
 
 from histopipe.errors import UsageError
+from histopipe.training.cluster import Cluster
 
 _PATTERN = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
 
 
-def make_strategy(devices: str) -> tf.distribute.Strategy:
-    """The strategy for `--devices`. Must come before TensorFlow uses a device.
+def make_strategy(
+    devices: str,
+    cluster: Cluster | None = None,
+    *,
+    timeout: float = 600.0,
+    communication: str = "auto",
+) -> tf.distribute.Strategy:
+    """The strategy for `--devices`. Must come before TensorFlow uses a device. Waits for the workers of a cluster.
 
     Args:
         devices: "auto" (GPUs if there are any), "cpu", "cpu:N" for N logical CPU devices, "gpu" or "gpu:0,1".
+        cluster: the workers, each with such devices; this process alone if not given.
+        timeout: seconds after which a step that waits for another worker fails.
+        communication: between workers: "auto", "ring" (gRPC) or "nccl".
 
     Raises:
         UsageError: not of this form, no such GPU, or TensorFlow is already at work with other devices.
     """
+    names = _set_up(devices)
+    if cluster is not None and not cluster.alone:
+        return _clustered(names, cluster, timeout, communication)
+    if len(names) == 1:
+        return tf.distribute.OneDeviceStrategy(names[0])
+    return tf.distribute.MirroredStrategy(names)
+
+
+def _clustered(
+    names: list[str], cluster: Cluster, timeout: float, communication: str
+) -> tf.distribute.Strategy:
+    if len(names) > 1 and names[0].startswith("/CPU"):
+        raise UsageError(
+            f"--devices cpu:{len(names)}", found=f"{len(cluster.workers)} workers",
+            expected="--devices cpu: a worker has one CPU device",
+        )  # fmt: skip
+    kinds = tf.distribute.experimental.CommunicationImplementation
+    options = tf.distribute.experimental.CommunicationOptions(
+        timeout_seconds=timeout, implementation=kinds[communication.upper()]
+    )
+    return tf.distribute.MultiWorkerMirroredStrategy(cluster.resolver, options)
+
+
+def _set_up(devices: str) -> list[str]:
+    """Make the devices ready, and name them."""
     match = _PATTERN.fullmatch(devices)
     if match is None:
         raise UsageError(
@@ -28,17 +63,13 @@ def make_strategy(devices: str) -> tf.distribute.Strategy:
     gpus = tf.config.list_physical_devices("GPU")
     try:
         if devices.startswith("cpu") or (devices == "auto" and not gpus):
-            names = _cpus(int(match["cpus"] or 1))
-        else:
-            names = _gpus(gpus, match["gpus"])
+            return _cpus(int(match["cpus"] or 1))
+        return _gpus(gpus, match["gpus"])
     except RuntimeError as error:
         raise UsageError(
             f"--devices {devices}", found="TensorFlow already uses its devices in this process",
             todo="train in a process of its own",
         ) from error  # fmt: skip
-    if len(names) == 1:
-        return tf.distribute.OneDeviceStrategy(names[0])
-    return tf.distribute.MirroredStrategy(names)
 
 
 def _cpus(count: int) -> list[str]:

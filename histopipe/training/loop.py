@@ -1,4 +1,4 @@
-"""The training loop over `tf.distribute`: one step, one epoch, one evaluation.
+"""The training loop over `tf.distribute`: passes over a table of patches, step by step.
 
 Ours instead of Keras' `fit`, which fails on a batch that the replicas cannot share evenly. Every global batch has its full
 size, rows that fill it up weigh nothing, and the loss is divided by the weight of the *global* batch: so N replicas do what
@@ -8,186 +8,250 @@ one would.
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import keras
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds, to_uint8
-from histopipe.dataset.batches import Batches, OnError
-from histopipe.dataset.kinds import Augmentation
+from histopipe.dataset.augmentation import epoch_seed
+from histopipe.dataset.batches import Batches, OnError, replica_rows
 from histopipe.dataset.loader import BatchSource
-from histopipe.dataset.sampling import Balance, make_order
-from histopipe.dataset.stain import StainNormaliser
+from histopipe.dataset.sampling import Order, Sequential
 from histopipe.dataset.table import PatchTable
-from histopipe.errors import DamagedStore
 from histopipe.store.store import Store
-from histopipe.training.models import PatchModel
+from histopipe.training.cluster import Cluster
+from histopipe.training.memory import MicroBatch
 from histopipe.training.progress import EpochProgress
+from histopipe.training.steps import Steps
+from histopipe.training.tally import Predictions, Tally, predictions
+
+_BEHIND = 2
+"""Steps whose results may still be on the device: to fetch them at once would make it wait for the host."""
 
 
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """What a model says of patches, in the order they came.
+class Wishes(NamedTuple):
+    """What a worker wants before the next step; above 0 for yes."""
 
-    Attributes:
-        key: (N,) int64.
-        label: (N,) int32.
-        probability: (N, C) float32.
-        loss: mean cross-entropy.
-        seconds, input_wait: wall time, and the part of it spent waiting for batches.
-    """
+    save: float = 0.0
+    stop: float = 0.0
 
-    key: NDArray[np.int64]
-    label: NDArray[np.int32]
-    probability: NDArray[np.float32]
-    loss: float
-    seconds: float
-    input_wait: float
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 class Trainer:
-    """A model and its optimizer on the devices of a strategy.
+    """Passes of a model over patches.
 
     Args:
-        strategy: made by `make_strategy`.
-        model, optimizer: built within its scope.
+        steps: what a step computes.
         stores: where the patches are.
-        batch_size: patches a step over all replicas.
-        seed: of order, augmentation and dropout.
-        class_weight: (C,) weight of each class in the loss.
-        augmentations: of training patches.
-        normalise: gives every patch the same stain, if wanted.
-        balance, shuffle_block: how an epoch goes through the training patches.
+        seed: of augmentation and dropout.
         on_error: what a damaged patch does.
+        micro_batch: makes, from the rows of a replica, how many of them are computed at once; all if not given.
+        cluster: the workers; this process alone if not given.
 
     Attributes:
         skipped: why, by key, for every patch that has been skipped so far.
+        micro_batch: how many patches a replica computes at once.
     """
 
     def __init__(
         self,
-        strategy: tf.distribute.Strategy,
-        model: PatchModel,
-        optimizer: keras.Optimizer,
+        steps: Steps,
         *,
         stores: Sequence[Store],
-        batch_size: int,
         seed: int,
-        class_weight: NDArray[np.float32],
-        augmentations: Sequence[Augmentation] = (),
-        normalise: StainNormaliser | None = None,
-        balance: Balance = "none",
-        shuffle_block: int | None = None,
         on_error: OnError = "raise",
+        micro_batch: Callable[[int], MicroBatch] = MicroBatch,
+        cluster: Cluster | None = None,
     ) -> None:
-        self.strategy, self.model, self.optimizer = strategy, model, optimizer
-        self._stores, self._batch_size, self._seed = stores, batch_size, seed
-        self._class_weight = tf.constant(class_weight, tf.float32)
-        self._augmentations, self._normalise = tuple(augmentations), normalise
-        self._balance, self._shuffle_block, self._on_error = balance, shuffle_block, on_error
+        self.steps, self._strategy = steps, steps.strategy
+        self._cluster = cluster or Cluster()
+        self._stores, self._seed = stores, seed
+        self._batch_size = steps.settings.batch_size
+        self._on_error = on_error
+        self._replicas = self._strategy.num_replicas_in_sync
+        self._own = self._cluster.own_part(self._replicas)
+        self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
+        self.micro_batch = micro_batch(self._rows)
         self.skipped: dict[int, str] = {}
-        with strategy.scope():
-            optimizer.build(model.training.trainable_variables)
 
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """All that a training changes: weights, batch statistics, optimizer."""
-        return [*self.model.training.variables, *self.optimizer.variables]
+    def batches(self, table: PatchTable, order: Order) -> Batches:
+        """Batches of a table, in a part for each replica."""
+        return Batches(
+            self._stores, table, order=order, batch_size=self._batch_size,
+            replicas=self._replicas, on_error=self._on_error,
+        )  # fmt: skip
 
-    def train_epoch(self, table: PatchTable, epoch: int, title: str) -> Predictions:
-        """One epoch. The predictions are those made before each step's update."""
-        batches = self._batches(table, self._seed, self._balance, self._shuffle_block)
-        first = epoch * batches.steps_per_epoch
+    def train_epoch(
+        self,
+        batches: Batches,
+        epoch: int,
+        title: str,
+        tally: Tally,
+        *,
+        wishes: Callable[[], Wishes] = Wishes,
+        granted: Callable[[Wishes], None] = _nothing,
+    ) -> None:
+        """One epoch, or the rest of it.
+
+        Args:
+            batches: from `batches`.
+            epoch: from 0.
+            title: of its progress bar.
+            tally: of the steps that have been done; gets the results of the others, made before each step's update.
+            wishes: asked before each step.
+            granted: told after a step, on all workers behind the same one, what any of them wished for.
+        """
         number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
-        return self._collect(batches, first, lambda b: self._train_step(b, number), title)
+        told: Any = None
 
-    def predict(self, table: PatchTable, title: str) -> Predictions:
-        """Predictions of every patch in the table's order, by the model as it is saved."""
-        return self._collect(self._batches(table, None), 0, self._predict_step, title)
+        def step(batch: Any) -> Any:
+            nonlocal told
+            wanted = wishes()
+            gradients, values = self.micro_batch.fit(
+                lambda size: self.steps.gradients(batch, number, self._rows, size)
+            )
+            before, told = told, self.steps.apply(gradients, tf.constant(wanted))
+            if self._cluster.alone:
+                return values, wanted
+            # What was wished a step ago: all workers know it by now without waiting for their devices.
+            return values, Wishes() if before is None else Wishes(*before.numpy().tolist())
+
+        self._run(batches, epoch * batches.steps_per_epoch, step, title, tally, granted=granted)
+
+    def predict(
+        self, table: PatchTable, title: str, *, between: Callable[[], None] = _nothing
+    ) -> Predictions | None:
+        """Predictions of every patch in the table's order, by the model as it is saved; None if all are damaged.
+
+        Args:
+            table: the patches.
+            title: of the progress bar.
+            between: called before each step.
+        """
+        batches, tally = self.batches(table, Sequential(len(table))), Tally()
+
+        def step(batch: Any) -> Any:
+            between()
+            values = self.micro_batch.fit(
+                lambda size: self.steps.predictions(batch, self._rows, size)
+            )
+            return values, Wishes()
+
+        self._run(batches, 0, step, title, tally)
+        return predictions(
+            batches, 0, self.gathered(tally), seconds=tally.seconds, input_wait=tally.input_wait
+        )
+
+    def gathered(self, tally: Tally) -> NDArray[np.float32]:
+        """The results so far of all workers, (S, B, C + 2) float32. All of them must call it."""
+        classes = self.steps.model.serving.output_shape[-1]
+        rows = sum(len(self._rows_of(replica)) for replica in self._own)
+        values = np.asarray(tally.values, np.float32).reshape(-1, rows, classes + 2)
+        return self._cluster.gathered(self._strategy, values)
+
+    def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """This worker's part of `gathered`, as a tally has it."""
+        first, last = self._rows_of(self._own[0]), self._rows_of(self._own[-1])
+        return list(values[:, first.start : last.stop])
 
     def step_rate(self, seconds: float) -> float:
         """Patches a second of training steps on one batch that is at hand. The weights change."""
-        rows = -(-self._batch_size // self.strategy.num_replicas_in_sync)
-        side = self.model.serving.input_shape[1]
-        part = {
-            "image": tf.zeros((rows, side, side, 3), tf.uint8),
-            "label": tf.zeros((rows,), tf.int32),
-            "weight": tf.ones((rows,)),
-            "key": tf.range(rows, dtype=tf.int64),
-        }
-        batch = self._one_a_replica([part] * self.strategy.num_replicas_in_sync)
-        number = tf.constant(0, tf.int64)
-        np.asarray(self.strategy.experimental_local_results(self._train_step(batch, number))[0][0])
+        side = self.steps.model.serving.input_shape[1]
+        sizes = [len(self._rows_of(replica)) for replica in self._own]
+        parts = [
+            {
+                "image": tf.zeros((rows, side, side, 3), tf.uint8),
+                "label": tf.zeros((rows,), tf.int32),
+                "weight": tf.ones((rows,)),
+                "key": tf.range(rows, dtype=tf.int64),
+            }
+            for rows in sizes
+        ]
+        batch, number = self._one_a_replica(parts), tf.constant(0, tf.int64)
+
+        def step() -> None:
+            gradients, values = self.steps.gradients(batch, number, self._rows, self._rows)
+            self.steps.apply(gradients, tf.zeros(2))
+            # What is asked for has been computed: devices work on behind the call's back.
+            np.asarray(values[0][0])
+
+        step()
         begun, count = time.perf_counter(), 0
         while time.perf_counter() - begun < seconds:
-            results = self._train_step(batch, number)
-            # What is asked for has been computed: devices work on behind the call's back.
-            np.asarray(self.strategy.experimental_local_results(results)[0][2])
+            step()
             count += self._batch_size
         return count / (time.perf_counter() - begun)
 
-    def _batches(
-        self,
-        table: PatchTable,
-        seed: int | None,
-        balance: Balance = "none",
-        shuffle_block: int | None = None,
-    ) -> Batches:
-        return Batches(
-            self._stores, table, batch_size=self._batch_size, on_error=self._on_error,
-            order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
-            replicas=self.strategy.num_replicas_in_sync,
-        )  # fmt: skip
+    def _rows_of(self, replica: int) -> range:
+        return replica_rows(self._batch_size, self._replicas, replica)
 
-    def _collect(self, batches: Batches, first: int, step: Any, title: str) -> Predictions:
-        """Run a step over an epoch's batches and gather its results on the host."""
-        collected: list[tuple[Any, ...]] = []
-        waits = 0.0
+    def _run(
+        self,
+        batches: Batches,
+        first: int,
+        step: Callable[[Any], tuple[Any, Wishes]],
+        title: str,
+        tally: Tally,
+        *,
+        granted: Callable[[Wishes], None] = _nothing,
+    ) -> None:
+        """Do the steps of a pass that its tally does not have yet."""
+        done = len(tally.values)
+        behind: deque[Any] = deque()
+        before = tally.seconds
         started = time.monotonic()
+
+        def fetch(most: int) -> None:
+            while len(behind) > most:
+                tally.values.append(self._on_host(behind.popleft()))
+            tally.seconds = before + time.monotonic() - started
+
         with (
-            closing(EpochProgress(title, batches.steps_per_epoch)) as progress,
-            closing(self._timed(batches, first)) as steps,
+            closing(EpochProgress(title, batches.steps_per_epoch, done)) as progress,
+            closing(self._timed(batches, first + done, first + batches.steps_per_epoch)) as steps,
         ):
             for batch, waited in steps:
-                waits += waited
-                collected.append(self.strategy.experimental_local_results(step(batch)))
+                tally.input_wait += waited
+                self._cluster.note("computing")
+                values, wishes = step(batch)
+                behind.append(values)
+                self.skipped |= batches.skipped
+                fetch(_BEHIND)
+                if any(wishes):
+                    fetch(0)  # who is told of a wish is shown all of the results
+                    granted(wishes)
                 progress.advance()
-        self.skipped |= batches.skipped
-        rows = [
-            [np.asarray(part[i]) for results in collected for part in results] for i in range(4)
-        ]
-        key, label, probability, losses = (np.concatenate(part) for part in rows)
-        real = losses[:, 1] > 0
-        if not real.any():
-            raise DamagedStore(
-                f"{title}: every patch is damaged", found=next(iter(batches.skipped.values()), None),
-                todo="ingest the slides again",
-            )  # fmt: skip
-        weight = losses[real, 1]
-        return Predictions(
-            key[real], label[real], probability[real],
-            loss=float(np.average(losses[real, 0], weights=weight)),
-            seconds=time.monotonic() - started, input_wait=waits,
-        )  # fmt: skip
+        fetch(0)
 
-    def _timed(self, batches: Batches, first: int) -> Generator[tuple[Any, float]]:
+    def _on_host(self, values: Any) -> NDArray[np.float32]:
+        """One step's results, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
+        return np.concatenate(
+            [
+                np.concatenate([part[i] for part in values])[: len(self._rows_of(replica))]
+                for i, replica in enumerate(self._own)
+            ]
+        )
+
+    def _timed(self, batches: Batches, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Each step's batch, one part a replica, with the seconds it was waited for.
 
         From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options
         say, and was seen to wait 2 to 7 s for that tuner's sleep at the end of an epoch.
         """
-        source = BatchSource(batches)
-        parts = iter(source.dataset(first, first + batches.steps_per_epoch))
+        source = BatchSource(batches, self._own)
+        parts = iter(source.dataset(first, last))
         try:
-            for _ in range(batches.steps_per_epoch):
+            for _ in range(first, last):
                 before = time.monotonic()
-                step = [next(parts) for _ in range(batches.replicas)]
+                self._cluster.note("reading")
+                step = [next(parts) for _ in self._own]
                 waited = time.monotonic() - before
                 yield self._one_a_replica(step), waited
         except tf.errors.OpError:
@@ -197,63 +261,8 @@ class Trainer:
         finally:
             source.settle()
 
-    def _one_a_replica(self, parts: list[dict[str, tf.Tensor]]) -> Any:
+    def _one_a_replica(self, parts: Sequence[dict[str, tf.Tensor]]) -> Any:
         def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:
-            return parts[int(context.replica_id_in_sync_group)]
+            return parts[int(context.replica_id_in_sync_group) - self._own[0]]
 
-        return self.strategy.experimental_distribute_values_from_function(part)
-
-    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _train_step(self, batch: Any, epoch_number: tf.Tensor) -> Any:
-        return self.strategy.run(self._train_replica, args=(batch, epoch_number))
-
-    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _predict_step(self, batch: Any) -> Any:
-        return self.strategy.run(self._predict_replica, args=(batch,))
-
-    def _train_replica(self, batch: dict[str, tf.Tensor], epoch_number: tf.Tensor) -> Any:
-        seeds = sample_seeds(batch["key"], epoch_number)
-        images = to_uint8(augment(self._normalised(batch), seeds, self._augmentations))
-        variables = self.model.training.trainable_variables
-        weight = self._weight(batch)
-        with tf.GradientTape() as tape:
-            logits = self.model.training([images, seeds], training=True)
-            losses = _cross_entropy(batch["label"], logits)
-            loss = tf.reduce_sum(losses * weight)
-        context = tf.distribute.get_replica_context()
-        total = context.all_reduce(tf.distribute.ReduceOp.SUM, tf.reduce_sum(weight))
-        gradients = [
-            tf.math.divide_no_nan(g, total)
-            for g in tape.gradient(loss, [variable.value for variable in variables])
-        ]
-        # Keras' optimizer sums them over the replicas.
-        self.optimizer.apply(gradients, variables)
-        return self._results(batch, tf.nn.softmax(logits), losses, weight)
-
-    def _predict_replica(self, batch: dict[str, tf.Tensor]) -> Any:
-        images = to_uint8(self._normalised(batch))
-        probability = self.model.serving(images, training=False)
-        losses = _cross_entropy(batch["label"], tf.math.log(tf.maximum(probability, 1e-12)))
-        return self._results(batch, probability, losses, self._weight(batch))
-
-    def _normalised(self, batch: dict[str, tf.Tensor]) -> tf.Tensor:
-        if self._normalise is None:
-            return batch["image"]
-        return self._normalise(batch["image"], batch["key"])
-
-    def _weight(self, batch: dict[str, tf.Tensor]) -> tf.Tensor:
-        return batch["weight"] * tf.gather(self._class_weight, tf.maximum(batch["label"], 0))
-
-    def _results(
-        self,
-        batch: dict[str, tf.Tensor],
-        probability: tf.Tensor,
-        losses: tf.Tensor,
-        weight: tf.Tensor,
-    ) -> Any:
-        return batch["key"], batch["label"], probability, tf.stack([losses, weight], axis=1)
-
-
-def _cross_entropy(label: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
-    """(B,) float32 softmax cross-entropy."""
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(label, tf.cast(logits, tf.float32))
+        return self._strategy.experimental_distribute_values_from_function(part)

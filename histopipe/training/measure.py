@@ -13,6 +13,7 @@ from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy
 from histopipe.training.loop import Trainer
 from histopipe.training.models import build_model
+from histopipe.training.steps import Steps, StepSettings
 
 _CLASSES = 2
 
@@ -39,10 +40,8 @@ def measure_device(
         optimizer = keras.optimizers.Adam()
     rates: dict[int, float] = {}
     for size in batch_sizes:
-        trainer = Trainer(
-            strategy, built, optimizer, stores=stores, batch_size=size, seed=1,
-            class_weight=np.ones(_CLASSES, np.float32),
-        )  # fmt: skip
+        settings = StepSettings(batch_size=size, class_weight=np.ones(_CLASSES, np.float32))
+        trainer = Trainer(Steps(strategy, built, optimizer, settings), stores=stores, seed=1)
         try:
             rates[size] = trainer.step_rate(seconds)
         except tf.errors.ResourceExhaustedError as error:

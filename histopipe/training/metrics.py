@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.training.loop import Predictions
+from histopipe.training.tally import Predictions
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ import keras
 import numpy as np
 
 from histopipe.errors import UsageError
+from histopipe.training.config import Precision
 from histopipe.training.dropout import SampleDropout
+from histopipe.training.memory import is_out_of_memory
 
 SMALL_CNN = "small-cnn"
 
@@ -31,7 +33,13 @@ class PatchModel:
 
 
 def build_model(
-    name: str, *, patch_size: int, classes: int, dropout: float, weights: str = "none"
+    name: str,
+    *,
+    patch_size: int,
+    classes: int,
+    dropout: float,
+    weights: str = "none",
+    precision: Precision = "float32",
 ) -> PatchModel:
     """Build a patch classifier.
 
@@ -41,18 +49,30 @@ def build_model(
         classes: how many.
         dropout: share of features dropped before the last layer.
         weights: "none", "imagenet", or a weights file of the backbone.
+        precision: Keras' dtype policy of all layers but the last, which are float32 at least.
 
     Raises:
         UsageError: no such model, weights that cannot be had or do not fit, or patches too small for it.
     """
+    usual = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(precision)  # the only way into `keras.applications`
+    try:
+        return _build(name, patch_size, classes, dropout, weights)
+    finally:
+        keras.config.set_dtype_policy(usual)
+
+
+def _build(name: str, patch_size: int, classes: int, dropout: float, weights: str) -> PatchModel:
     image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
     seed = keras.Input((), dtype="int64", name="seed")
     features = (
         _small_cnn(image, weights) if name == SMALL_CNN else _application(name, image, weights)
     )
-    head = keras.layers.Dense(classes, dtype="float32", name="logits")
+    # Also where the rest is of 16 bits: what is summed and judged needs more.
+    last = keras.config.dtype_policy().variable_dtype
+    head = keras.layers.Dense(classes, dtype=last, name="logits")
     training = head(SampleDropout(dropout)(features, seed))
-    serving = keras.layers.Softmax(name="probability")(
+    serving = keras.layers.Softmax(dtype=last, name="probability")(
         head(keras.layers.Dropout(dropout)(features))
     )
     return PatchModel(
@@ -86,6 +106,8 @@ def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.Ker
         if weights not in ("none", "imagenet"):
             backbone.load_weights(weights)
     except Exception as error:  # Keras raises a bare Exception where a download fails
+        if is_out_of_memory(error):
+            raise
         todo = None
         if weights == "imagenet":
             todo = (
@@ -96,6 +118,11 @@ def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.Ker
             f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
         ) from error
     preprocess = sys.modules[build.__module__].preprocess_input
+    for layer in backbone._flatten_layers():
+        if isinstance(layer, keras.layers.BatchNormalization):
+            layer.synchronized = (
+                True  # statistics are those of the whole batch, on however many replicas
+            )
     features = backbone(_preprocessed(image, preprocess))
     return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
 

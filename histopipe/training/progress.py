@@ -14,13 +14,14 @@ class EpochProgress:
     Args:
         title: what the pass is called.
         steps: how many it has.
+        done: how many of them are done.
         stream: standard error if not given.
     """
 
-    def __init__(self, title: str, steps: int, stream: TextIO | None = None) -> None:
+    def __init__(self, title: str, steps: int, done: int = 0, stream: TextIO | None = None) -> None:
         stream = stream or sys.stderr
         self._bar = tqdm(
-            total=steps, desc=title, unit=" steps", file=stream, leave=False,
+            total=steps, initial=done, desc=title, unit=" steps", file=stream, leave=False,
             disable=not stream.isatty(),
         )  # fmt: skip
 

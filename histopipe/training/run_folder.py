@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import errno
+import fcntl
+import hashlib
 import io
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +19,24 @@ import numpy as np
 
 from histopipe.dataset.splits import Side, Splits, write_splits
 from histopipe.dataset.table import unpack_keys
-from histopipe.errors import UsageError
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.files import appearing
 from histopipe.store.store import Store
 from histopipe.training.config import TrainConfig
-from histopipe.training.loop import Predictions
+from histopipe.training.tally import Predictions
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 METRICS, MODEL, PREDICTIONS = "metrics.json", "model.keras", "predictions.csv"
+MEMORY = "memory.json"
 
 
-def check(folder: Path, *, resume: bool) -> None:
+def check(folder: Path, *, resume: bool, ignored: str = "") -> None:
     """Whether a run may go into a folder, before anything is made.
+
+    Args:
+        folder: the run's.
+        resume: whether a run is to be there.
+        ignored: what else may be there.
 
     Raises:
         UsageError: it holds something already and is not to be resumed, or nothing and is.
@@ -33,7 +44,9 @@ def check(folder: Path, *, resume: bool) -> None:
     if resume:
         if not (folder / CONFIG).exists():
             raise UsageError(f"{folder} holds no run to resume", expected=f"a {CONFIG} in it")
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    elif folder.exists() and (
+        not folder.is_dir() or any(path.name != ignored for path in folder.iterdir())
+    ):
         raise UsageError(
             f"{folder} exists and is not empty",
             todo="pass --resume to go on with it, or choose another --out",
@@ -54,6 +67,60 @@ def create(folder: Path, config: TrainConfig, splits: Splits) -> None:
         raise UsageError(f"{folder} cannot be made", found=str(error)) from error
     write_splits(splits, folder / SPLITS)
     write_text(folder / CONFIG, config.to_toml())
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Keeps a run's folder to this process.
+
+    Raises:
+        UsageError: another process has it.
+    """
+    folder_fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(folder_fd)
+        raise UsageError(
+            f"{folder}: another process is training there",
+            todo="wait for it to end, or choose another --out",
+        ) from None
+    except OSError:
+        pass  # a network filesystem without locks
+    try:
+        yield
+    finally:
+        os.close(folder_fd)
+
+
+def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
+    """Sixteen numbers below 65,536 that differ where settings, splits or the place in a training do.
+
+    Settings that may differ between the workers of a cluster, such as where their stores lie, do not count.
+    """
+    local = {"stores", "labels", "splits", "weights", "devices", "log_device_placement"}
+    facts = {k: v for k, v in dataclasses.asdict(config).items() if k not in local}
+    digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, where)).encode())
+    for slide in splits.slides:
+        digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.sides.tobytes())
+    return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]
+
+
+def read_micro_batch(folder: Path) -> int | None:
+    """The size of micro-batches that fitted into memory, if it ran out before."""
+    try:
+        return max(1, int(json.loads((folder / MEMORY).read_text())["micro_batch"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{folder / MEMORY} is damaged", found=str(error), todo="remove it"
+        ) from error
+
+
+def write_micro_batch(folder: Path, size: int, why: str) -> None:
+    """`memory.json`: the size of micro-batches to go on with."""
+    write_text(folder / MEMORY, json.dumps({"micro_batch": size, "why": why}, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,0 +1,340 @@
+"""A training under way: epochs, what is kept of them, and where it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe._version import __version__
+from histopipe.dataset.sampling import make_order
+from histopipe.dataset.splits import SIDES, Side, Splits
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory, UsageError
+from histopipe.files import appearing
+from histopipe.store.store import Store
+from histopipe.training import board, run_folder
+from histopipe.training.checkpoint import TrainState, load_state, save_state
+from histopipe.training.cluster import Cluster
+from histopipe.training.config import TrainConfig
+from histopipe.training.data import patch_table, stain_normaliser
+from histopipe.training.devices import make_strategy
+from histopipe.training.history import epoch_line, history_row, is_better
+from histopipe.training.loop import Trainer, Wishes
+from histopipe.training.memory import MicroBatch, is_out_of_memory
+from histopipe.training.metrics import PatchMetrics, patch_metrics
+from histopipe.training.models import build_model
+from histopipe.training.optimizer import make_optimizer
+from histopipe.training.pauses import Pauses
+from histopipe.training.progress import say
+from histopipe.training.result import TrainResult
+from histopipe.training.steps import Steps, StepSettings
+from histopipe.training.tally import Predictions, Tally, predictions, step_losses
+
+Report = Callable[[str, Any], None]
+"""Told by name what a supervisor should know: the workers, that it has started, that it gets on, its micro-batch."""
+
+
+def unreported(name: str, value: Any) -> None:
+    """For a training without a supervisor."""
+
+
+class Run:
+    """A training under way.
+
+    Args:
+        config: every setting.
+        folder: where it goes.
+        stores, splits: what it trains on.
+        cluster: the workers.
+        report: told how it goes.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        stores: Sequence[Store],
+        splits: Splits,
+        cluster: Cluster,
+        report: Report,
+    ) -> None:
+        self._config, self._folder, self._stores, self._splits = config, folder, stores, splits
+        self._cluster, self._report = cluster, report
+        tables = {side: patch_table(config, stores, splits, side) for side in SIDES}
+        self._tables = {side: table for side, table in tables.items() if table is not None}
+        for side in ("train", "validation"):
+            if side not in self._tables:
+                raise NothingToDo(f"no patch for {side}")
+        report("cluster", (cluster.workers, cluster.index))
+        cluster.beat = lambda: report("beat", None)
+        cluster.show_signs(folder)
+        tf.debugging.set_log_device_placement(config.log_device_placement)
+        strategy = make_strategy(
+            config.devices, cluster,
+            timeout=config.worker_timeout, communication=config.communication,
+        )  # fmt: skip
+        keras.utils.set_random_seed(config.seed)
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        table = self._tables["train"]
+        order = make_order(
+            table, seed=config.seed, balance=config.balance,
+            shuffle_block=config.shuffle_block or None,
+        )  # fmt: skip
+        self._trainer = self._make_trainer(strategy, -(-len(order) // config.batch_size))
+        self._batches = self._trainer.batches(table, order)
+        self._pauses = Pauses(config.save_minutes)
+        self._state, self._tally = TrainState(), Tally()
+
+    def _make_trainer(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> Trainer:
+        config = self._config
+        with strategy.scope():
+            model = build_model(
+                config.model, patch_size=self._stores[0].patch_size,
+                classes=len(self._splits.classes), dropout=config.dropout, weights=config.weights,
+                precision=config.precision,
+            )  # fmt: skip
+            optimizer = make_optimizer(config, steps_per_epoch)
+        settings = StepSettings(
+            batch_size=config.batch_size, class_weight=_class_weight(config, self._splits),
+            augmentations=config.augmentations, normalise=stain_normaliser(config, self._stores),
+            label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
+            scale_loss=config.precision == "mixed_float16", xla=config.xla,
+        )  # fmt: skip
+        steps = Steps(strategy, model, optimizer, settings)
+        return Trainer(
+            steps, stores=self._stores, seed=config.seed, on_error=config.on_error,
+            cluster=self._cluster, micro_batch=partial(self._micro_batch, steps),
+        )  # fmt: skip
+
+    def _micro_batch(self, steps: Steps, rows: int) -> MicroBatch:
+        """That of the settings, or the smaller one that the run remembers."""
+
+        def changed(size: int, why: str) -> None:
+            self._report("micro_batch", size)
+            say(
+                f"memory ran out ({why}): going on with micro-batches of {size} patches a device, "
+                "added up to the same batch"
+            )
+            run_folder.write_micro_batch(self._folder, size, why)
+
+        size = -(-rows // self._config.accumulate)
+        remembered = run_folder.read_micro_batch(self._folder)
+        if remembered is not None and remembered < size:
+            say(f"micro-batches of {remembered} patches a device, as memory ran out before")
+            size = remembered
+        self._report("micro_batch", size)
+        repeatable = self._cluster.alone or not steps.meets_within_gradients
+        return MicroBatch(size, repeatable=repeatable, changed=changed)
+
+    def run(self, *, resume: bool) -> TrainResult:
+        """Train to the end, from where the folder's state stands if it is to be resumed."""
+        try:
+            if resume:
+                self._resume()
+            self._agree()
+            self._report("started", None)
+            with self._pauses:
+                while not self._finished():
+                    self._epoch()
+                return self._finish()
+        except (tf.errors.OpError, MemoryError, OutOfMemory) as error:
+            if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+                raise
+            raise self._out_of_memory(error) from error
+
+    def _out_of_memory(self, error: Exception) -> OutOfMemory:
+        """What is left where smaller pieces in this process do not help, or the weights may be half changed."""
+        first = self._trainer.micro_batch.first
+        why = str(error).split("\n")[0][:200]
+        if first == 1:
+            todo = "not even single patches fit: take a smaller --model, or smaller patches"
+            return OutOfMemory("memory ran out while training", found=why, todo=todo)
+        # Where this process began, and not where it ended: an allocator in pieces may have failed all the rest.
+        run_folder.write_micro_batch(self._folder, first // 2, why)
+        self._report("restart", first // 2)
+        return OutOfMemory(
+            "memory ran out while training", found=why,
+            todo=f"go on with `histopipe train --resume --out {self._folder}`, "
+            f"which takes micro-batches of {first // 2}",
+        )  # fmt: skip
+
+    def _resume(self) -> None:
+        self._state, problem = load_state(self._folder, self._trainer.steps.variables)
+        if problem:
+            say(f"warning: {problem}; going on from the state before it")
+        done = f"epoch {self._state.epoch}"
+        if len(self._state.values):
+            done += f" and {len(self._state.values)} steps of the next"
+        say(f"resuming {self._folder} after {done}")
+
+    def _agree(self) -> None:
+        """Whether all workers are about to do the same."""
+        together = self._trainer.steps.meets_within_gradients
+        mine = run_folder.fingerprint(
+            self._config, self._splits, self._state.epoch, len(self._state.values),
+            # Where batch statistics are shared, all must take equally many pieces.
+            self._trainer.micro_batch.first if together else 0,
+        )  # fmt: skip
+        values = np.asarray([[mine]], np.float32)
+        everyones = self._cluster.gathered(self._trainer.steps.strategy, values)[0]
+        differing = [
+            f"worker {i} ({self._cluster.workers[i]})"
+            for i, theirs in enumerate(everyones)
+            if not np.array_equal(theirs, everyones[0])
+        ]
+        if differing:
+            raise UsageError(
+                "the workers do not agree", found=f"{', '.join(differing)} other than the first",
+                expected="the same settings, stores, splits and run folder everywhere",
+            )  # fmt: skip
+
+    def _finished(self) -> bool:
+        patience, state = self._config.patience, self._state
+        return state.epoch >= self._config.epochs or bool(patience and state.waited >= patience)
+
+    def _epoch(self) -> None:
+        state, number = self._state, self._state.epoch + 1
+        self._tally = Tally(self._trainer.own_rows(state.values), state.seconds, state.input_wait)
+        started = time.monotonic() - state.seconds
+        self._pauses.saveable = True
+        self._trainer.train_epoch(
+            self._batches, state.epoch, f"epoch {number}/{self._config.epochs}", self._tally,
+            wishes=self._pauses.wishes, granted=self._pause,
+        )  # fmt: skip
+        self._note_progress()
+        trained = self._whole("training", predictions(
+            self._batches, state.epoch * self._batches.steps_per_epoch, state.values,
+            seconds=state.seconds, input_wait=state.input_wait,
+        ))  # fmt: skip
+        validated = self._predict("validation")
+        train_metrics, metrics = patch_metrics(trained), patch_metrics(validated)
+        better = is_better(metrics, state)
+        state.history.append(
+            history_row(
+                number, train_metrics, metrics, trained=trained,
+                learning_rate=self._trainer.steps.learning_rate,
+                seconds=time.monotonic() - started,
+            )
+        )  # fmt: skip
+        losses = step_losses(state.values)
+        state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
+        state.epoch, state.waited = number, 0 if better else state.waited + 1
+        if better:
+            state.best_epoch, state.best_loss = number, metrics.loss
+            state.best_auc = -1.0 if metrics.auc is None else metrics.auc
+        if self._cluster.chief:
+            self._write_epoch(losses, better=better)
+
+    def _write_epoch(self, losses: NDArray[np.float64], *, better: bool) -> None:
+        row = self._state.history[-1]
+        if better:
+            with appearing(self._folder / run_folder.MODEL) as part:
+                self._trainer.steps.model.serving.save(part)
+        run_folder.write_history(self._folder, self._state.history)
+        if self._config.tensorboard:
+            board.write_epoch(self._folder, row, losses)
+        # Last: what a resumed run finds beside it is never older than it says.
+        self._save()
+        say(epoch_line(row, self._config.epochs, better=better))
+
+    def _pause(self, wishes: Wishes) -> None:
+        """Save the state behind a step of training; end there if that is wished."""
+        self._note_progress()
+        self._save()
+        if wishes.stop:
+            raise self._interrupted()
+
+    def _pause_predicting(self) -> None:
+        """The same where other workers need not be waited for: all that training has done is known."""
+        if self._pauses.stopping:
+            self._save()
+            raise self._interrupted()
+
+    def _note_progress(self) -> None:
+        """What training has done in this epoch, on all workers, into the state."""
+        self._state.values = self._trainer.gathered(self._tally)
+        self._state.seconds, self._state.input_wait = self._tally.seconds, self._tally.input_wait
+
+    def _save(self) -> None:
+        self._state.skipped = sorted({*self._state.skipped, *self._trainer.skipped})
+        if self._cluster.chief:
+            save_state(self._folder, self._state, self._trainer.steps.variables)
+        self._pauses.saved()
+
+    def _interrupted(self) -> Interrupted:
+        done = len(self._state.values)
+        return Interrupted(
+            "interrupted", found=f"{self._folder} saved after epoch {self._state.epoch}"
+            + (f" and {done} steps of the next" if done else ""),
+            todo=f"go on with `histopipe train --resume --out {self._folder}`",
+        )  # fmt: skip
+
+    def _predict(self, side: Side) -> Predictions:
+        found = self._trainer.predict(self._tables[side], side, between=self._pause_predicting)
+        return self._whole(side, found)
+
+    def _whole(self, title: str, found: Predictions | None) -> Predictions:
+        if found is None:
+            raise DamagedStore(
+                f"{title}: every patch is damaged",
+                found=next(iter(self._trainer.skipped.values()), None),
+                todo="ingest the slides again",
+            )
+        return found
+
+    def _finish(self) -> TrainResult:
+        """Judge the best model on what it did not train on, and write that down."""
+        self._agree()  # the chief has written the best model
+        best = keras.models.load_model(self._folder / run_folder.MODEL)
+        self._trainer.steps.model.serving.set_weights(best.get_weights())
+        sides: tuple[Side, ...] = ("validation", "test")
+        predicted = [(side, self._predict(side)) for side in sides if side in self._tables]
+        metrics = {side: patch_metrics(values) for side, values in predicted}
+        if self._cluster.chief:
+            self._write_results(predicted, metrics)
+        self._cluster.end_signs(self._folder)
+        return TrainResult(self._folder, self._state.best_epoch, metrics)
+
+    def _write_results(
+        self, predicted: Sequence[tuple[Side, Predictions]], metrics: dict[Side, PatchMetrics]
+    ) -> None:
+        skipped = len({*self._state.skipped, *self._trainer.skipped})
+        if skipped:
+            say(f"{skipped} damaged patches were skipped")
+        run_folder.write_predictions(self._folder, self._stores, self._splits.classes, predicted)
+        run_folder.write_metrics(
+            self._folder,
+            {
+                "histopipe": __version__,
+                "tensorflow": tf.__version__,
+                "keras": keras.__version__,
+                "classes": self._splits.classes,
+                "split_by": self._splits.split_by,
+                "patches": self._splits.count(),
+                "epochs": self._state.epoch,
+                "best_epoch": self._state.best_epoch,
+                "skipped": skipped,
+                "replicas": self._trainer.steps.strategy.num_replicas_in_sync,
+                "micro_batch": self._trainer.micro_batch.size,
+                **{side: dataclasses.asdict(value) for side, value in metrics.items()},
+            },
+        )
+
+
+def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
+    """(C,) weights in the loss: 1, or so that every class weighs the same in all."""
+    counts = splits.count()["train"]
+    if config.class_weights == "none":
+        return np.ones(len(splits.classes), np.float32)
+    patches = np.array([counts[name] for name in splits.classes], np.float64)
+    return np.asarray(patches.sum() / (len(patches) * np.maximum(patches, 1)), np.float32)

@@ -1,0 +1,283 @@
+"""What one step computes on the replicas of a strategy: gradients, which change nothing, and their application.
+
+Two functions, so that a step whose gradients ran out of memory can be computed again in smaller pieces: networks are called
+without side effects, and batch statistics change only where weights do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
+from histopipe.dataset.kinds import Augmentation
+from histopipe.dataset.stain import StainNormaliser
+from histopipe.training.loss_scale import LossScale
+from histopipe.training.models import PatchModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """How a training step is computed.
+
+    Attributes:
+        batch_size: patches a step, over all replicas.
+        class_weight: (C,) weight of each class in the loss.
+        augmentations: of training patches.
+        normalise: gives every patch the same stain, if wanted.
+        label_smoothing: share of each label that is spread over all classes.
+        clip_norm: longest gradient of all weights together; 0 for any.
+        scale_loss: as float16 needs it: so that small gradients do not vanish.
+        xla: compile the network.
+    """
+
+    batch_size: int
+    class_weight: NDArray[np.float32]
+    augmentations: Sequence[Augmentation] = ()
+    normalise: StainNormaliser | None = None
+    label_smoothing: float = 0.0
+    clip_norm: float = 0.0
+    scale_loss: bool = False
+    xla: bool = False
+
+
+class Steps:
+    """The steps of a model and its optimizer.
+
+    Args:
+        strategy: made by `make_strategy`.
+        model, optimizer: built within its scope.
+        settings: see there.
+    """
+
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        model: PatchModel,
+        optimizer: keras.Optimizer,
+        settings: StepSettings,
+    ) -> None:
+        self.strategy, self.model, self.optimizer = strategy, model, optimizer
+        self.settings = settings
+        self._scale: LossScale | None = None
+        self._differentiated = (
+            tf.function(self._differentiate, jit_compile=True)
+            if settings.xla
+            else self._differentiate
+        )
+        with strategy.scope():
+            optimizer.build(model.training.trainable_variables)
+            if settings.scale_loss:
+                self._scale = LossScale()
+        _take_sums(optimizer)
+
+    @property
+    def variables(self) -> list[keras.Variable]:
+        """All that a training changes: weights, batch statistics, optimizer, loss scale."""
+        scaling = self._scale.variables if self._scale is not None else []
+        return [*self.model.training.variables, *self.optimizer.variables, *scaling]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
+
+    @property
+    def meets_within_gradients(self) -> bool:
+        """Whether replicas wait for each other before the gradients are there, as batch statistics make them."""
+        return any(
+            isinstance(layer, keras.layers.BatchNormalization)
+            for layer in self.model.training._flatten_layers()
+        )
+
+    def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
+        """Gradients of a batch, summed over micro-batches. Nothing changes.
+
+        Args:
+            batch: one part a replica.
+            epoch_number: from `epoch_seed`.
+            rows: of the largest part.
+            size: rows to compute at once.
+
+        Returns:
+            What `apply` takes, and by micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
+        """
+        so_far, values = None, []
+        for start in range(0, rows, size):
+            so_far, part = self._gradient_step(
+                batch, epoch_number, so_far, tf.constant(start), None if size >= rows else size
+            )
+            values.append(self.strategy.experimental_local_results(part))
+        return so_far, values
+
+    def predictions(self, batch: Any, rows: int, size: int) -> Any:
+        """By micro-batch and replica, (size, C + 2) float32: probabilities, loss, weight. By the model as it is saved."""
+        parts = (
+            self._predict_step(batch, tf.constant(start), None if size >= rows else size)
+            for start in range(0, rows, size)
+        )
+        return [self.strategy.experimental_local_results(part) for part in parts]
+
+    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def apply(self, gradients: Any, wishes: tf.Tensor) -> tf.Tensor:
+        """Change the weights by a step's gradients, summed over all replicas.
+
+        Args:
+            gradients: from `gradients`.
+            wishes: (2,) float32, whatever the workers want to tell each other.
+
+        Returns:
+            (2,) the sum of all replicas' wishes.
+        """
+        sums, state, weight = gradients
+        means, finite, wishes = self.strategy.run(self._reduce, args=(sums, weight, wishes))
+        if self._scale is None:
+            self._update(means, state)
+        else:
+            tf.cond(
+                self.strategy.experimental_local_results(finite)[0],
+                lambda: self._update(means, state),
+                lambda: None,
+            )
+        return self.strategy.experimental_local_results(wishes)[0]
+
+    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _gradient_step(
+        self, batch: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
+    ) -> Any:
+        arguments = (batch, epoch_number, so_far, start, size)
+        return self.strategy.run(self._gradient_replica, args=arguments)
+
+    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _predict_step(self, batch: Any, start: tf.Tensor, size: int | None) -> Any:
+        return self.strategy.run(self._predict_replica, args=(batch, start, size))
+
+    def _gradient_replica(
+        self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
+    ) -> Any:
+        part = _micro_batch(part, start, size)
+        seeds = sample_seeds(part["key"], epoch_number)
+        images = to_uint8(augment(self._normalised(part), seeds, self.settings.augmentations))
+        weight = self._weight(part)
+        model = self.model.training
+        if so_far is None:
+            state = [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables]
+        else:
+            sums, state, weights = so_far
+        values = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
+        scale = 1.0 if self._scale is None else self._scale.value
+        gradients, state, probability, losses = self._differentiated(
+            values, state, images, seeds, part["label"], weight, scale
+        )
+        total = tf.reduce_sum(tf.cast(weight, gradients[0].dtype))
+        if so_far is not None:
+            gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
+            total += weights
+        return (gradients, state, total), _results(probability, losses, weight)
+
+    def _differentiate(  # noqa: PLR0917 - a pure function of all it depends on
+        self,
+        values: list[tf.Tensor],
+        state: list[tf.Tensor],
+        images: tf.Tensor,
+        seeds: tf.Tensor,
+        label: tf.Tensor,
+        weight: tf.Tensor,
+        scale: tf.Tensor | float,
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """Gradients of the weighted sum of losses, the new state, (B, C) probabilities and (B,) losses."""
+        with tf.GradientTape() as tape:
+            tape.watch(values)
+            logits, state = self.model.training.stateless_call(
+                values, state, [images, seeds], training=True
+            )
+            losses = _cross_entropy(label, logits, self.settings.label_smoothing)
+            # By the batch size, which is the same everywhere: float16 has no room for sums.
+            factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
+            loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
+        gradients = tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return gradients, state, tf.nn.softmax(logits), losses
+
+    def _predict_replica(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
+        part = _micro_batch(part, start, size)
+        probability = self.model.serving(to_uint8(self._normalised(part)), training=False)
+        losses = _cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
+        return _results(probability, losses, self._weight(part))
+
+    def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, wishes: tf.Tensor) -> Any:
+        """The mean gradient over all replicas, clipped; whether it is finite; and all wishes."""
+        values = [*sums, weight, tf.cast(wishes, weight.dtype)]
+        *sums, weight, wishes = tf.distribute.get_replica_context().all_reduce(
+            # On this replica's device, or else they are reduced one by one.
+            tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values],
+        )  # fmt: skip
+        share = weight / self.settings.batch_size
+        if self._scale is not None:
+            share *= self._scale.value
+        means = [tf.math.divide_no_nan(s, share) for s in sums]
+        finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(s)) for s in sums])
+        if self._scale is not None:
+            self._scale.adapt(finite)
+        if self.settings.clip_norm:
+            means, _ = tf.clip_by_global_norm(means, self.settings.clip_norm)
+        return means, finite, tf.cast(wishes, tf.float32)
+
+    def _update(self, means: list[Any], state: list[Any]) -> None:
+        model = self.model.training
+        self.strategy.run(self.optimizer.apply, args=(means, model.trainable_variables))
+        for variable, value in zip(model.non_trainable_variables, state, strict=True):
+            self.strategy.extended.update(variable.value, _assign, args=(value,))
+
+    def _normalised(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
+        if self.settings.normalise is None:
+            return part["image"]
+        return self.settings.normalise(part["image"], part["key"])
+
+    def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
+        weights = tf.constant(self.settings.class_weight, tf.float32)
+        return part["weight"] * tf.gather(weights, tf.maximum(part["label"], 0))
+
+
+def _take_sums(optimizer: keras.Optimizer) -> None:
+    """Keep Keras from summing the gradients over the replicas once more: ours are summed before they are clipped.
+
+    Raises:
+        AttributeError: this Keras does that elsewhere.
+    """
+    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+        raise AttributeError("_all_reduce_sum_gradients")
+    optimizer._all_reduce_sum_gradients = list
+
+
+def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
+    variable.assign(value)
+
+
+def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None) -> Any:
+    """Rows from `start` on. Behind the last one it begins again at the first, with weight 0: every piece has the same shape."""
+    if size is None:
+        return part
+    places = start + tf.range(size)
+    rows = tf.shape(part["key"])[0]
+    piece = {name: tf.gather(values, places % rows) for name, values in part.items()}
+    return piece | {"weight": tf.where(places < rows, piece["weight"], 0.0)}
+
+
+def _results(probability: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    parts = [tf.cast(x, tf.float32) for x in (probability, losses[:, None], weight[:, None])]
+    return tf.concat(parts, axis=1)
+
+
+def _cross_entropy(label: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+    """(B,) softmax cross-entropy against labels of which a share is spread over all classes."""
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
+    if not smoothing:
+        return losses
+    spread = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
+    return (1 - smoothing) * losses + smoothing * spread

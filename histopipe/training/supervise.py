@@ -1,0 +1,227 @@
+"""Trainings in processes of their own, since neither the memory that a training takes nor what it dies of stays in them.
+
+Keras gives back only part of a model's memory, whatever is cleared; an allocator in pieces recovers in a new process only; and
+out of memory mostly ends a process without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Self
+
+from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, WorkerLost
+from histopipe.training import run_folder
+from histopipe.training.cluster import Cluster
+from histopipe.training.config import TrainConfig, known, resumed
+from histopipe.training.progress import say
+from histopipe.training.quiet import load_quietly
+from histopipe.training.result import TrainResult
+
+_GRACE_SECONDS = 25.0
+"""What a training gets to save its state in when told to stop: Slurm and Kubernetes give 30 s."""
+_MARGIN_SECONDS = 30.0
+_MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
+"""What a process dies of when memory runs out and no exception says so."""
+
+
+def train(
+    stores: str | Path | Sequence[str | Path] = "patches.lmdb",
+    *,
+    out: str | Path,
+    resume: bool = False,
+    in_process: bool = False,
+    **settings: Any,
+) -> TrainResult:
+    """Train a patch model on stores, in a process of its own.
+
+    Args:
+        stores: a store, or several, whose patches are of one size.
+        out: the run's folder.
+        resume: go on with the run in `out`, with its own settings and those given here.
+        in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends, running out of memory
+            may end it, and TensorFlow stays with the devices of the first training.
+        settings: by the names of `TrainConfig`, which are those of the flags of `histopipe train`.
+
+    Raises:
+        UsageError: a setting is unknown, or does not fit the data or the machine.
+        NothingToDo: no store, or nothing to tell apart.
+        DamagedStore: a store or run is damaged.
+        MachineShort: disk or memory ran out, even with the smallest micro-batches.
+        WorkerLost: another worker is gone.
+        Interrupted: told to stop; the state is saved.
+
+    Example:
+        >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
+        >>> result.metrics["test"].auc  # doctest: +SKIP
+    """
+    if resume:
+        config = resumed(Path(out), settings)
+    else:
+        paths = [stores] if isinstance(stores, str | Path) else stores
+        config = TrainConfig(**known(settings | {"stores": tuple(map(str, paths))}))
+    if in_process:
+        here = load_quietly("histopipe.training.train").train_here
+        result: TrainResult = here(config, Path(out), resume=resume)
+        return result
+    return supervise(config, Path(out), resume=resume)
+
+
+def supervise(config: TrainConfig, folder: Path, *, resume: bool = False) -> TrainResult:
+    """Train in a process of its own; in a fresh one, in smaller pieces, where memory ran out.
+
+    Args:
+        config: every setting.
+        folder: where the run goes.
+        resume: go on with the run that is there.
+
+    Raises:
+        HistopipeError: as `train`.
+    """
+    while True:
+        with _Process(config, folder, resume=resume) as process:
+            result = process.result()
+        if isinstance(result, TrainResult):
+            return result
+        if not process.restart:
+            raise result
+        say(f"{result.what} ({result.found}): going on in a fresh process")
+        resume = True
+
+
+@dataclass(slots=True)
+class _Process:
+    """A training's process, and what it has said."""
+
+    config: TrainConfig
+    folder: Path
+    resume: bool = field(kw_only=True)
+    restart: bool = False
+    _cluster: Cluster = field(default_factory=Cluster)
+    _started: bool = False
+    _micro_batch: int | None = None
+    _begun: float = field(default_factory=time.time)
+    _heard: float = field(default_factory=time.monotonic)
+    _pipe: Connection[Any, Any] = field(init=False)
+    _child: subprocess.Popen[bytes] = field(init=False)
+
+    def __enter__(self) -> Self:
+        self._pipe, theirs = multiprocessing.Pipe()
+        # Not by multiprocessing: it would import the caller's main module once more.
+        command = [sys.executable, "-P", "-m", "histopipe.training.child", str(theirs.fileno())]
+        level = "0" if self.config.log_device_placement else "3"
+        environment = {
+            "TF_CPP_MIN_LOG_LEVEL": level, **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }  # fmt: skip
+        self._child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+        )
+        theirs.close()
+        with contextlib.suppress(BrokenPipeError):  # it died already: told below
+            self._pipe.send((os.getpid(), self.config, self.folder, self.resume))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._child.kill()
+        self._child.wait()
+        self._pipe.close()
+
+    def result(self) -> TrainResult | HistopipeError:
+        """Wait for what the training comes to."""
+        with _sigterm_interrupts():
+            try:
+                return self._listen(until=None)
+            except KeyboardInterrupt:
+                self._child.terminate()
+                # Another Ctrl-C ends it at once.
+                return self._listen(until=time.monotonic() + _GRACE_SECONDS)
+
+    def _listen(self, until: float | None) -> TrainResult | HistopipeError:
+        while True:
+            try:
+                if not self._pipe.poll(self._patience(until)):
+                    return self._late(until)
+                name, value = self._pipe.recv()
+            except (EOFError, ConnectionResetError):
+                return self._died()
+            self._heard = time.monotonic()
+            match name:
+                case "result" | "error":
+                    return value  # type: ignore[no-any-return]  # the child's own
+                case "interrupted":
+                    return Interrupted("interrupted", found="nothing to save yet")
+                case "failure":
+                    return HistopipeError("the training failed", found=value)
+                case "micro_batch":
+                    self._micro_batch = value
+                case "restart":
+                    self.restart = self._cluster.alone
+                case "cluster":
+                    self._cluster = Cluster(*value)
+                case "started":
+                    self._started = True
+
+    def _patience(self, until: float | None) -> float | None:
+        """Seconds to wait for a word. Who is alone may take its time: nobody else could hang."""
+        if until is None and self._cluster.alone:
+            return None
+        if until is None:
+            margin = _MARGIN_SECONDS if self._started else 0.0
+            until = self._heard + self.config.worker_timeout + margin
+        return max(0.0, until - time.monotonic())
+
+    def _late(self, until: float | None) -> HistopipeError:
+        todo = f"go on with `histopipe train --resume --out {self.folder}`"
+        if until is not None:
+            return Interrupted(
+                "interrupted", found=f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays",
+                todo=todo,
+            )  # fmt: skip
+        return WorkerLost(
+            f"waited {self.config.worker_timeout:.0f} s for the other workers",
+            found=self._cluster.missing(self.folder, self._begun),
+            todo=f"start all of them within that time (--worker-timeout), or {todo}",
+        )
+
+    def _died(self) -> HistopipeError:
+        code = self._child.wait()
+        todo = f"go on with `histopipe train --resume --out {self.folder}`"
+        if code == -signal.SIGTERM:
+            return Interrupted("interrupted", found="nothing to save yet")
+        if -code not in _MEMORY_SIGNALS:
+            return HistopipeError(
+                "the training process ended without a result", found=f"status {code}"
+            )
+        died = f"the training process died of {signal.Signals(-code).name}: probably out of memory"
+        if self._micro_batch is None or not (self.folder / run_folder.CONFIG).exists():
+            return OutOfMemory(died, todo="take a smaller --batch-size or --model")
+        smaller = max(1, self._micro_batch // 2)
+        run_folder.write_micro_batch(self.folder, smaller, died)
+        return OutOfMemory(died, todo=f"{todo}, which takes micro-batches of {smaller} patches")
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """A scheduler's SIGTERM as a Ctrl-C, where Python would end without a word."""
+    mine = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if mine:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

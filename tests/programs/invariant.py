@@ -1,0 +1,125 @@
+"""Trains one model on several numbers of replicas, or as one of several workers, and writes down every step's loss and the weights.
+
+Usage: invariant.py STORE OUT.npz CASE,... REPLICAS...    (`workers` for REPLICAS: those of TF_CONFIG)
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from histopipe.dataset.sampling import make_order
+from histopipe.dataset.selection import select
+from histopipe.dataset.table import PatchTable
+from histopipe.store.store import Store
+from histopipe.training.cluster import Cluster, find_cluster
+from histopipe.training.config import TrainConfig
+from histopipe.training.devices import make_strategy
+from histopipe.training.dropout import SampleDropout
+from histopipe.training.loop import Trainer
+from histopipe.training.memory import MicroBatch
+from histopipe.training.models import PatchModel, build_model
+from histopipe.training.optimizer import make_optimizer
+from histopipe.training.steps import Steps, StepSettings
+from histopipe.training.tally import Tally, step_losses
+
+BATCH, STEPS = 14, 50
+"""Three and four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd", "learning_rate": 0.05},
+    "adagrad-clipped": {"optimizer": "adagrad", "learning_rate": 0.01, "clip_norm": 0.05},
+    "adamw-accumulated": {"optimizer": "adamw", "accumulate": 3, "label_smoothing": 0.1},
+    "cosine": {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "warmup_steps": 9},
+    "batch-norm": {"optimizer": "sgd", "learning_rate": 0.05, "model": "batch-norm"},
+    "batch-norm-adamw": {"optimizer": "adamw", "model": "batch-norm"},
+    "deep": {"optimizer": "sgd", "model": "mobilenet", "precision": "float64"},
+    "deep-float32": {"optimizer": "sgd", "model": "mobilenet"},
+    "resnet": {"optimizer": "sgd", "model": "resnet50", "precision": "float64"},
+}
+
+
+def batch_norm_model(side: int, dropout: float) -> PatchModel:
+    """A shallow network with batch normalisation."""
+    image = keras.Input((side, side, 3), dtype="uint8")
+    seed = keras.Input((), dtype="int64")
+    x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)
+    x = keras.layers.Conv2D(16, 5, strides=4, use_bias=False)(x)
+    x = keras.layers.BatchNormalization(synchronized=True)(x)
+    x = keras.layers.GlobalAveragePooling2D()(keras.layers.ReLU()(x))
+    head = keras.layers.Dense(2)
+    return PatchModel(
+        keras.Model([image, seed], head(SampleDropout(dropout)(x, seed))),
+        keras.Model(image, keras.layers.Softmax()(head(x))),
+    )
+
+
+def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> dict[str, Any]:
+    config = TrainConfig(
+        batch_size=BATCH, dropout=0.3, augment=("flips", "colour"), epochs=7, **CASES[case]
+    )
+    table = PatchTable(select([store]))
+    keras.utils.set_random_seed(config.seed)
+    with strategy.scope():
+        if config.model == "batch-norm":
+            model = batch_norm_model(store.patch_size, config.dropout)
+        else:
+            model = build_model(
+                config.model, patch_size=store.patch_size, classes=2, dropout=config.dropout,
+                precision=config.precision,
+            )  # fmt: skip
+        optimizer = make_optimizer(config, 8)
+    settings = StepSettings(
+        batch_size=BATCH, class_weight=np.array([0.7, 1.3], np.float32),
+        augmentations=config.augmentations, clip_norm=config.clip_norm,
+        label_smoothing=config.label_smoothing,
+    )  # fmt: skip
+    trainer = Trainer(
+        Steps(strategy, model, optimizer, settings), stores=[store], seed=config.seed,
+        cluster=cluster, micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
+    )  # fmt: skip
+    batches = trainer.batches(table, make_order(table, seed=config.seed))
+    losses: list[float] = []
+    for epoch in range(-(-STEPS // batches.steps_per_epoch)):
+        tally = Tally()
+        trainer.train_epoch(batches, epoch, "", tally)
+        losses += step_losses(trainer.gathered(tally)).tolist()
+    weights = [np.asarray(v.value) for v in model.training.variables]
+    return {"losses": np.array(losses)} | {f"w{i:03d}": w for i, w in enumerate(weights)}
+
+
+def main() -> None:
+    path, out, cases, *replicas = sys.argv[1:]
+    results: dict[str, Any] = {}
+    with Store(Path(path)) as store:
+        if replicas == ["workers"]:
+            cluster = find_cluster()
+            strategies = {"workers": make_strategy("cpu", cluster, timeout=60)}
+        else:
+            cluster = None
+            make_strategy(f"cpu:{max(map(int, replicas))}")
+            devices = {count: [f"/CPU:{i}" for i in range(int(count))] for count in replicas}
+            strategies = {
+                count: tf.distribute.MirroredStrategy(names)
+                if len(names) > 1
+                else tf.distribute.OneDeviceStrategy(names[0])
+                for count, names in devices.items()
+            }
+        for case in cases.split(","):
+            for name, strategy in strategies.items():
+                found = train(store, strategy, cluster, case)
+                results |= {f"{case}/{name}/{key}": value for key, value in found.items()}
+    np.savez(out, **results)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
