@@ -16,6 +16,7 @@ from hypothesis import settings
 
 PROJECT = Path(__file__).parents[1]
 TOOLS = PROJECT / "tools"
+PROGRAMS = PROJECT / "tests" / "programs"
 COMMAND = [str(Path(sys.executable).with_name("histopipe"))]
 
 # A job in the background of a script ignores Ctrl-C, and so would what it starts: here it must not.
@@ -96,3 +97,13 @@ def made_store(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert json.loads(done.stdout)["exit_code"] == 0
     return store
+
+
+@pytest.fixture(scope="session")
+def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of 120 patches of 32 pixels on twelve slides of two classes: what trains in a second."""
+    from test_reader import a_store, jpegs  # late: that module imports this one
+
+    pictures = jpegs(0, 120, 32)
+    slides = {f"{'nt'[i % 2]}{i}": pictures[10 * i : 10 * i + 10] for i in range(12)}
+    return a_store(tmp_path_factory.mktemp("stores") / "small.lmdb", slides, patch_size=32)

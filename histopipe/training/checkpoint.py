@@ -70,8 +70,12 @@ def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> Non
         file.write(hashlib.file_digest(file, _DIGEST).digest())
         file.flush()
         os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            newest.rename(folder / OLDER_FILE)
+        _keep(newest, folder / OLDER_FILE)
+
+
+def _keep(newest: Path, older: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        newest.rename(older)
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,6 +90,24 @@ class Cluster:
             lambda context: tf.constant(parts[int(context.replica_id_in_sync_group) - first])
         )
         return np.asarray(strategy.gather(each, axis=1))
+
+    def check_same(self, strategy: tf.distribute.Strategy, numbers: Sequence[int]) -> None:
+        """Wait for all workers, and see whether each has the same numbers, below 65,536.
+
+        Raises:
+            UsageError: one has others than the first.
+        """
+        everyones = self.gathered(strategy, np.asarray([[numbers]], np.float32))[0]
+        differing = [
+            f"worker {index} ({self.workers[index]})"
+            for index, theirs in enumerate(everyones)
+            if not np.array_equal(theirs, everyones[0])
+        ]
+        if differing:
+            raise UsageError(
+                "the workers do not agree", found=f"{', '.join(differing)} other than the first",
+                expected="the same settings, stores, splits and run folder everywhere",
+            )  # fmt: skip
 
     def show_signs(self, folder: Path) -> None:
         """Leave a sign of life in a run's folder every few seconds, until `end_signs`."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from histopipe.dataset.selection import select
 from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import Side, Splits, read_splits, site_by_label
@@ -92,3 +95,12 @@ def patch_table(
 def stain_normaliser(config: TrainConfig, stores: Sequence[Store]) -> StainNormaliser | None:
     """What gives every patch one stain; None if that is not wanted."""
     return None if config.stain_norm == "none" else StainNormaliser(stores, config.stain_norm)
+
+
+def class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
+    """(C,) weights in the loss: 1, or so that every class weighs the same in all."""
+    counts = splits.count()["train"]
+    if config.class_weights == "none":
+        return np.ones(len(splits.classes), np.float32)
+    patches = np.array([counts[name] for name in splits.classes], np.float64)
+    return np.asarray(patches.sum() / (len(patches) * np.maximum(patches, 1)), np.float32)

@@ -105,7 +105,7 @@ class Trainer:
             epoch: from 0.
             title: of its progress bar.
             tally: of the steps that have been done; gets the results of the others, made before each step's update.
-            wishes: asked before each step.
+            wishes: asked in each step.
             granted: told after a step, on all workers behind the same one, what any of them wished for.
         """
         number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
@@ -113,10 +113,10 @@ class Trainer:
 
         def step(batch: Any) -> Any:
             nonlocal told
-            wanted = wishes()
             gradients, values = self.micro_batch.fit(
                 lambda size: self.steps.gradients(batch, number, self._rows, size)
             )
+            wanted = wishes()
             before, told = told, self.steps.apply(gradients, tf.constant(wanted))
             if self._cluster.alone:
                 return values, wanted

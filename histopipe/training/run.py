@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from histopipe._version import __version__
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.splits import SIDES, Side, Splits
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory, UsageError
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory
 from histopipe.files import appearing
 from histopipe.store.store import Store
 from histopipe.training import board, run_folder
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.cluster import Cluster
 from histopipe.training.config import TrainConfig
-from histopipe.training.data import patch_table, stain_normaliser
+from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.devices import make_strategy
 from histopipe.training.history import epoch_line, history_row, is_better
 from histopipe.training.loop import Trainer, Wishes
@@ -105,7 +105,7 @@ class Run:
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
         settings = StepSettings(
-            batch_size=config.batch_size, class_weight=_class_weight(config, self._splits),
+            batch_size=config.batch_size, class_weight=class_weight(config, self._splits),
             augmentations=config.augmentations, normalise=stain_normaliser(config, self._stores),
             label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
             scale_loss=config.precision == "mixed_float16", xla=config.xla,
@@ -178,25 +178,14 @@ class Run:
         say(f"resuming {self._folder} after {done}")
 
     def _agree(self) -> None:
-        """Whether all workers are about to do the same."""
+        """Wait for all workers, and make sure that they are about to do the same."""
         together = self._trainer.steps.meets_within_gradients
         mine = run_folder.fingerprint(
             self._config, self._splits, self._state.epoch, len(self._state.values),
             # Where batch statistics are shared, all must take equally many pieces.
             self._trainer.micro_batch.first if together else 0,
         )  # fmt: skip
-        values = np.asarray([[mine]], np.float32)
-        everyones = self._cluster.gathered(self._trainer.steps.strategy, values)[0]
-        differing = [
-            f"worker {i} ({self._cluster.workers[i]})"
-            for i, theirs in enumerate(everyones)
-            if not np.array_equal(theirs, everyones[0])
-        ]
-        if differing:
-            raise UsageError(
-                "the workers do not agree", found=f"{', '.join(differing)} other than the first",
-                expected="the same settings, stores, splits and run folder everywhere",
-            )  # fmt: skip
+        self._cluster.check_same(self._trainer.steps.strategy, mine)
 
     def _finished(self) -> bool:
         patience, state = self._config.patience, self._state
@@ -329,12 +318,3 @@ class Run:
                 **{side: dataclasses.asdict(value) for side, value in metrics.items()},
             },
         )
-
-
-def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
-    """(C,) weights in the loss: 1, or so that every class weighs the same in all."""
-    counts = splits.count()["train"]
-    if config.class_weights == "none":
-        return np.ones(len(splits.classes), np.float32)
-    patches = np.array([counts[name] for name in splits.classes], np.float64)
-    return np.asarray(patches.sum() / (len(patches) * np.maximum(patches, 1)), np.float32)

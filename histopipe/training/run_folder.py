@@ -10,6 +10,7 @@ import hashlib
 import io
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,8 @@ from histopipe.training.tally import Predictions
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 METRICS, MODEL, PREDICTIONS = "metrics.json", "model.keras", "predictions.csv"
 MEMORY = "memory.json"
+_DYING_SECONDS = 5.0
+"""What a training that was killed may take to let go of its folder."""
 
 
 def check(folder: Path, *, resume: bool, ignored: str = "") -> None:
@@ -71,26 +74,34 @@ def create(folder: Path, config: TrainConfig, splits: Splits) -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Keeps a run's folder to this process.
+    """Keeps a run's folder to this process, as far as its filesystem has locks.
 
     Raises:
-        UsageError: another process has it.
+        UsageError: another process has it, and does not end soon.
     """
     folder_fd = os.open(folder, os.O_RDONLY)
+    patience = time.monotonic() + _DYING_SECONDS
     try:
-        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(folder_fd)
-        raise UsageError(
-            f"{folder}: another process is training there",
-            todo="wait for it to end, or choose another --out",
-        ) from None
-    except OSError:
-        pass  # a network filesystem without locks
-    try:
+        while not _locked(folder_fd):
+            if time.monotonic() > patience:
+                raise UsageError(
+                    f"{folder}: another process is training there",
+                    todo="wait for it to end, or choose another --out",
+                )
+            time.sleep(0.1)
         yield
     finally:
         os.close(folder_fd)
+
+
+def _locked(folder_fd: int) -> bool:
+    try:
+        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a network filesystem without locks
+    return True
 
 
 def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:

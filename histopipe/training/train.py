@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from histopipe.errors import MachineShort, WorkerLost
+from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder
 from histopipe.training.cluster import SIGNS, Cluster, find_cluster
@@ -56,6 +56,7 @@ def train_here(
             tell_splits(splits, stores)
         stack.enter_context(_full_disk_told(folder))
         stack.enter_context(_lost_workers_told(cluster, folder))
+        stack.enter_context(_lost_memory_told())
         run = Run(config, folder, stores=stores, splits=splits, cluster=cluster, report=report)
         if cluster.chief:
             # All that can be wrong with the settings has been found by now: the folder begins to exist.
@@ -75,6 +76,20 @@ def _full_disk_told(folder: Path) -> Iterator[None]:
             f"the disk that holds {folder} is full",
             todo=f"make room and go on with `histopipe train --resume --out {folder}`",
         ) from error
+
+
+@contextmanager
+def _lost_memory_told() -> Iterator[None]:
+    """What runs out of memory before there is anything that could be done in smaller pieces."""
+    try:
+        yield
+    except (tf.errors.OpError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "memory ran out before the first step", found=str(error).split("\n")[0][:200],
+            todo="take a smaller --model, or end what else uses this machine's memory",
+        ) from error  # fmt: skip
 
 
 @contextmanager

@@ -1,0 +1,158 @@
+"""Running out of memory costs a training nothing but time, and many trainings in a row cost their caller nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import COMMAND, PROGRAMS, Run
+from test_training import history, weights
+
+ARGUMENTS = (
+    "--epochs", "2", "--batch-size", "16", "--split-by", "slide", "--deterministic",
+    "--dropout", "0.3", "--accumulate", "2",
+)  # fmt: skip
+
+
+def faulty(fault: str, marker: Path) -> dict[str, str]:
+    """The environment in which a training fails at `PLACE:CALL:KIND`, once."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(PROGRAMS / "faults"),
+        "HISTOPIPE_TEST_FAULT": f"{fault}:{marker}",
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def assert_same_run(run: Path, other: Path) -> None:
+    """The same losses to 1e-5 and weights to 1e-4 of each layer's norm."""
+    rows = list(zip(history(run), history(other), strict=True))
+    assert len(rows) == 2
+    for a, b in rows:
+        for name in ("loss", "val_loss"):
+            assert float(a[name]) == pytest.approx(float(b[name]), abs=1e-5)
+    for w, v in zip(weights(run), weights(other), strict=True):
+        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "micro_batch", "fresh"),
+    [
+        # 60 % of 120 patches in batches of 16, each of two pieces of 8: call 9 is the first piece of the fifth step.
+        ("gradients:1:exhausted", 4, False),
+        ("gradients:9:exhausted", 4, False),
+        ("gradients:10:exhausted", 4, False),
+        ("gradients:9:real", 4, False),
+        ("predict:2:exhausted", 4, False),
+        ("gradients:9:cuda", 4, True),
+        ("apply:4:exhausted", 4, True),
+        ("apply+:4:exhausted", 4, True),
+        ("fetch:3:exhausted", 4, True),
+        ("place:5:exhausted", 4, True),
+        ("read:4:memory", 4, True),
+        ("save:2:memory", 4, True),
+    ],
+)
+def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
+    run: Run, small_store: Path, undisturbed: Path, tmp_path: Path,
+    fault: str, micro_batch: int, fresh: bool,
+) -> None:  # fmt: skip
+    """In the same process where nothing has changed by then, else in a fresh one from the last saved state."""
+    done = run(
+        "train", small_store, "--out", "run", *ARGUMENTS, env=faulty(fault, tmp_path / "failed")
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "failed").exists()
+    assert ("going on in a fresh process" in done.stderr) == fresh
+    assert f"micro-batches of {micro_batch} patches" in done.stderr
+    assert "Traceback" not in done.stderr
+    out = tmp_path / "run"
+    assert json.loads((out / "memory.json").read_text())["micro_batch"] == micro_batch
+    assert json.loads((out / "metrics.json").read_text())["micro_batch"] == micro_batch
+    assert_same_run(out, undisturbed)
+
+
+def test_memory_that_is_never_enough_is_told_after_the_smallest_pieces(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """Every step fails, in every process: down to single patches, and then no more."""
+    environment = faulty("gradients:1:exhausted", Path("always"))
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    assert done.returncode == 6, done.stderr
+    assert "not even single patches fit" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_memory_that_runs_out_while_the_network_is_built_is_told(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    environment = faulty("build:1:exhausted", tmp_path / "failed")
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    assert done.returncode == 6, done.stderr
+    assert "memory ran out before the first step" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGABRT"])
+def test_a_process_that_dies_of_memory_is_told_and_resumed_in_smaller_pieces(
+    run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
+) -> None:
+    environment = faulty(f"gradients:11:{kind}", tmp_path / "failed")
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    assert done.returncode == 6, done.stderr
+    assert f"died of {kind}: probably out of memory" in done.stderr
+    assert "which takes micro-batches of 4 patches" in done.stderr
+    assert not (tmp_path / "run" / "metrics.json").exists()
+    again = run("train", "--resume", "--out", "run")
+    assert again.returncode == 0, again.stderr
+    assert "micro-batches of 4 patches a device, as memory ran out before" in again.stderr
+    assert_same_run(tmp_path / "run", undisturbed)
+
+
+MANY = """
+import sys
+from pathlib import Path
+import histopipe
+
+def anonymous_mb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+def main():
+    store, out, count, in_process = sys.argv[1:]
+    for number in range(int(count)):
+        result = histopipe.train(store, out=f"{out}/{number}", epochs=1, split_by="slide", in_process=in_process == "yes")
+        assert result.best_epoch == 1 and 0 <= result.metrics["test"].accuracy <= 1
+        print(anonymous_mb(), flush=True)
+
+main()
+"""
+
+
+def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
+    """What the caller's anonymous memory grows by from the second training to the last."""
+    out.mkdir()
+    command = [sys.executable, "-c", MANY, str(store), str(out), str(count), in_process]
+    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [float(line) for line in done.stdout.splitlines()]
+    assert len(found) == count
+    return found[-1] - found[1]
+
+
+def test_twenty_trainings_leave_their_caller_as_it_was(small_store: Path, tmp_path: Path) -> None:
+    assert growth_mb(small_store, tmp_path / "apart", 20, "no") < 5
+    # What this test would see if they ran in the caller's process.
+    assert growth_mb(small_store, tmp_path / "within", 5, "yes") > 5

@@ -1,0 +1,233 @@
+"""Nothing is trained twice but the last minutes: kills, damage and full disks at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import COMMAND, Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_memory import faulty
+from test_training import history, weights
+
+from histopipe.errors import DamagedStore
+from histopipe.training.checkpoint import TrainState, load_state, save_state
+
+EACH_STEP = ("--save-minutes", "1e-9")
+ARGUMENTS = (
+    "--epochs", "3", "--batch-size", "16", "--split-by", "slide", "--deterministic",
+    "--dropout", "0.3", "--optimizer", "adamw", "--schedule", "cosine", "--warmup-steps", "3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
+    subprocess.run(command, check=True, capture_output=True)
+    return out
+
+
+def assert_equal(run: Path, other: Path) -> None:
+    """Bit by bit."""
+    assert history(run) == history(other)
+    for a, b in zip(weights(run), weights(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (run / "predictions.csv").read_bytes() == (other / "predictions.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "build:1", "gradients:1", "gradients:7", "apply:8", "apply+:8", "predict:2", "save:1",
+        "write:40", "keep:1", "keep+:3", "save+:6", "gradients:15",
+    ],
+)  # fmt: skip
+def test_killed_anywhere_and_resumed_equals_uninterrupted(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
+) -> None:
+    """The state is saved behind each step; five steps an epoch."""
+    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    done = run(*arguments, env=faulty(f"{place}:parent", tmp_path / "killed"))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    if place.startswith("build"):
+        assert not (tmp_path / "run").exists()
+        done = run(*arguments)
+    else:
+        done = run("train", "--resume", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
+
+
+def test_told_to_stop_it_saves_and_goes_on_where_it_was(
+    small_store: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    """SIGTERM in the middle of an epoch, then Ctrl-C in another one: within the step, or behind it."""
+    out = tmp_path / "run"
+    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
+    for number, place in ((signal.SIGTERM, "gradients:7"), (signal.SIGINT, "gradients+:5")):
+        marker = tmp_path / f"at-{number}"
+        child = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, env=faulty(f"{place}:wait", marker),
+            start_new_session=True,
+        )  # fmt: skip
+        while not marker.exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        child.send_signal(number)
+        told = time.monotonic()
+        _, stderr = child.communicate(timeout=60)
+        assert time.monotonic() - told < 10
+        assert child.returncode == 130, stderr
+        assert "2 steps of the next; go on with `histopipe train --resume --out" in stderr
+        assert "Traceback" not in stderr
+        command = [*COMMAND, "train", "--resume", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "after epoch 2 and 2 steps of the next" in done.stderr
+    assert_equal(out, uninterrupted)
+
+
+def test_a_damaged_state_is_told_and_the_one_before_it_taken(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    run(*arguments, env=faulty("gradients:9:parent", tmp_path / "killed"))
+    newest = tmp_path / "run" / "resume.npz"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = run("train", "--resume", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    assert "warning: resume.npz: it is not what was written" in done.stderr
+    assert "after epoch 1 and 2 steps of the next" in done.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
+
+
+class Variable:
+    """As much of a variable as a checkpoint wants."""
+
+    def __init__(self, value: np.ndarray[Any, Any]) -> None:
+        self.value, self.shape = value, value.shape
+
+    def assign(self, value: np.ndarray[Any, Any]) -> None:
+        self.value = value
+
+
+def variables(fill: float) -> list[Variable]:
+    return [Variable(np.full(shape, fill, np.float32)) for shape in ((3, 4), (), (2,))]
+
+
+def saved_twice(folder: Path) -> None:
+    state = TrainState(epoch=1, values=np.ones((2, 3, 4), np.float32), history=[{"loss": 0.5}])
+    save_state(folder, state, variables(1))
+    save_state(folder, replace(state, epoch=2), variables(2))
+
+
+@settings(max_examples=200)
+@given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
+def test_no_byte_of_a_state_can_change_unnoticed(
+    tmp_path_factory: pytest.TempPathFactory, place: float, change: int, cut: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("state")
+    saved_twice(folder)
+    newest = folder / "resume.npz"
+    content = bytearray(newest.read_bytes())
+    at = int(place * len(content))
+    content[at] ^= change
+    newest.write_bytes(content[:at] if cut else content)
+    loaded = variables(0)
+    state, problem = load_state(folder, loaded)
+    assert problem is not None
+    assert problem.startswith("resume.npz")
+    assert state.epoch == 1
+    assert all((variable.value == 1).all() for variable in loaded)
+
+
+def test_states_that_are_both_damaged_are_told(tmp_path: Path) -> None:
+    saved_twice(tmp_path)
+    state, problem = load_state(tmp_path, variables(0))
+    assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"nothing")
+    with pytest.raises(DamagedStore, match=r"resume.npz.*resume-older.npz"):
+        load_state(tmp_path, variables(0))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_leaves_the_last_good_state(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
+    try:
+        saved_twice(disk)
+        large = [Variable(np.zeros(100_000, np.float32))]
+        with pytest.raises(OSError, match="No space left"):
+            save_state(disk, TrainState(epoch=3), large)
+        assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
+        assert load_state(disk, variables(0))[0].epoch == 2
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_two_trainings_do_not_share_a_folder(run: Run, small_store: Path, tmp_path: Path) -> None:
+    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS]
+    marker = tmp_path / "hanging"
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.DEVNULL, env=faulty("gradients:2:hang", marker)
+    )
+    try:
+        while not marker.exists():
+            time.sleep(0.05)
+        done = run("train", "--resume", "--out", "run")
+        assert done.returncode == 2, done.stderr
+        assert "another process is training there" in done.stderr
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_real_tissue_killed_three_times(run: Run, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
+    names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
+    rows = [f"{name},{label}" for name, label in names.items()]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label", *rows]) + "\n")
+    slides = [data / "slides" / f"{name}.svs" for name in names]
+    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 128)
+    assert run("ingest", *slides, *ingest).returncode == 0
+    arguments = (
+        "--split-by",
+        "patch",
+        "--deterministic",
+        "--epochs",
+        3,
+        "--augment",
+        "flips,stain",
+    )
+    whole = run("train", *arguments, "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    command = [*COMMAND, "train", *map(str, arguments), "--out", "killed", *EACH_STEP]
+    chance = random.Random(7)
+    for attempt in range(3):
+        child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        state = tmp_path / "killed" / "resume.npz"
+        before = state.stat().st_mtime_ns if state.exists() else 0
+        while child.poll() is None and not (state.exists() and state.stat().st_mtime_ns > before):
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.6))
+        assert child.poll() is None, f"it ended before kill {attempt + 1}"
+        child.kill()
+        child.wait()
+        command = [*COMMAND, "train", "--resume", "--out", "killed"]
+    done = run("train", "--resume", "--out", "killed")
+    assert done.returncode == 0, done.stderr
+    assert_equal(tmp_path / "killed", tmp_path / "whole")
