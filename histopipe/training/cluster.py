@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ SIGNS = "workers"
 _SIGN_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 _STALE_SECONDS = 10.0
+_FAILED = "failed: "
 
 
 @dataclass(slots=True)
@@ -46,7 +47,6 @@ class Cluster:
     doing: str = "starting"
     beat: Callable[[], None] = field(default=lambda: None, repr=False)
     _beaten: float = 0.0
-    _ended: threading.Event = field(default_factory=threading.Event, repr=False)
 
     @property
     def alone(self) -> bool:
@@ -109,60 +109,75 @@ class Cluster:
                 expected="the same settings, stores, splits and run folder everywhere",
             )  # fmt: skip
 
-    def show_signs(self, folder: Path) -> None:
-        """Leave a sign of life in a run's folder every few seconds, until `end_signs`."""
+    @contextlib.contextmanager
+    def signs(self, folder: Path) -> Iterator[None]:
+        """Leaves a sign of life in a run's folder every few seconds; at the end none, or what went wrong."""
         if self.alone:
+            yield
             return
-        signs = folder / SIGNS
-        signs.mkdir(parents=True, exist_ok=True)
+        (folder / SIGNS).mkdir(parents=True, exist_ok=True)
+        ended = threading.Event()
 
         def show() -> None:
-            while not self._ended.is_set():
-                with (
-                    contextlib.suppress(OSError),
-                    appearing(signs / f"{self.index}.json") as part,
-                ):
-                    part.write_text(json.dumps({"doing": self.doing}))
-                self._ended.wait(_SIGN_SECONDS)
+            while not ended.is_set():
+                self._sign(folder)
+                ended.wait(_SIGN_SECONDS)
 
-        threading.Thread(target=show, daemon=True, name="signs of life").start()
-
-    def end_signs(self, folder: Path) -> None:
-        """This worker ends well: nobody need look for it."""
-        self._ended.set()
+        thread = threading.Thread(target=show, daemon=True, name="signs of life")
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            ended.set()
+            thread.join()
+            self.doing = f"{_FAILED}{error or type(error).__name__}"
+            self._sign(folder)
+            raise
+        ended.set()
+        thread.join()
         with contextlib.suppress(OSError):
-            (folder / SIGNS / f"{self.index}.json").unlink(missing_ok=True)
-            (folder / SIGNS).rmdir()
+            (folder / SIGNS / f"{self.index}.json").unlink()
+            (folder / SIGNS).rmdir()  # by the last one
+
+    def _sign(self, folder: Path) -> None:
+        with contextlib.suppress(OSError), appearing(folder / SIGNS / f"{self.index}.json") as part:
+            part.write_text(json.dumps({"doing": self.doing}))
 
     def missing(self, folder: Path, since: float) -> str:
-        """Which of the other workers is to blame for a wait, as far as their signs of life tell.
+        """Which of the other workers is to blame for a wait. It waits itself for as long as a dead one looks alive.
 
         Args:
             folder: the run's.
             since: `time.time()` when this worker began; older signs are of earlier runs.
         """
-        told, silent = {}, []
-        for index, address in enumerate(self.workers):
-            if index == self.index:
-                continue
-            name = f"worker {index} ({address})"
-            path = folder / SIGNS / f"{index}.json"
-            try:
-                age = time.time() - path.stat().st_mtime
-                doing = json.loads(path.read_text())["doing"]
-            except (OSError, ValueError, KeyError):
-                silent.append(f"{name} never came, or sees another run folder")
-                continue
-            if age > time.time() - since + _STALE_SECONDS:
-                silent.append(f"{name} never came")
-            elif age > _STALE_SECONDS:
-                silent.append(f"{name} gave its last sign of life {age:.0f} s ago, {doing}")
-            else:
-                told[name] = doing
-        stuck = [
-            f"{name} is alive but {doing}" for name, doing in told.items() if doing != "computing"
-        ]
-        return "; ".join(silent or stuck or [f"{name} is {doing}" for name, doing in told.items()])
+        until = time.monotonic() + _STALE_SECONDS + 1
+        while True:
+            others = [
+                (f"worker {index} ({address})", *self._last_sign(folder, index, since))
+                for index, address in enumerate(self.workers)
+                if index != self.index
+            ]
+            blamed = [f"{name} {says}" for name, says, well in others if not well]
+            if blamed or time.monotonic() > until:
+                return "; ".join(blamed or [f"{name} {says}" for name, says, _ in others])
+            time.sleep(1)
+
+    def _last_sign(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
+        """What can be said of another worker, and whether it seems well."""
+        path = folder / SIGNS / f"{index}.json"
+        try:
+            shown = path.stat().st_mtime
+            doing = json.loads(path.read_text())["doing"]
+        except (OSError, ValueError, KeyError):
+            return "never came, or sees another run folder", False
+        age = time.time() - shown
+        if shown < since - _STALE_SECONDS:
+            return "never came", False
+        if doing.startswith(_FAILED):
+            return doing, False
+        if age > _STALE_SECONDS:
+            return f"gave its last sign of life {age:.0f} s ago, {doing}", False
+        return f"is alive, {doing}", doing == "computing"
 
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:

@@ -76,7 +76,6 @@ class Run:
                 raise NothingToDo(f"no patch for {side}")
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
-        cluster.show_signs(folder)
         tf.debugging.set_log_device_placement(config.log_device_placement)
         strategy = make_strategy(
             config.devices, cluster,
@@ -291,7 +290,6 @@ class Run:
         metrics = {side: patch_metrics(values) for side, values in predicted}
         if self._cluster.chief:
             self._write_results(predicted, metrics)
-        self._cluster.end_signs(self._folder)
         return TrainResult(self._folder, self._state.best_epoch, metrics)
 
     def _write_results(

@@ -109,7 +109,10 @@ def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
 
     Settings that may differ between the workers of a cluster, such as where their stores lie, do not count.
     """
-    local = {"stores", "labels", "splits", "weights", "devices", "log_device_placement"}
+    local = {
+        "stores", "labels", "splits", "weights", "devices",
+        "log_device_placement", "save_minutes", "tensorboard", "worker_timeout",
+    }  # fmt: skip
     facts = {k: v for k, v in dataclasses.asdict(config).items() if k not in local}
     digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, where)).encode())
     for slide in splits.slides:

@@ -54,6 +54,7 @@ def train_here(
         splits = run_splits(config, stores, folder, resume=resume)
         if cluster.chief:
             tell_splits(splits, stores)
+        stack.enter_context(cluster.signs(folder))
         stack.enter_context(_full_disk_told(folder))
         stack.enter_context(_lost_workers_told(cluster, folder))
         stack.enter_context(_lost_memory_told())

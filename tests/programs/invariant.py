@@ -41,9 +41,18 @@ CASES: dict[str, dict[str, Any]] = {
     "cosine": {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "warmup_steps": 9},
     "batch-norm": {"optimizer": "sgd", "learning_rate": 0.05, "model": "batch-norm"},
     "batch-norm-adamw": {"optimizer": "adamw", "model": "batch-norm"},
-    "deep": {"optimizer": "sgd", "model": "mobilenet", "precision": "float64"},
-    "deep-float32": {"optimizer": "sgd", "model": "mobilenet"},
-    "resnet": {"optimizer": "sgd", "model": "resnet50", "precision": "float64"},
+    "resnet-float64": {
+        "optimizer": "sgd",
+        "clip_norm": 1.0,
+        "model": "resnet50",
+        "precision": "float64",
+    },
+    "deep-float64": {
+        "optimizer": "adamw",
+        "learning_rate": 1e-4,
+        "model": "mobilenet",
+        "precision": "float64",
+    },
 }
 
 

@@ -1,0 +1,104 @@
+"""The invariant: one device, several, or several workers give the same losses and weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import PROGRAMS
+from test_reader import a_store, jpegs
+from test_workers import free_ports, tf_config
+
+SHALLOW = (
+    "sgd", "adagrad-clipped", "adamw-accumulated", "cosine", "batch-norm", "batch-norm-adamw",
+)  # fmt: skip
+DEEP = ("deep-float64",)
+STEPS = 50
+
+Found = dict[str, dict[str, np.ndarray[Any, Any]]]
+
+
+@pytest.fixture(scope="module")
+def odd_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """101 patches: batches of 14 leave three for the last step of an epoch."""
+    slides = {"n": jpegs(0, 50, 32), "t": jpegs(50, 51, 32)}
+    return a_store(tmp_path_factory.mktemp("stores") / "odd.lmdb", slides, patch_size=32)
+
+
+def start(store: Path, out: Path, cases: tuple[str, ...], **environment: str) -> Any:
+    name = environment.pop("replicas")
+    command = [sys.executable, str(PROGRAMS / "invariant.py"), str(store), str(out)]
+    return subprocess.Popen(
+        [*command, ",".join(cases), name], env=os.environ | environment,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ended(process: Any, out: Path) -> Found:
+    _, stderr = process.communicate(timeout=500)
+    assert process.returncode == 0, stderr
+    found: Found = {}
+    with np.load(out) as saved:
+        for name in saved.files:
+            case, _, key = name.split("/")
+            found.setdefault(case, {})[key] = saved[name]
+    return found
+
+
+def assert_same(one: Found, many: Found, cases: tuple[str, ...]) -> None:
+    """Losses to 1e-5 at each step, weights to 1e-4 of each layer's norm."""
+    assert set(one) == set(many) == set(cases)
+    for case in cases:
+        assert len(one[case]["losses"]) >= STEPS
+        np.testing.assert_allclose(many[case]["losses"], one[case]["losses"], rtol=0, atol=1e-5)
+        for key, weight in one[case].items():
+            if key != "losses":
+                off = float(np.linalg.norm(many[case][key].astype(float) - weight))
+                assert off <= 1e-4 * float(np.linalg.norm(weight.astype(float))), (case, key)
+
+
+@pytest.fixture(scope="module")
+def one(odd_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    out = tmp_path_factory.mktemp("one") / "one.npz"
+    return ended(start(odd_store, out, SHALLOW, replicas="1"), out)
+
+
+def test_the_cases_learn_and_differ(one: Found) -> None:
+    """That equality means something: every case goes its own way, and its weights move."""
+    last = {round(float(found["losses"][-1]), 7) for found in one.values()}
+    assert len(last) == len(SHALLOW)
+    for found in one.values():
+        assert found["losses"].std() > 1e-3
+
+
+@pytest.mark.parametrize("replicas", ["2", "3", "4"])
+def test_replicas_do_what_one_does(
+    odd_store: Path, one: Found, tmp_path: Path, replicas: str
+) -> None:
+    out = tmp_path / "many.npz"
+    assert_same(one, ended(start(odd_store, out, SHALLOW, replicas=replicas), out), SHALLOW)
+
+
+def test_two_workers_do_what_one_does(odd_store: Path, one: Found, tmp_path: Path) -> None:
+    ports = free_ports(2)
+    outs = [tmp_path / f"worker-{index}.npz" for index in (0, 1)]
+    workers = [
+        start(odd_store, out, SHALLOW, replicas="workers", TF_CONFIG=tf_config(ports, index))
+        for index, out in enumerate(outs)
+    ]
+    for worker, out in zip(workers, outs, strict=True):
+        assert_same(one, ended(worker, out), SHALLOW)
+
+
+def test_deep_networks_agree_in_float64(odd_store: Path, tmp_path: Path) -> None:
+    """With 27 layers of batch normalisation, rounding grows tenfold a step: float32 drifts, and the docs say so."""
+    outs = {replicas: tmp_path / f"{replicas}.npz" for replicas in ("1", "3")}
+    one, many = (
+        ended(start(odd_store, out, DEEP, replicas=replicas), out) for replicas, out in outs.items()
+    )
+    assert_same(one, many, DEEP)

@@ -1,0 +1,183 @@
+"""Several workers do what one process does, and the loss of one ends the others soon, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import COMMAND, PROGRAMS, Run
+from test_training import FILES, history, weights
+
+from histopipe.errors import UsageError
+from histopipe.training.cluster import Cluster, find_cluster, in_cluster
+
+ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def tf_config(ports: list[int], index: int) -> str:
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    return json.dumps(
+        {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    )
+
+
+def start(
+    store: Path, out: Path, ports: list[int], index: int, *more: str, fault: str = ""
+) -> subprocess.Popen[str]:
+    environment = os.environ | {"TF_CONFIG": tf_config(ports, index)}
+    if fault:
+        environment |= {"PYTHONPATH": str(PROGRAMS / "faults"), "HISTOPIPE_TEST_FAULT": fault}
+    command = [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *more]
+    return subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.fixture
+def ports() -> Iterator[list[int]]:
+    yield free_ports(2)
+
+
+def test_two_workers_train_as_one_process_does(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    workers = [start(small_store, tmp_path / "two", ports, index) for index in (0, 1)]
+    ends = [worker.communicate(timeout=200) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], ends
+    assert run("train", small_store, "--out", "one", *ARGUMENTS).returncode == 0
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert {path.name for path in two.iterdir()} == FILES | {"resume-older.npz"}
+    for a, b in zip(history(one), history(two), strict=True):
+        assert {k: float(v) for k, v in a.items()} == pytest.approx(
+            {k: float(v) for k, v in b.items()}, abs=1e-5
+        )
+    for w, v in zip(weights(one), weights(two), strict=True):
+        assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
+    assert json.loads((two / "metrics.json").read_text())["replicas"] == 2
+    assert ends[0][0] == ends[1][0]  # both tell the metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("SIGKILL", "gave its last sign of life"),
+        ("SIGSTOP", "gave its last sign of life"),
+        ("hang", "is alive, reading"),
+    ],
+)
+def test_a_worker_that_is_lost_ends_the_other_by_name(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int], kind: str, says: str
+) -> None:
+    place = "read:8" if kind == "hang" else "gradients:7"
+    lost = start(
+        small_store, tmp_path / "run", ports, 1, "--worker-timeout", "15",
+        fault=f"{place}:{kind}:{tmp_path / 'lost'}",
+    )  # fmt: skip
+    other = start(
+        small_store, tmp_path / "run", ports, 0, "--worker-timeout", "15", "--save-minutes", "1e-9"
+    )
+    try:
+        while not (tmp_path / "lost").exists():
+            assert other.poll() is None
+            time.sleep(0.1)
+        since = time.monotonic()
+        _, stderr = other.communicate(timeout=120)
+        assert time.monotonic() - since < 75
+    finally:
+        for worker in (lost, other):
+            worker.kill()
+            worker.communicate()
+    assert other.returncode == 6, stderr
+    assert f"worker 1 (127.0.0.1:{ports[1]}) {says}" in stderr
+    assert "Traceback" not in stderr
+    again = run("train", "--resume", "--out", "run", "--devices", "cpu:2")
+    assert again.returncode == 0, again.stderr
+    assert "resuming run after epoch 1" in again.stderr
+    assert len(history(tmp_path / "run")) == 3
+
+
+def test_a_worker_that_never_starts_is_named(
+    small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    alone = start(small_store, tmp_path / "run", ports, 0, "--worker-timeout", "12")
+    since = time.monotonic()
+    _, stderr = alone.communicate(timeout=100)
+    assert time.monotonic() - since < 40
+    assert alone.returncode == 6, stderr
+    assert f"worker 1 (127.0.0.1:{ports[1]}) never came" in stderr
+
+
+def test_a_stop_of_one_worker_is_a_stop_of_all(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    more = ("--epochs", "200", "--patience", "0")
+    workers = [start(small_store, tmp_path / "run", ports, index, *more) for index in (0, 1)]
+    while not (tmp_path / "run" / "history.csv").exists():
+        assert all(worker.poll() is None for worker in workers)
+        time.sleep(0.1)
+    time.sleep(0.5)
+    workers[1].send_signal(signal.SIGTERM)
+    ends = [worker.communicate(timeout=60)[1] for worker in workers]
+    assert workers[0].returncode in (130, 6), ends
+    assert workers[1].returncode == 130, ends
+    done = run("train", "--resume", "--out", "run", "--epochs", 3)
+    assert done.returncode == 0, done.stderr
+
+
+def test_workers_that_do_not_agree_are_told(
+    small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    workers = [
+        start(small_store, tmp_path / "run", ports, index, "--learning-rate", rate)
+        for index, rate in ((0, "0.001"), (1, "0.01"))
+    ]
+    ends = [worker.communicate(timeout=100)[1] for worker in workers]
+    for worker, stderr in zip(workers, ends, strict=True):
+        assert worker.returncode == 2, stderr
+        assert f"the workers do not agree: found worker 1 (127.0.0.1:{ports[1]})" in stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker"}}']
+)
+def test_a_broken_tf_config_is_told(text: str) -> None:
+    with pytest.raises(UsageError, match="TF_CONFIG"):
+        in_cluster({"TF_CONFIG": text})
+
+
+def test_slurm_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_STEP_NODELIST": "node[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        "SLURM_PROCID": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    cluster = find_cluster()
+    assert cluster.workers == ("node07:8888", "node07:8889", "node08:8888")
+    assert (cluster.index, cluster.chief, cluster.alone) == (2, False, False)
+    assert cluster.own_part(6) == range(4, 6)
+
+
+def test_a_batch_script_of_slurm_is_no_worker() -> None:
+    assert not in_cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+    assert not in_cluster({"SLURM_STEP_NUM_TASKS": "1"})
+    assert Cluster().alone
