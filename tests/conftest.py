@@ -52,14 +52,14 @@ def run(tmp_path: Path) -> Run:
     """Runs `histopipe ARGUMENTS` in a folder of its own."""
 
     def call(
-        *arguments: object, cwd: Path = tmp_path, **kwargs: Any
+        *arguments: object, cwd: Path = tmp_path, timeout: float = 300, **kwargs: Any
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*COMMAND, *map(str, arguments)],
             cwd=cwd,
             text=True,
             capture_output=True,
-            timeout=300,
+            timeout=timeout,
             check=False,
             **kwargs,
         )

@@ -97,7 +97,7 @@ import csv, json, sys
 import keras, numpy as np
 from PIL import Image
 import io
-run, store_path = sys.argv[1:]
+run, store_path, *classes = sys.argv[1:]
 model = keras.models.load_model(run + "/model.keras")
 assert "histopipe" not in sys.modules
 assert model.inputs[0].dtype == "uint8"
@@ -109,7 +109,7 @@ with histopipe.open_store(store_path) as store:
         index = store.index(number)
         place = np.flatnonzero((index["x_l0"] == int(row["x_l0"])) & (index["y_l0"] == int(row["y_l0"])))[0]
         p = model.predict(store.read(row["slide"], place)[None], verbose=0)[0]
-        worst = max(worst, abs(p - [float(row["p_normal"]), float(row["p_tumour"])]).max())
+        worst = max(worst, abs(p - [float(row["p_" + c]) for c in classes or ("normal", "tumour")]).max())
 print(worst)
 """
 

@@ -109,7 +109,7 @@ def test_a_worker_that_is_lost_ends_the_other_by_name(
     assert "Traceback" not in stderr
     again = run("train", "--resume", "--out", "run", "--devices", "cpu:2")
     assert again.returncode == 0, again.stderr
-    assert "resuming run after epoch 1" in again.stderr
+    assert "resuming run after epoch" in again.stderr
     assert len(history(tmp_path / "run")) == 3
 
 

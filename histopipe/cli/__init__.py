@@ -53,7 +53,7 @@ def histopipe() -> None:
     Results go to standard output, progress and messages to standard error.
 
     Exit codes: 0 done, 2 wrong command line or CSV, 3 partly done, 4 nothing could be done,
-    5 damaged store, 6 out of disk or memory, 130 interrupted.
+    5 damaged store or run, 6 out of disk or memory or a worker lost, 130 interrupted.
     """
 
 

@@ -25,8 +25,15 @@ def write_epoch(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float
     with writer.as_default():
         for name, value in row.items():
             if name != "epoch" and value is not None:
-                tf.summary.scalar(name, value, step=epoch)
+                _write(name, value, epoch)
         for step, loss in enumerate(step_losses, (epoch - 1) * len(step_losses) + 1):
             if np.isfinite(loss):
-                tf.summary.scalar("step_loss", loss, step=step)
+                _write("step_loss", loss, step)
     writer.close()
+
+
+def _write(name: str, value: float, step: int) -> None:
+    """As `tf.summary.scalar`, which wants TensorBoard installed where the training runs."""
+    kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
+    metadata = tf.compat.v1.SummaryMetadata(plugin_data=kind)
+    tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)

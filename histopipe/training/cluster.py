@@ -27,6 +27,7 @@ _SIGN_SECONDS = 2.0
 _BEAT_SECONDS = 1.0
 _STALE_SECONDS = 10.0
 _FAILED = "failed: "
+COMPUTING, READING = "computing", "reading"
 
 
 @dataclass(slots=True)
@@ -157,13 +158,16 @@ class Cluster:
                 for index, address in enumerate(self.workers)
                 if index != self.index
             ]
-            blamed = [f"{name} {says}" for name, says, well in others if not well]
-            if blamed or time.monotonic() > until:
-                return "; ".join(blamed or [f"{name} {says}" for name, says, _ in others])
+            lost = [f"{name} {says}" for name, says, alive in others if not alive]
+            if lost or time.monotonic() > until:
+                break
             time.sleep(1)
+        # Who computes waits for the others in turn.
+        stuck = [f"{name} {says}" for name, says, _ in others if not says.endswith(COMPUTING)]
+        return "; ".join(lost or stuck or [f"{name} {says}" for name, says, _ in others])
 
     def _last_sign(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
-        """What can be said of another worker, and whether it seems well."""
+        """What can be said of another worker, and whether it is alive."""
         path = folder / SIGNS / f"{index}.json"
         try:
             shown = path.stat().st_mtime
@@ -177,7 +181,7 @@ class Cluster:
             return doing, False
         if age > _STALE_SECONDS:
             return f"gave its last sign of life {age:.0f} s ago, {doing}", False
-        return f"is alive, {doing}", doing == "computing"
+        return f"is alive, {doing}", True
 
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:

@@ -23,7 +23,7 @@ from histopipe.dataset.loader import BatchSource
 from histopipe.dataset.sampling import Order, Sequential
 from histopipe.dataset.table import PatchTable
 from histopipe.store.store import Store
-from histopipe.training.cluster import Cluster
+from histopipe.training.cluster import COMPUTING, READING, Cluster
 from histopipe.training.memory import MicroBatch
 from histopipe.training.progress import EpochProgress
 from histopipe.training.steps import Steps
@@ -219,7 +219,7 @@ class Trainer:
         ):
             for batch, waited in steps:
                 tally.input_wait += waited
-                self._cluster.note("computing")
+                self._cluster.note(COMPUTING)
                 values, wishes = step(batch)
                 behind.append(values)
                 self.skipped |= batches.skipped
@@ -250,7 +250,7 @@ class Trainer:
         try:
             for _ in range(first, last):
                 before = time.monotonic()
-                self._cluster.note("reading")
+                self._cluster.note(READING)
                 step = [next(parts) for _ in self._own]
                 waited = time.monotonic() - before
                 yield self._one_a_replica(step), waited

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
 from histopipe.dataset.kinds import Augmentation
 from histopipe.dataset.stain import StainNormaliser
+from histopipe.errors import UsageError
 from histopipe.training.loss_scale import LossScale
 from histopipe.training.models import PatchModel
 
@@ -54,6 +55,9 @@ class Steps:
         strategy: made by `make_strategy`.
         model, optimizer: built within its scope.
         settings: see there.
+
+    Raises:
+        UsageError: XLA cannot compile what replicas do together.
     """
 
     def __init__(
@@ -65,6 +69,11 @@ class Steps:
     ) -> None:
         self.strategy, self.model, self.optimizer = strategy, model, optimizer
         self.settings = settings
+        if settings.xla and self.meets_within_gradients and strategy.num_replicas_in_sync > 1:
+            raise UsageError(
+                "--xla cannot compile batch normalisation over several devices",
+                todo="leave it out, or take one device or a --model without batch normalisation",
+            )
         self._scale: LossScale | None = None
         self._differentiated = (
             tf.function(self._differentiate, jit_compile=True)

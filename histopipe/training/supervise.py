@@ -188,17 +188,23 @@ class _Process:
                 "interrupted", found=f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays",
                 todo=todo,
             )  # fmt: skip
+        return self._lost(f"waited {self.config.worker_timeout:.0f} s for the other workers")
+
+    def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
-            f"waited {self.config.worker_timeout:.0f} s for the other workers",
-            found=self._cluster.missing(self.folder, self._begun),
-            todo=f"start all of them within that time (--worker-timeout), or {todo}",
-        )
+            what, found=self._cluster.missing(self.folder, self._begun),
+            todo="start all workers within --worker-timeout, or go on with "
+            f"`histopipe train --resume --out {self.folder}` on all of them",
+        )  # fmt: skip
 
     def _died(self) -> HistopipeError:
         code = self._child.wait()
         todo = f"go on with `histopipe train --resume --out {self.folder}`"
         if code == -signal.SIGTERM:
             return Interrupted("interrupted", found="nothing to save yet")
+        if code == -signal.SIGABRT and not self._cluster.alone:
+            # TensorFlow's own way out where workers lose each other.
+            return self._lost("the training process was aborted")
         if -code not in _MEMORY_SIGNALS:
             return HistopipeError(
                 "the training process ended without a result", found=f"status {code}"

@@ -1,0 +1,207 @@
+"""What the options of a training change, and what they leave as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Run
+from test_training import PREDICT, history
+
+from histopipe.errors import UsageError
+from histopipe.training.config import TrainConfig
+
+ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--precision", "mixed_bfloat16"),
+        ("--precision", "mixed_float16", "--devices", "cpu:2"),
+        ("--xla",),
+        ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
+        ("--model", "mobilenet", "--devices", "cpu:3"),
+    ],
+    ids=" ".join,
+)
+def test_a_model_trained_in_any_way_predicts_the_same_in_plain_keras(
+    run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, *options, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert all(np.isfinite(float(row["loss"])) for row in history(tmp_path / "run"))
+    command = [sys.executable, "-c", PREDICT, str(tmp_path / "run"), str(small_store), "n", "t"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert float(found.stdout) < 0.02
+
+
+def test_xla_with_batch_normalisation_over_several_devices_is_refused(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    done = run(
+        "train", small_store, "--out", "run", "--xla", "--model", "mobilenet", "--devices", "cpu:2"
+    )
+    assert done.returncode == 2, done.stderr
+    assert "--xla" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+STEPS = """
+import json, math, sys
+import keras, numpy as np, tensorflow as tf
+from histopipe.training import steps
+from histopipe.training.config import TrainConfig
+from histopipe.training.devices import make_strategy
+from histopipe.training.models import build_model
+from histopipe.training.optimizer import make_optimizer
+
+strategy = make_strategy("cpu:2")
+config = TrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
+with strategy.scope():
+    model = build_model("small-cnn", patch_size=16, classes=2, dropout=0, precision="mixed_float16")
+    optimizer = make_optimizer(config, 10)
+settings = steps.StepSettings(batch_size=2, class_weight=np.ones(2, np.float32), scale_loss=True)
+found = steps.Steps(strategy, model, optimizer, settings)
+
+def gradients(values):
+    '''One gradient a replica, all of whose numbers are the value, and no state.'''
+    def of(context):
+        value = values[int(context.replica_id_in_sync_group)]
+        sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
+        return sums, [], tf.constant(1.0)
+    return strategy.experimental_distribute_values_from_function(of)
+
+def state():
+    weights = [np.asarray(v.value) for v in model.training.trainable_variables]
+    return weights, float(np.asarray(found.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
+
+told = {}
+before, scale, _ = state()
+# The overflow is on the second replica only.
+found.apply(gradients([0.0, float("inf")]), tf.zeros(2))
+after, halved, steps_done = state()
+told["kept"] = all((a == b).all() for a, b in zip(before, after))
+told["scales"], told["skipped"] = [scale, halved], steps_done
+wishes = found.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
+told["wishes"] = wishes.numpy().tolist()
+moved, _, told["done"] = state()
+told["finite"] = all(np.isfinite(w).all() for w in moved)
+rates = []
+for _ in range(19):
+    rates.append(found.learning_rate)
+    found.apply(gradients([0.0, 0.0]), tf.zeros(2))
+told["rates"] = rates
+label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
+told["smooth"] = steps._cross_entropy(label, logits, 0.2).numpy().tolist()
+told["keras"] = keras.losses.CategoricalCrossentropy(
+    from_logits=True, label_smoothing=0.2, reduction="none"
+)(tf.one_hot(label, 2), logits).numpy().tolist()
+print(json.dumps(told))
+"""
+
+
+def test_overflow_schedule_wishes_and_smoothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["kept"]
+    assert told["scales"] == [2.0**15, 2.0**14]
+    assert (told["skipped"], told["done"]) == (0, 1)
+    assert told["finite"]
+    assert told["wishes"] == [0, 2]  # both replicas' own
+    # Up to 0.1 in four steps, then down a cosine over the other sixteen: step 0 was done above.
+    expected = [0.1 * step / 4 for step in range(1, 4)]
+    expected += [0.05 * (1 + np.cos(np.pi * step / 16)) for step in range(16)]
+    np.testing.assert_allclose(told["rates"], expected, atol=1e-6)
+    np.testing.assert_allclose(told["smooth"], told["keras"], rtol=1e-6)
+
+
+BOARD = """
+import json, sys
+from pathlib import Path
+import tensorflow as tf
+from tensorflow.python.summary.summary_iterator import summary_iterator
+found = {}
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    for event in summary_iterator(str(path)):
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = float(tf.make_ndarray(value.tensor))
+print(json.dumps(found))
+"""
+
+
+def test_tensorboard_shows_what_the_history_says(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--tensorboard")
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-c", BOARD, str(tmp_path / "run" / "tensorboard")]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert sorted(map(int, found["step_loss"])) == list(range(1, 11))
+    for row in history(tmp_path / "run"):
+        for name in ("loss", "val_auc", "learning_rate"):
+            assert found[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
+
+
+def test_device_placement_is_told(run: Run, small_store: Path) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, "--log-device-placement")
+    assert done.returncode == 0, done.stderr
+    assert "device:CPU:0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"accumulate": 0}, "--accumulate: found 0, expected 1 or more"),
+        ({"accumulate": 65}, "--accumulate: found 65, expected at most the 64"),
+        ({"warmup_steps": 5}, "expected --schedule cosine"),
+        ({"label_smoothing": 1.0}, "--label-smoothing: found 1.0, expected from 0 to below 1"),
+        ({"clip_norm": -1.0}, "--clip-norm: found -1.0"),
+        ({"precision": "float8"}, "--precision: found 'float8'"),
+        ({"save_minutes": 0.0}, "--save-minutes: found 0.0, expected more than 0"),
+        ({"epochs": "three"}, "--epochs: found 'three', expected such as 20"),
+        ({"xla": 1}, "--xla: found 1, expected such as False"),
+    ],
+)
+def test_settings_that_make_no_sense_are_told(settings: dict[str, object], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        TrainConfig(**settings)  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_warm_up_longer_than_the_training_is_told(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    schedule = ("--schedule", "cosine", "--warmup-steps", 10)
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, *schedule)
+    assert done.returncode == 2, done.stderr
+    assert "--warmup-steps: found 10, expected less than the 10 steps of 2 epochs" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_python_trains_as_the_command_does(run: Run, small_store: Path, tmp_path: Path) -> None:
+    assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
+    code = (
+        "import sys, histopipe\n"
+        "r = histopipe.train(sys.argv[1], out='python', epochs=2, batch_size=16, split_by='slide')\n"
+        "print(r.metrics['test'].auc, 'tensorflow' in sys.modules)\n"
+        "try:\n    histopipe.train(sys.argv[1], out='x', colour=3)\n"
+        "except histopipe.HistopipeError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small_store)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    auc, unknown = done.stdout.splitlines()
+    assert auc.endswith(" False")
+    assert unknown.startswith("unknown settings: found colour")
+    metrics = json.loads((tmp_path / "command" / "metrics.json").read_text())
+    assert float(auc.split()[0]) == pytest.approx(metrics["test"]["auc"], abs=1e-6)
