@@ -45,15 +45,19 @@ class Ours:
 
     def __init__(self, store: Store, options: argparse.Namespace) -> None:
         config = TrainConfig(model=options.model, batch_size=options.batch_size)
-        model = build_model(
-            config.model, patch_size=store.patch_size, classes=2, dropout=config.dropout
-        )
+        strategy = make_strategy("auto")
+        with strategy.scope():
+            model = build_model(
+                config.model, patch_size=store.patch_size, classes=2, dropout=config.dropout
+            )
+            optimizer = make_optimizer(config, 1)
         settings = StepSettings(
             batch_size=config.batch_size, class_weight=np.ones(2, np.float32),
             augmentations=("flips",), xla=options.xla,
         )  # fmt: skip
-        steps = Steps(make_strategy("auto"), model, make_optimizer(config, 1), settings)
-        self._trainer = Trainer(steps, stores=[store], seed=SEED)
+        self._trainer = Trainer(
+            Steps(strategy, model, optimizer, settings), stores=[store], seed=SEED
+        )
         table = PatchTable(select([store]))
         self._batches = self._trainer.batches(table, make_order(table, seed=SEED))
         self._batches.steps_per_epoch = min(options.steps, self._batches.steps_per_epoch)
