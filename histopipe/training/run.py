@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -91,7 +92,7 @@ class Run:
         )  # fmt: skip
         self._trainer = self._make_trainer(strategy, -(-len(order) // config.batch_size))
         self._batches = self._trainer.batches(table, order)
-        self._pauses = Pauses(config.save_minutes)
+        self._pauses = Pauses(config.save_minutes if cluster.chief else math.inf)
         self._state, self._tally = TrainState(), Tally()
 
     def _make_trainer(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> Trainer:

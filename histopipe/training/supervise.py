@@ -144,8 +144,10 @@ class _Process:
                 return self._listen(until=None)
             except KeyboardInterrupt:
                 self._child.terminate()
-                # Another Ctrl-C ends it at once.
-                return self._listen(until=time.monotonic() + _GRACE_SECONDS)
+                try:
+                    return self._listen(until=time.monotonic() + _GRACE_SECONDS)
+                except KeyboardInterrupt:
+                    return self._interrupted("ended at once; the last saved state stays")
 
     def _listen(self, until: float | None) -> TrainResult | HistopipeError:
         while True:
@@ -160,7 +162,7 @@ class _Process:
                 case "result" | "error":
                     return value  # type: ignore[no-any-return]  # the child's own
                 case "interrupted":
-                    return Interrupted("interrupted", found="nothing to save yet")
+                    return self._interrupted("nothing was to be saved yet")
                 case "failure":
                     return HistopipeError("the training failed", found=value)
                 case "micro_batch":
@@ -182,13 +184,16 @@ class _Process:
         return max(0.0, until - time.monotonic())
 
     def _late(self, until: float | None) -> HistopipeError:
-        todo = f"go on with `histopipe train --resume --out {self.folder}`"
         if until is not None:
-            return Interrupted(
-                "interrupted", found=f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays",
-                todo=todo,
-            )  # fmt: skip
+            return self._interrupted(
+                f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays"
+            )
         return self._lost(f"waited {self.config.worker_timeout:.0f} s for the other workers")
+
+    def _interrupted(self, found: str) -> Interrupted:
+        begun = (self.folder / run_folder.CONFIG).exists()
+        again = f"`histopipe train --resume --out {self.folder}`" if begun else "the same command"
+        return Interrupted("interrupted", found=found, todo=f"go on with {again}")
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
@@ -201,7 +206,7 @@ class _Process:
         code = self._child.wait()
         todo = f"go on with `histopipe train --resume --out {self.folder}`"
         if code == -signal.SIGTERM:
-            return Interrupted("interrupted", found="nothing to save yet")
+            return self._interrupted("nothing was to be saved yet")
         if code == -signal.SIGABRT and not self._cluster.alone:
             # TensorFlow's own way out where workers lose each other.
             return self._lost("the training process was aborted")
