@@ -97,6 +97,37 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(
     assert_equal(out, uninterrupted)
 
 
+@pytest.mark.parametrize("place", ["predict:3", "predict:7", "save:2"])
+def test_told_to_stop_outside_of_training_it_loses_nothing(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
+) -> None:
+    """While it validates, judges the best model (which puts other weights into the network), or saves."""
+    environment = faulty(f"{place}:SIGTERM", tmp_path / "told")
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    assert done.returncode == 130, done.stderr
+    again = run("train", "--resume", "--out", "run")
+    assert again.returncode == 0, again.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
+
+
+def test_memory_that_runs_out_while_it_stops_does_not_start_it_again(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "hanging"
+    command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS, *EACH_STEP]
+    environment = faulty("save:1:slow-memory", marker)
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    while not marker.exists():
+        time.sleep(0.05)
+    child.send_signal(signal.SIGTERM)
+    _, stderr = child.communicate(timeout=60)
+    assert child.returncode == 6, stderr
+    assert "which takes micro-batches of 8" in stderr
+    assert "going on in a fresh process" not in stderr
+
+
 def test_a_damaged_state_is_told_and_the_one_before_it_taken(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -188,9 +219,11 @@ def test_two_trainings_do_not_share_a_folder(run: Run, small_store: Path, tmp_pa
     try:
         while not marker.exists():
             time.sleep(0.05)
-        done = run("train", "--resume", "--out", "run")
+        config = (tmp_path / "run" / "config.toml").read_bytes()
+        done = run("train", "--resume", "--out", "run", "--epochs", 99)
         assert done.returncode == 2, done.stderr
         assert "another process is training there" in done.stderr
+        assert (tmp_path / "run" / "config.toml").read_bytes() == config
     finally:
         child.kill()
         child.wait()

@@ -169,11 +169,40 @@ def test_device_placement_is_told(run: Run, small_store: Path) -> None:
         ({"save_minutes": 0.0}, "--save-minutes: found 0.0, expected more than 0"),
         ({"epochs": "three"}, "--epochs: found 'three', expected such as 20"),
         ({"xla": 1}, "--xla: found 1, expected such as False"),
+        ({"seed": 1 << 32}, "--seed: found 4294967296, expected at most 4,294,967,295"),
+        ({"devices": "cpu:x"}, "--devices: found 'cpu:x'"),
+        ({"devices": "gpu:0,1,2", "batch_size": 2}, "--batch-size: found 2, .*3 devices"),
+        ({"devices": "cpu:4", "batch_size": 3}, "--batch-size: found 3, .*4 devices"),
     ],
 )
 def test_settings_that_make_no_sense_are_told(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         TrainConfig(**settings)  # type: ignore[arg-type]  # what is tested
+
+
+def test_a_training_that_diverges_is_no_success(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    rate = ("--optimizer", "sgd", "--learning-rate", "1e30")
+    done = run("train", small_store, "--out", "run", *ARGUMENTS, *rate)
+    assert done.returncode == 2, done.stderr
+    assert "the loss of epoch 1 is not finite from step" in done.stderr
+    assert not (tmp_path / "run" / "model.keras").exists()
+
+
+def test_a_resumed_run_takes_no_other_settings(run: Run, small_store: Path, tmp_path: Path) -> None:
+    done = run("train", small_store, "--out", "run", *ARGUMENTS)
+    assert done.returncode == 0, done.stderr
+    config = (tmp_path / "run" / "config.toml").read_bytes()
+    for more, says in (
+        (("--config", "run/config.toml"), "found --config"),
+        (("other.lmdb",), "found STORES"),
+        (("--learning-rate", "1"), "found --learning-rate"),
+    ):
+        done = run("train", "--resume", "--out", "run", *more)
+        assert done.returncode == 2, done.stderr
+        assert says in done.stderr
+    assert (tmp_path / "run" / "config.toml").read_bytes() == config
 
 
 def test_a_warm_up_longer_than_the_training_is_told(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import time
@@ -127,18 +126,36 @@ def test_a_worker_that_never_starts_is_named(
 def test_a_stop_of_one_worker_is_a_stop_of_all(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
-    more = ("--epochs", "200", "--patience", "0")
-    workers = [start(small_store, tmp_path / "run", ports, index, *more) for index in (0, 1)]
-    while not (tmp_path / "run" / "history.csv").exists():
-        assert all(worker.poll() is None for worker in workers)
-        time.sleep(0.1)
-    time.sleep(0.5)
-    workers[1].send_signal(signal.SIGTERM)
-    ends = [worker.communicate(timeout=60)[1] for worker in workers]
-    assert workers[0].returncode in (130, 6), ends
-    assert workers[1].returncode == 130, ends
-    done = run("train", "--resume", "--out", "run", "--epochs", 3)
+    """Told in the eighth step, the worker tells the others in the ninth, and all of them stop."""
+    fault = f"gradients:8:SIGTERM:{tmp_path / 'told'}"
+    workers = [
+        start(small_store, tmp_path / "run", ports, 0),
+        start(small_store, tmp_path / "run", ports, 1, fault=fault),
+    ]
+    ends = [worker.communicate(timeout=100)[1] for worker in workers]
+    for worker, stderr in zip(workers, ends, strict=True):
+        assert worker.returncode == 130, stderr
+        assert "saved after epoch 1 and 3 steps of the next" in stderr
+    done = run("train", "--resume", "--out", "run", "--devices", "cpu")
     assert done.returncode == 0, done.stderr
+    assert "after epoch 1 and 3 steps of the next" in done.stderr
+
+
+def test_a_stop_of_one_worker_in_validation_loses_no_step(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int]
+) -> None:
+    fault = f"predict:1:SIGTERM:{tmp_path / 'told'}"
+    workers = [
+        start(small_store, tmp_path / "run", ports, 0, "--worker-timeout", "15"),
+        start(small_store, tmp_path / "run", ports, 1, "--worker-timeout", "15", fault=fault),
+    ]
+    ends = [worker.communicate(timeout=100)[1] for worker in workers]
+    assert workers[1].returncode == 130, ends
+    assert workers[0].returncode == 6, ends
+    assert f"worker 1 (127.0.0.1:{ports[1]}) failed: interrupted" in ends[0]
+    done = run("train", "--resume", "--out", "run", "--devices", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "after epoch 0 and 6 steps of the next" in done.stderr
 
 
 def test_workers_that_do_not_agree_are_told(
@@ -155,11 +172,21 @@ def test_workers_that_do_not_agree_are_told(
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker"}}']
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker"}}',
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "worker", "index": -1}}',
+        '{"cluster": {"worker": ["a:1", "b:2"]}, "task": {"type": "chief", "index": 0}}',
+        '{"cluster": {"worker": ["a:1"], "ps": ["b:2"]}, "task": {"type": "worker", "index": 0}}',
+    ],
 )
-def test_a_broken_tf_config_is_told(text: str) -> None:
+def test_a_broken_tf_config_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_CONFIG", text)
     with pytest.raises(UsageError, match="TF_CONFIG"):
-        in_cluster({"TF_CONFIG": text})
+        find_cluster()
 
 
 def test_slurm_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from datetime import datetime
 from pathlib import Path
@@ -176,7 +175,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     "--accumulate",
     type=int,
     default=1,
-    help="Compute each step in so many pieces: less memory, the same result.",
+    help="Compute each step in up to so many pieces: less memory, the same batch.",
 )
 @click.option(
     "--precision",
@@ -220,6 +219,8 @@ def command(
     if resume:
         if out is None:
             raise UsageError("--resume needs --out", expected="the folder of a run")
+        if click.get_current_context().default_map:
+            raise UsageError("--resume goes on with the run's own settings", found="--config")
         folder, config = out, resumed(out, _given())
     else:
         folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -243,7 +244,7 @@ def _given() -> dict[str, Any]:
 
 def _print(result: TrainResult, *, as_json: bool) -> None:
     if as_json:
-        sides = {side: dataclasses.asdict(value) for side, value in result.metrics.items()}
+        sides = {side: value.to_json() for side, value in result.metrics.items()}
         run = {"folder": str(result.folder), "best_epoch": result.best_epoch}
         click.echo(json.dumps({**run, **sides}, indent=2))
         return

@@ -13,7 +13,7 @@ FOLDER = "tensorboard"
 
 
 def write_epoch(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
-    """Write one epoch's figures, once it is whole: so a resumed run writes none of them twice.
+    """Write one epoch's figures, once it is whole: a resumed run writes at most that epoch again, and the same.
 
     Args:
         folder: the run's.

@@ -213,16 +213,14 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
         )
         kind, index = "worker", int(environment["SLURM_PROCID"])
     spec = resolver.cluster_spec().as_dict()
-    chiefs = spec.get("chief", [])
-    workers = (*chiefs, *spec.get("worker", []))
-    if set(spec) - {"chief", "worker"} or kind not in ("chief", "worker"):
+    if set(spec) - {"chief", "worker"} or not 0 <= index < len(spec.get(kind, [])):
         raise UsageError(
             "TF_CONFIG", found=f"{', '.join(sorted(spec))}; this one is {kind} {index}",
-            expected="workers alone, with or without a chief",
+            expected="workers, with or without a chief, and this one among them",
         )  # fmt: skip
+    chiefs = spec.get("chief", [])
+    workers = (*chiefs, *spec.get("worker", []))
     place = index if kind == "chief" else len(chiefs) + index
-    if not place < len(workers):
-        raise UsageError("TF_CONFIG", found=f"{kind} {index} of {len(workers)} workers")
     return Cluster(workers, place, resolver)
 
 

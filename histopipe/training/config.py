@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 from dataclasses import dataclass
 from math import inf
@@ -22,6 +23,8 @@ Schedule = Literal["constant", "cosine"]
 Communication = Literal["auto", "ring", "nccl"]
 
 
+DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+"""What `--devices` may be."""
 _LEAST = {
     "epochs": 1,
     "batch_size": 1,
@@ -32,6 +35,7 @@ _LEAST = {
     "shuffle_block": 0,
     "warmup_steps": 0,
 }
+_MOST_SEED = (1 << 32) - 1
 _ABOVE_0 = ("learning_rate", "region_um", "save_minutes", "worker_timeout")
 _BELOW = {"dropout": 1.0, "label_smoothing": 1.0, "clip_norm": inf, "weight_decay": inf}
 
@@ -133,6 +137,8 @@ class TrainConfig:
                 raise UsageError(
                     _flag(name), found=getattr(self, name), expected=f"{least} or more"
                 )
+        if self.seed > _MOST_SEED:
+            raise UsageError("--seed", found=self.seed, expected=f"at most {_MOST_SEED:,}")
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < inf:
                 raise UsageError(_flag(name), found=getattr(self, name), expected="more than 0")
@@ -153,6 +159,7 @@ class TrainConfig:
                 "--augment", found=",".join(self.augment),
                 expected="none, or a list without doubles",
             )  # fmt: skip
+        self._check_devices()
         if self.warmup_steps and self.schedule == "constant":
             raise UsageError(
                 "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
@@ -180,6 +187,20 @@ class TrainConfig:
             raise UsageError(
                 "--fractions", found=self.fractions,
                 expected="train,validation,test that add up to 1, the first two above 0",
+            )  # fmt: skip
+
+    def _check_devices(self) -> None:
+        match = DEVICES.fullmatch(self.devices)
+        if match is None:
+            raise UsageError(
+                "--devices", found=repr(self.devices),
+                expected="auto, cpu, cpu:N, gpu or gpu:0,1",
+            )  # fmt: skip
+        count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
+        if self.batch_size < count:
+            raise UsageError(
+                "--batch-size", found=self.batch_size,
+                expected=f"at least a patch for each of the {count} devices of --devices {self.devices}",
             )  # fmt: skip
 
     @property
@@ -229,13 +250,18 @@ def resumed(folder: Path, changes: dict[str, Any]) -> TrainConfig:
         raise UsageError(
             f"no run to resume in {folder}", expected="the folder of a run, with its config.toml"
         )
-    refused = [_flag(name) for name in changes if name not in MAY_CHANGE]
+    recorded = read_config(path)
+    refused = [
+        "STORES" if name == "stores" else _flag(name)
+        for name, value in changes.items()
+        if name not in MAY_CHANGE and known({name: value}) != known({name: recorded.get(name)})
+    ]
     if refused:
         raise UsageError(
             "--resume goes on with the run's own settings", found=", ".join(refused),
             expected="only --out and " + ", ".join(_flag(name) for name in MAY_CHANGE),
         )  # fmt: skip
-    return TrainConfig(**known(read_config(path) | changes))
+    return TrainConfig(**known(recorded | changes))
 
 
 def read_config(path: Path) -> dict[str, Any]:

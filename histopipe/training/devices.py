@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import tensorflow as tf
 
 from histopipe.errors import UsageError
 from histopipe.training.cluster import Cluster
-
-_PATTERN = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+from histopipe.training.config import DEVICES
 
 
 def make_strategy(
@@ -55,7 +52,7 @@ def _clustered(
 
 def _set_up(devices: str) -> list[str]:
     """Make the devices ready, and name them."""
-    match = _PATTERN.fullmatch(devices)
+    match = DEVICES.fullmatch(devices)
     if match is None:
         raise UsageError(
             "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import tensorflow as tf
 
 from histopipe.errors import OutOfMemory
+from histopipe.training import run_folder
+from histopipe.training.progress import say
+from histopipe.training.report import Report
 
 T = TypeVar("T")
 
@@ -17,9 +21,16 @@ _SIGNS = ("out of memory", "OOM when allocating", "ALLOC_FAILED", "failed to all
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on host or device."""
+    if is_full_disk(error):
+        return False
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
         return True
     return isinstance(error, tf.errors.OpError) and any(sign in str(error) for sign in _SIGNS)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error of TensorFlow means that a disk is full: a resource that is exhausted, to its writers."""
+    return isinstance(error, tf.errors.OpError) and "No space left on device" in str(error)
 
 
 class MicroBatch:
@@ -62,3 +73,52 @@ class MicroBatch:
             self.size //= 2
             if self._changed is not None:
                 self._changed(self.size, why)
+
+
+def remembered_micro_batch(
+    folder: Path, size: int, *, report: Report, repeatable: bool
+) -> MicroBatch:
+    """The micro-batch of a run: the size that its settings make, or the smaller one that fitted into memory before.
+
+    Args:
+        folder: the run's, where each smaller size is kept.
+        size: by the settings.
+        report: told each size.
+        repeatable: as of `MicroBatch`.
+    """
+
+    def changed(size: int, why: str) -> None:
+        report("micro_batch", size)
+        say(
+            f"memory ran out ({why}): going on with micro-batches of {size} patches a device, "
+            "added up to the same batch"
+        )
+        run_folder.write_micro_batch(folder, size, why)
+
+    remembered = run_folder.read_micro_batch(folder)
+    if remembered is not None and remembered < size:
+        say(f"micro-batches of {remembered} patches a device, as memory ran out before")
+        size = remembered
+    report("micro_batch", size)
+    return MicroBatch(size, repeatable=repeatable, changed=changed)
+
+
+def out_of_memory(error: Exception, folder: Path, first: int, report: Report) -> OutOfMemory:
+    """What is left where smaller pieces in this process do not help, or its weights may be half changed.
+
+    Args:
+        error: what happened.
+        folder: the run's.
+        first: the size of micro-batches that this process began with.
+        report: told if a fresh process may go on.
+    """
+    what, why = "memory ran out while training", str(error).split("\n")[0][:200]
+    if first == 1:
+        todo = "not even single patches fit: take a smaller --model, or smaller patches"
+        return OutOfMemory(what, found=why, todo=todo)
+    # Not from the size that this process ended with: an allocator in pieces may have failed all the rest.
+    size = first // 2
+    run_folder.write_micro_batch(folder, size, why)
+    report("restart", size)
+    todo = f"go on with `histopipe train --resume --out {folder}`, which takes micro-batches of {size} patches"
+    return OutOfMemory(what, found=why, todo=todo)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +28,11 @@ class PatchMetrics:
     loss: float
     accuracy: float
     auc: float | None
+
+    def to_json(self) -> dict[str, float | None]:
+        """The same for a JSON file, which has no NaN."""
+        values = dataclasses.asdict(self)
+        return {k: v if v is None or math.isfinite(v) else None for k, v in values.items()}
 
 
 def patch_metrics(predictions: Predictions) -> PatchMetrics:

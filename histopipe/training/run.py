@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -18,7 +16,7 @@ from numpy.typing import NDArray
 from histopipe._version import __version__
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.splits import SIDES, Side, Splits
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory, UsageError
 from histopipe.files import appearing
 from histopipe.store.store import Store
 from histopipe.training import board, run_folder
@@ -29,22 +27,27 @@ from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.devices import make_strategy
 from histopipe.training.history import epoch_line, history_row, is_better
 from histopipe.training.loop import Trainer, Wishes
-from histopipe.training.memory import MicroBatch, is_out_of_memory
+from histopipe.training.memory import (
+    MicroBatch,
+    is_out_of_memory,
+    out_of_memory,
+    remembered_micro_batch,
+)
 from histopipe.training.metrics import PatchMetrics, patch_metrics
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.pauses import Pauses
 from histopipe.training.progress import say
+from histopipe.training.report import Report
 from histopipe.training.result import TrainResult
 from histopipe.training.steps import Steps, StepSettings
-from histopipe.training.tally import Predictions, Tally, predictions, step_losses
-
-Report = Callable[[str, Any], None]
-"""Told by name what a supervisor should know: the workers, that it has started, that it gets on, its micro-batch."""
-
-
-def unreported(name: str, value: Any) -> None:
-    """For a training without a supervisor."""
+from histopipe.training.tally import (
+    Predictions,
+    Tally,
+    predictions,
+    step_counts,
+    step_losses,
+)
 
 
 class Run:
@@ -117,24 +120,10 @@ class Run:
         )  # fmt: skip
 
     def _micro_batch(self, steps: Steps, rows: int) -> MicroBatch:
-        """That of the settings, or the smaller one that the run remembers."""
-
-        def changed(size: int, why: str) -> None:
-            self._report("micro_batch", size)
-            say(
-                f"memory ran out ({why}): going on with micro-batches of {size} patches a device, "
-                "added up to the same batch"
-            )
-            run_folder.write_micro_batch(self._folder, size, why)
-
-        size = -(-rows // self._config.accumulate)
-        remembered = run_folder.read_micro_batch(self._folder)
-        if remembered is not None and remembered < size:
-            say(f"micro-batches of {remembered} patches a device, as memory ran out before")
-            size = remembered
-        self._report("micro_batch", size)
-        repeatable = self._cluster.alone or not steps.meets_within_gradients
-        return MicroBatch(size, repeatable=repeatable, changed=changed)
+        return remembered_micro_batch(
+            self._folder, -(-rows // self._config.accumulate), report=self._report,
+            repeatable=self._cluster.alone or not steps.meets_within_gradients,
+        )  # fmt: skip
 
     def run(self, *, resume: bool) -> TrainResult:
         """Train to the end, from where the folder's state stands if it is to be resumed."""
@@ -150,23 +139,8 @@ class Run:
         except (tf.errors.OpError, MemoryError, OutOfMemory) as error:
             if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
                 raise
-            raise self._out_of_memory(error) from error
-
-    def _out_of_memory(self, error: Exception) -> OutOfMemory:
-        """What is left where smaller pieces in this process do not help, or the weights may be half changed."""
-        first = self._trainer.micro_batch.first
-        why = str(error).split("\n")[0][:200]
-        if first == 1:
-            todo = "not even single patches fit: take a smaller --model, or smaller patches"
-            return OutOfMemory("memory ran out while training", found=why, todo=todo)
-        # Where this process began, and not where it ended: an allocator in pieces may have failed all the rest.
-        run_folder.write_micro_batch(self._folder, first // 2, why)
-        self._report("restart", first // 2)
-        return OutOfMemory(
-            "memory ran out while training", found=why,
-            todo=f"go on with `histopipe train --resume --out {self._folder}`, "
-            f"which takes micro-batches of {first // 2}",
-        )  # fmt: skip
+            first = self._trainer.micro_batch.first
+            raise out_of_memory(error, self._folder, first, self._report) from error
 
     def _resume(self) -> None:
         self._state, problem = load_state(self._folder, self._trainer.steps.variables)
@@ -201,11 +175,15 @@ class Run:
             wishes=self._pauses.wishes, granted=self._pause,
         )  # fmt: skip
         self._note_progress()
+        self._check_finite(step_losses(state.values))
+        if not self._cluster.alone:
+            # Others may be told to stop while they validate, and only the first worker saves.
+            self._save()
         trained = self._whole("training", predictions(
             self._batches, state.epoch * self._batches.steps_per_epoch, state.values,
             seconds=state.seconds, input_wait=state.input_wait,
         ))  # fmt: skip
-        validated = self._predict("validation")
+        validated = self._predict("validation", self._pause_validating)
         train_metrics, metrics = patch_metrics(trained), patch_metrics(validated)
         better = is_better(metrics, state)
         state.history.append(
@@ -243,10 +221,15 @@ class Run:
         if wishes.stop:
             raise self._interrupted()
 
-    def _pause_predicting(self) -> None:
-        """The same where other workers need not be waited for: all that training has done is known."""
+    def _pause_validating(self) -> None:
+        """The same, without waiting for others: all that training has done in the epoch is known."""
         if self._pauses.stopping:
             self._save()
+            raise self._interrupted()
+
+    def _pause_judging(self) -> None:
+        """The state was saved behind the last epoch, and the weights are those of the best one by now."""
+        if self._pauses.stopping:
             raise self._interrupted()
 
     def _note_progress(self) -> None:
@@ -268,9 +251,17 @@ class Run:
             todo=f"go on with `histopipe train --resume --out {self._folder}`",
         )  # fmt: skip
 
-    def _predict(self, side: Side) -> Predictions:
-        found = self._trainer.predict(self._tables[side], side, between=self._pause_predicting)
-        return self._whole(side, found)
+    def _predict(self, side: Side, between: Callable[[], None]) -> Predictions:
+        return self._whole(side, self._trainer.predict(self._tables[side], side, between=between))
+
+    def _check_finite(self, losses: NDArray[np.float64]) -> None:
+        """Whether the training still learns anything."""
+        diverged = np.flatnonzero(~np.isfinite(losses) & step_counts(self._state.values))
+        if len(diverged):
+            raise UsageError(
+                f"the loss of epoch {self._state.epoch + 1} is not finite from step {diverged[0] + 1} on",
+                todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
+            )
 
     def _whole(self, title: str, found: Predictions | None) -> Predictions:
         if found is None:
@@ -287,7 +278,11 @@ class Run:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         self._trainer.steps.model.serving.set_weights(best.get_weights())
         sides: tuple[Side, ...] = ("validation", "test")
-        predicted = [(side, self._predict(side)) for side in sides if side in self._tables]
+        predicted = [
+            (side, self._predict(side, self._pause_judging))
+            for side in sides
+            if side in self._tables
+        ]
         metrics = {side: patch_metrics(values) for side, values in predicted}
         if self._cluster.chief:
             self._write_results(predicted, metrics)
@@ -314,6 +309,6 @@ class Run:
                 "skipped": skipped,
                 "replicas": self._trainer.steps.strategy.num_replicas_in_sync,
                 "micro_batch": self._trainer.micro_batch.size,
-                **{side: dataclasses.asdict(value) for side, value in metrics.items()},
+                **{side: value.to_json() for side, value in metrics.items()},
             },
         )

@@ -56,42 +56,49 @@ def check(folder: Path, *, resume: bool, ignored: str = "") -> None:
         )
 
 
-def create(folder: Path, config: TrainConfig, splits: Splits) -> None:
-    """Make a run's folder, with what it is to do: the splits first, since a run without them cannot go on.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise
-        raise UsageError(f"{folder} cannot be made", found=str(error)) from error
-    write_splits(splits, folder / SPLITS)
-    write_text(folder / CONFIG, config.to_toml())
-
-
 @contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Keeps a run's folder to this process, as far as its filesystem has locks.
+def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -> Iterator[None]:
+    """A run's folder, made if it is not there, with what the run is to do, and kept to this process.
 
     Raises:
-        UsageError: another process has it, and does not end soon.
+        UsageError: it cannot be made or written to, or another process trains there.
     """
-    folder_fd = os.open(folder, os.O_RDONLY)
-    patience = time.monotonic() + _DYING_SECONDS
+    with _writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder_fd = os.open(folder, os.O_RDONLY)
     try:
-        while not _locked(folder_fd):
-            if time.monotonic() > patience:
-                raise UsageError(
-                    f"{folder}: another process is training there",
-                    todo="wait for it to end, or choose another --out",
-                )
-            time.sleep(0.1)
+        _lock(folder_fd, folder)
+        if not resume and (folder / CONFIG).exists():
+            raise UsageError(f"{folder}: another run has begun there meanwhile")
+        with _writable(folder):
+            # The splits first, since a run without them cannot go on.
+            write_splits(splits, folder / SPLITS)
+            write_text(folder / CONFIG, config.to_toml())
         yield
     finally:
         os.close(folder_fd)
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"{folder} cannot be made or written to", found=str(error)) from error
+
+
+def _lock(folder_fd: int, folder: Path) -> None:
+    """Keep others from a folder, as far as its filesystem has locks."""
+    patience = time.monotonic() + _DYING_SECONDS
+    while not _locked(folder_fd):
+        if time.monotonic() > patience:
+            raise UsageError(
+                f"{folder}: another process is training there",
+                todo="wait for it to end, or choose another --out",
+            )
+        time.sleep(0.1)
 
 
 def _locked(folder_fd: int) -> bool:
@@ -126,7 +133,7 @@ def read_micro_batch(folder: Path) -> int | None:
         return max(1, int(json.loads((folder / MEMORY).read_text())["micro_batch"]))
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DamagedStore(
             f"{folder / MEMORY} is damaged", found=str(error), todo="remove it"
         ) from error

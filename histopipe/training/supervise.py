@@ -36,7 +36,7 @@ _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 
 
 def train(
-    stores: str | Path | Sequence[str | Path] = "patches.lmdb",
+    stores: str | Path | Sequence[str | Path] | None = None,
     *,
     out: str | Path,
     resume: bool = False,
@@ -46,7 +46,7 @@ def train(
     """Train a patch model on stores, in a process of its own.
 
     Args:
-        stores: a store, or several, whose patches are of one size.
+        stores: a store, or several, whose patches are of one size; "patches.lmdb", or those of a resumed run, if not given.
         out: the run's folder.
         resume: go on with the run in `out`, with its own settings and those given here.
         in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends, running out of memory
@@ -65,11 +65,10 @@ def train(
         >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
         >>> result.metrics["test"].auc  # doctest: +SKIP
     """
-    if resume:
-        config = resumed(Path(out), settings)
-    else:
+    if stores is not None:
         paths = [stores] if isinstance(stores, str | Path) else stores
-        config = TrainConfig(**known(settings | {"stores": tuple(map(str, paths))}))
+        settings["stores"] = tuple(map(str, paths))
+    config = resumed(Path(out), settings) if resume else TrainConfig(**known(settings))
     if in_process:
         here = load_quietly("histopipe.training.train").train_here
         result: TrainResult = here(config, Path(out), resume=resume)
@@ -93,7 +92,7 @@ def supervise(config: TrainConfig, folder: Path, *, resume: bool = False) -> Tra
             result = process.result()
         if isinstance(result, TrainResult):
             return result
-        if not process.restart:
+        if process.stopping or not process.restart:
             raise result
         say(f"{result.what} ({result.found}): going on in a fresh process")
         resume = True
@@ -107,6 +106,7 @@ class _Process:
     folder: Path
     resume: bool = field(kw_only=True)
     restart: bool = False
+    stopping: bool = False
     _cluster: Cluster = field(default_factory=Cluster)
     _started: bool = False
     _micro_batch: int | None = None
@@ -143,6 +143,7 @@ class _Process:
             try:
                 return self._listen(until=None)
             except KeyboardInterrupt:
+                self.stopping = True
                 self._child.terminate()
                 try:
                     return self._listen(until=time.monotonic() + _GRACE_SECONDS)

@@ -53,6 +53,11 @@ def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
     return means
 
 
+def step_counts(values: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """(S,) whether any row of a step counts, from (S, B, C + 2) float32."""
+    return np.asarray((values[..., -1] > 0).any(axis=1), np.bool_)
+
+
 def predictions(
     batches: Batches,
     first: int,

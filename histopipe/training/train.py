@@ -16,9 +16,10 @@ from histopipe.training import run_folder
 from histopipe.training.cluster import SIGNS, Cluster, find_cluster
 from histopipe.training.config import TrainConfig
 from histopipe.training.data import run_splits, tell_splits
-from histopipe.training.memory import is_out_of_memory
+from histopipe.training.memory import is_full_disk, is_out_of_memory
+from histopipe.training.report import Report, unreported
 from histopipe.training.result import TrainResult
-from histopipe.training.run import Report, Run, unreported
+from histopipe.training.run import Run
 
 
 def train_here(
@@ -61,8 +62,7 @@ def train_here(
         run = Run(config, folder, stores=stores, splits=splits, cluster=cluster, report=report)
         if cluster.chief:
             # All that can be wrong with the settings has been found by now: the folder begins to exist.
-            run_folder.create(folder, config, splits)
-            stack.enter_context(run_folder.alone(folder))
+            stack.enter_context(run_folder.opened(folder, config, splits, resume=resume))
         return run.run(resume=resume)
 
 
@@ -70,8 +70,9 @@ def train_here(
 def _full_disk_told(folder: Path) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except (OSError, tf.errors.OpError) as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not is_full_disk(error):
             raise
         raise MachineShort(
             f"the disk that holds {folder} is full",

@@ -41,7 +41,9 @@ def fail(kind: str) -> None:
         import tensorflow as tf
 
         raise tf.errors.InternalError(None, None, "CUBLAS_STATUS_ALLOC_FAILED (made)")
-    if kind == "memory":
+    if kind == "slow-memory":
+        time.sleep(2)
+    if kind in ("memory", "slow-memory"):
         raise MemoryError("made")
     if kind == "wait":
         time.sleep(2)
