@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
@@ -28,6 +29,8 @@ settings.register_profile("steady", deadline=None)
 settings.load_profile("steady")
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @pytest.fixture(scope="session")
@@ -65,6 +68,13 @@ def run(tmp_path: Path) -> Run:
         )
 
     return call
+
+
+def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
+    """Results by item. A training spends most of a test on one core, loading TensorFlow."""
+    items = list(items)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(items, pool.map(task, items), strict=True))
 
 
 def make_slides(out: Path, *arguments: str) -> list[Path]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import COMMAND, PROGRAMS, Run
+from conftest import COMMAND, PROGRAMS, Run, two_at_a_time
 from test_training import history, weights
 
 ARGUMENTS = (
@@ -47,40 +47,58 @@ def assert_same_run(run: Path, other: Path) -> None:
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
 
 
-@pytest.mark.parametrize(
-    ("fault", "micro_batch", "fresh"),
-    [
-        # 60 % of 120 patches in batches of 16, each of two pieces of 8: call 9 is the first piece of the fifth step.
-        ("gradients:1:exhausted", 4, False),
-        ("gradients:9:exhausted", 4, False),
-        ("gradients:10:exhausted", 4, False),
-        ("gradients:9:real", 4, False),
-        ("predict:2:exhausted", 4, False),
-        ("gradients:9:cuda", 4, True),
-        ("apply:4:exhausted", 4, True),
-        ("apply+:4:exhausted", 4, True),
-        ("fetch:3:exhausted", 4, True),
-        ("place:5:exhausted", 4, True),
-        ("read:4:memory", 4, True),
-        ("save:2:memory", 4, True),
-    ],
-)
+# 60 % of 120 patches in batches of 16, each of two pieces of 8: call 9 is the first piece of the fifth step.
+FAULTS = {
+    "gradients:1:exhausted": False,
+    "gradients:9:exhausted": False,
+    "gradients:10:exhausted": False,
+    "gradients:9:real": False,
+    "predict:2:exhausted": False,
+    "gradients:9:cuda": True,
+    "apply:4:exhausted": True,
+    "apply+:4:exhausted": True,
+    "fetch:3:exhausted": True,
+    "place:5:exhausted": True,
+    "read:4:memory": True,
+    "save:2:memory": True,
+}
+"""Where memory runs out, and whether only a fresh process can go on."""
+DEATHS = ("SIGKILL", "SIGSEGV", "SIGABRT")
+
+Ended = tuple[subprocess.CompletedProcess[str], Path]
+
+
+@pytest.fixture(scope="module")
+def disturbed(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    def train(fault: str) -> Ended:
+        folder = tmp_path_factory.mktemp("disturbed")
+        command = [*COMMAND, "train", str(small_store), "--out", str(folder / "run"), *ARGUMENTS]
+        done = subprocess.run(
+            command,
+            env=faulty(fault, folder / "failed"),
+            text=True,
+            capture_output=True,
+            check=False,
+        )
+        return done, folder
+
+    return two_at_a_time(train, [*FAULTS, *(f"gradients:11:{kind}" for kind in DEATHS)])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
-    run: Run, small_store: Path, undisturbed: Path, tmp_path: Path,
-    fault: str, micro_batch: int, fresh: bool,
-) -> None:  # fmt: skip
+    disturbed: dict[str, Ended], undisturbed: Path, fault: str
+) -> None:
     """In the same process where nothing has changed by then, else in a fresh one from the last saved state."""
-    done = run(
-        "train", small_store, "--out", "run", *ARGUMENTS, env=faulty(fault, tmp_path / "failed")
-    )
+    done, folder = disturbed[fault]
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "failed").exists()
-    assert ("going on in a fresh process" in done.stderr) == fresh
-    assert f"micro-batches of {micro_batch} patches" in done.stderr
+    assert (folder / "failed").exists()
+    assert ("going on in a fresh process" in done.stderr) == FAULTS[fault]
+    assert "micro-batches of 4 patches" in done.stderr
     assert "Traceback" not in done.stderr
-    out = tmp_path / "run"
-    assert json.loads((out / "memory.json").read_text())["micro_batch"] == micro_batch
-    assert json.loads((out / "metrics.json").read_text())["micro_batch"] == micro_batch
+    out = folder / "run"
+    assert json.loads((out / "memory.json").read_text())["micro_batch"] == 4
+    assert json.loads((out / "metrics.json").read_text())["micro_batch"] == 4
     assert_same_run(out, undisturbed)
 
 
@@ -105,20 +123,19 @@ def test_memory_that_runs_out_while_the_network_is_built_is_told(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSEGV", "SIGABRT"])
+@pytest.mark.parametrize("kind", DEATHS)
 def test_a_process_that_dies_of_memory_is_told_and_resumed_in_smaller_pieces(
-    run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
+    run: Run, disturbed: dict[str, Ended], undisturbed: Path, kind: str
 ) -> None:
-    environment = faulty(f"gradients:11:{kind}", tmp_path / "failed")
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
+    done, folder = disturbed[f"gradients:11:{kind}"]
     assert done.returncode == 6, done.stderr
     assert f"died of {kind}: probably out of memory" in done.stderr
     assert "which takes micro-batches of 4 patches" in done.stderr
-    assert not (tmp_path / "run" / "metrics.json").exists()
-    again = run("train", "--resume", "--out", "run")
+    assert not (folder / "run" / "metrics.json").exists()
+    again = run("train", "--resume", "--out", folder / "run")
     assert again.returncode == 0, again.stderr
     assert "micro-batches of 4 patches a device, as memory ran out before" in again.stderr
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert_same_run(folder / "run", undisturbed)
 
 
 MANY = """

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, Run
+from conftest import COMMAND, INTERRUPTIBLE, Run, two_at_a_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_memory import faulty
@@ -45,27 +45,58 @@ def assert_equal(run: Path, other: Path) -> None:
     assert (run / "predictions.csv").read_bytes() == (other / "predictions.csv").read_bytes()
 
 
-@pytest.mark.parametrize(
-    "place",
-    [
-        "build:1", "gradients:1", "gradients:7", "apply:8", "apply+:8", "predict:2", "save:1",
-        "write:40", "keep:1", "keep+:3", "save+:6", "gradients:15",
-    ],
+KILLS = (
+    "build:1", "gradients:1", "gradients:7", "apply:8", "apply+:8", "predict:2", "save:1",
+    "write:40", "keep:1", "keep+:3", "save+:6", "gradients:15",
 )  # fmt: skip
+"""The state is saved behind each step; five steps an epoch."""
+STOPS = ("predict:3", "predict:7", "save:2")
+"""While it validates, judges the best model (which puts other weights into the network), or saves."""
+
+Ends = tuple[Path, list[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
+    """Trainings that a fault ended, and that were gone on with, by fault."""
+
+    def train(fault: str) -> Ends:
+        out = tmp_path_factory.mktemp("ended") / "run"
+        first = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
+        environment = faulty(fault, out.with_name("failed"))
+        ends = [
+            subprocess.run(
+                [*first, *EACH_STEP] if fault.endswith("parent") else first,
+                env=environment, text=True, capture_output=True, check=False,
+            )
+        ]  # fmt: skip
+        again = [*COMMAND, "train", "--resume", "--out", str(out)] if out.exists() else first
+        ends.append(subprocess.run(again, text=True, capture_output=True, check=False))
+        return out, ends
+
+    faults = [f"{place}:parent" for place in KILLS] + [f"{place}:SIGTERM" for place in STOPS]
+    return two_at_a_time(train, faults)
+
+
+@pytest.mark.parametrize("place", KILLS)
 def test_killed_anywhere_and_resumed_equals_uninterrupted(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
+    ended: dict[str, Ends], uninterrupted: Path, place: str
 ) -> None:
-    """The state is saved behind each step; five steps an epoch."""
-    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
-    done = run(*arguments, env=faulty(f"{place}:parent", tmp_path / "killed"))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    if place.startswith("build"):
-        assert not (tmp_path / "run").exists()
-        done = run(*arguments)
-    else:
-        done = run("train", "--resume", "--out", "run")
-    assert done.returncode == 0, done.stderr
-    assert_equal(tmp_path / "run", uninterrupted)
+    out, (killed, resumed) = ended[f"{place}:parent"]
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert ("resuming" in resumed.stderr) == (place != "build:1")  # before that, nothing is there
+    assert_equal(out, uninterrupted)
+
+
+@pytest.mark.parametrize("place", STOPS)
+def test_told_to_stop_outside_of_training_it_loses_nothing(
+    ended: dict[str, Ends], uninterrupted: Path, place: str
+) -> None:
+    out, (stopped, resumed) = ended[f"{place}:SIGTERM"]
+    assert stopped.returncode == 130, stopped.stderr
+    assert resumed.returncode == 0, resumed.stderr
+    assert_equal(out, uninterrupted)
 
 
 def test_told_to_stop_it_saves_and_goes_on_where_it_was(
@@ -73,7 +104,7 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(
 ) -> None:
     """SIGTERM in the middle of an epoch, then Ctrl-C in another one: within the step, or behind it."""
     out = tmp_path / "run"
-    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
+    command = [*INTERRUPTIBLE, "train", str(small_store), "--out", str(out), *ARGUMENTS]
     for number, place in ((signal.SIGTERM, "gradients:7"), (signal.SIGINT, "gradients+:5")):
         marker = tmp_path / f"at-{number}"
         child = subprocess.Popen(
@@ -90,24 +121,11 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(
         assert child.returncode == 130, stderr
         assert "2 steps of the next; go on with `histopipe train --resume --out" in stderr
         assert "Traceback" not in stderr
-        command = [*COMMAND, "train", "--resume", "--out", str(out)]
+        command = [*INTERRUPTIBLE, "train", "--resume", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "after epoch 2 and 2 steps of the next" in done.stderr
     assert_equal(out, uninterrupted)
-
-
-@pytest.mark.parametrize("place", ["predict:3", "predict:7", "save:2"])
-def test_told_to_stop_outside_of_training_it_loses_nothing(
-    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
-) -> None:
-    """While it validates, judges the best model (which puts other weights into the network), or saves."""
-    environment = faulty(f"{place}:SIGTERM", tmp_path / "told")
-    done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
-    assert done.returncode == 130, done.stderr
-    again = run("train", "--resume", "--out", "run")
-    assert again.returncode == 0, again.stderr
-    assert_equal(tmp_path / "run", uninterrupted)
 
 
 def test_memory_that_runs_out_while_it_stops_does_not_start_it_again(
@@ -248,6 +266,7 @@ def test_real_tissue_killed_three_times(run: Run, data: Path, tmp_path: Path) ->
     )
     whole = run("train", *arguments, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
+    assert "warning: split by patch" in whole.stderr
     command = [*COMMAND, "train", *map(str, arguments), "--out", "killed", *EACH_STEP]
     chance = random.Random(7)
     for attempt in range(3):
