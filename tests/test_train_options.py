@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,8 @@ def test_a_model_trained_in_any_way_predicts_the_same_in_plain_keras(
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert float(found.stdout) < 0.02
+    with zipfile.ZipFile(tmp_path / "run" / "model.keras") as saved:
+        assert b'"synchronized": true' not in saved.read("config.json")
 
 
 def test_xla_with_batch_normalisation_over_several_devices_is_refused(

@@ -31,6 +31,25 @@ class PatchModel:
     training: keras.Model
     serving: keras.Model
 
+    @property
+    def batch_norms(self) -> list[keras.layers.BatchNormalization]:
+        """Its layers of batch normalisation, however deep."""
+        layers = self.training._flatten_layers()
+        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+
+    def synchronise(self, wanted: bool) -> None:
+        """Take batch statistics of the whole batch, on however many replicas, or of each replica."""
+        for layer in self.batch_norms:
+            layer.synchronized = wanted
+
+    def save(self, path: Path) -> None:
+        """Write the serving network, for any backend of Keras: only one of them knows statistics over replicas."""
+        self.synchronise(False)
+        try:
+            self.serving.save(path)
+        finally:
+            self.synchronise(True)
+
 
 def build_model(
     name: str,
@@ -75,10 +94,12 @@ def _build(name: str, patch_size: int, classes: int, dropout: float, weights: st
     serving = keras.layers.Softmax(dtype=last, name="probability")(
         head(keras.layers.Dropout(dropout)(features))
     )
-    return PatchModel(
+    model = PatchModel(
         keras.Model([image, seed], training, name="training"),
         keras.Model(image, serving, name=name.replace("-", "_")),
     )
+    model.synchronise(True)
+    return model
 
 
 def _small_cnn(image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
@@ -118,11 +139,6 @@ def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.Ker
             f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
         ) from error
     preprocess = sys.modules[build.__module__].preprocess_input
-    for layer in backbone._flatten_layers():
-        if isinstance(layer, keras.layers.BatchNormalization):
-            layer.synchronized = (
-                True  # statistics are those of the whole batch, on however many replicas
-            )
     features = backbone(_preprocessed(image, preprocess))
     return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
 

@@ -175,7 +175,6 @@ class Run:
             wishes=self._pauses.wishes, granted=self._pause,
         )  # fmt: skip
         self._note_progress()
-        self._check_finite(step_losses(state.values))
         if not self._cluster.alone:
             # Others may be told to stop while they validate, and only the first worker saves.
             self._save()
@@ -206,7 +205,7 @@ class Run:
         row = self._state.history[-1]
         if better:
             with appearing(self._folder / run_folder.MODEL) as part:
-                self._trainer.steps.model.serving.save(part)
+                self._trainer.steps.model.save(part)
         run_folder.write_history(self._folder, self._state.history)
         if self._config.tensorboard:
             board.write_epoch(self._folder, row, losses)
@@ -233,9 +232,10 @@ class Run:
             raise self._interrupted()
 
     def _note_progress(self) -> None:
-        """What training has done in this epoch, on all workers, into the state."""
+        """What training has done in this epoch, on all workers, into the state, unless it has gone astray."""
         self._state.values = self._trainer.gathered(self._tally)
         self._state.seconds, self._state.input_wait = self._tally.seconds, self._tally.input_wait
+        self._check_finite(step_losses(self._state.values))
 
     def _save(self) -> None:
         self._state.skipped = sorted({*self._state.skipped, *self._trainer.skipped})

@@ -100,10 +100,7 @@ class Steps:
     @property
     def meets_within_gradients(self) -> bool:
         """Whether replicas wait for each other before the gradients are there, as batch statistics make them."""
-        return any(
-            isinstance(layer, keras.layers.BatchNormalization)
-            for layer in self.model.training._flatten_layers()
-        )
+        return bool(self.model.batch_norms)
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
         """Gradients of a batch, summed over micro-batches. Nothing changes.
