@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -126,8 +127,10 @@ def test_answers_that_cannot_be_read_and_unknown_signals_stop_nothing(pool: Work
 def test_nobody_waits_for_a_pool_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     with WorkerPool(2) as pool:
         pool.submit(abs, 1).result(timeout=60)
-        monkeypatch.setattr(pool, "_take_in", lambda: 1 / 0)
+        all_given = threading.Event()
+        monkeypatch.setattr(pool, "_take_in", lambda: all_given.wait(60) / 0)
         futures = [pool.submit(time.sleep, 100), pool.submit(time.sleep, 100), pool.submit(abs, 1)]
+        all_given.set()
         for future in futures:
             with pytest.raises(ZeroDivisionError):
                 future.result(timeout=60)
