@@ -20,6 +20,7 @@ from histopipe.errors import HistopipeError
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
     from histopipe.store.store import Store, StoreSet, open_store
+    from histopipe.studies.cross_validation import cross_validate
     from histopipe.training.supervise import train
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Store",
     "StoreSet",
     "__version__",
+    "cross_validate",
     "load_dataset",
     "open_store",
     "train",
@@ -35,6 +37,7 @@ __all__ = [
 _HOME = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
+    "cross_validate": "histopipe.studies.cross_validation",
     "load_dataset": "histopipe.dataset.loader",
     "open_store": "histopipe.store.store",
     "train": "histopipe.training.supervise",

@@ -11,7 +11,8 @@
     ├── DamagedStore (ValueError)       5   a store or run is damaged
     │   └── UnknownVersion              5   a store or run of a version or feature not known here
     ├── MachineShort (OSError)          6   disk, memory or GPU memory
-    │   └── OutOfMemory                 6   memory ran out; a fresh process may go on with smaller pieces
+    │   ├── OutOfMemory                 6   memory ran out; a fresh process may go on with smaller pieces
+    │   └── OutOfTime (TimeoutError)    6   it took longer than it was given; what was saved stays
     ├── WorkerLost (ConnectionError)    6   a worker of a cluster died, hangs or never came
     └── Interrupted                   130   Ctrl-C or SIGTERM
 
@@ -132,6 +133,10 @@ class MachineShort(HistopipeError, OSError):
 
 class OutOfMemory(MachineShort):
     """Memory ran out where a process cannot go on. A fresh one may, with smaller micro-batches."""
+
+
+class OutOfTime(MachineShort, TimeoutError):
+    """A training took longer than it was given. What was saved stays."""
 
 
 class WorkerLost(HistopipeError, ConnectionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -40,6 +41,17 @@ def appearing(path: Path) -> Iterator[Path]:
         part.rename(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def lock_if_free(fd: int) -> bool:
+    """Lock an open file or folder unless another process has; it is free again when that process ends, however it ends."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a network filesystem without locks
+    return True
 
 
 def storable(text: str) -> str:

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from histopipe.dataset.batches import Batches, aligned_empty
+from histopipe.dataset.dealing import ByFractions
 from histopipe.dataset.sampling import Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
-from histopipe.dataset.split_makers import allocate, make_splits
+from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import DROPPED, SIDES, SplitBy, read_splits, write_splits
 from histopipe.dataset.table import (
     PatchTable,
@@ -276,7 +277,7 @@ def test_a_side_left_empty_is_told(store: Store) -> None:
 @given(st.lists(st.integers(3, 40), min_size=1, max_size=4), st.integers(0, 1000))
 def test_every_stratum_is_on_every_side(sizes: list[int], seed: int) -> None:
     strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
-    sides = allocate(strata, (0.7, 0.15, 0.15), seed, "patient")
+    sides = ByFractions((0.7, 0.15, 0.15), seed).groups(strata, "patient")
     for groups in strata.values():
         count = Counter(sides[group] for group in groups)
         assert set(count) == {0, 1, 2}

@@ -23,6 +23,7 @@ BUILTINS = {
     errors.DamagedStore: ValueError,
     errors.MachineShort: OSError,
     errors.WorkerLost: ConnectionError,
+    errors.OutOfTime: TimeoutError,
 }
 CODES = {
     errors.UsageError: 2,
@@ -36,6 +37,7 @@ CODES = {
     errors.UnknownVersion: 5,
     errors.MachineShort: 6,
     errors.OutOfMemory: 6,
+    errors.OutOfTime: 6,
     errors.WorkerLost: 6,
     errors.Interrupted: 130,
     HistopipeError: 1,

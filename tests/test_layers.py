@@ -25,7 +25,9 @@ RANKS = {
             ["store"],
             ["ingest"],
             ["dataset"],
+            ["evaluation"],
             ["training"],
+            ["studies"],
             ["reports"],
             ["cli"],
         ]
@@ -110,6 +112,7 @@ def test_public_names() -> None:
         "Store",
         "StoreSet",
         "__version__",
+        "cross_validate",
         "load_dataset",
         "open_store",
         "train",

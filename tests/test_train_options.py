@@ -223,7 +223,7 @@ def test_python_trains_as_the_command_does(run: Run, small_store: Path, tmp_path
     code = (
         "import sys, histopipe\n"
         "r = histopipe.train(sys.argv[1], out='python', epochs=2, batch_size=16, split_by='slide')\n"
-        "print(r.metrics['test'].auc, 'tensorflow' in sys.modules)\n"
+        "print(r.metrics['test'].patch.auc, 'tensorflow' in sys.modules)\n"
         "try:\n    histopipe.train(sys.argv[1], out='x', colour=3)\n"
         "except histopipe.HistopipeError as error:\n    print(error)\n"
     )
@@ -236,4 +236,4 @@ def test_python_trains_as_the_command_does(run: Run, small_store: Path, tmp_path
     assert auc.endswith(" False")
     assert unknown.startswith("unknown settings: found colour")
     metrics = json.loads((tmp_path / "command" / "metrics.json").read_text())
-    assert float(auc.split()[0]) == pytest.approx(metrics["test"]["auc"], abs=1e-6)
+    assert float(auc.split()[0]) == pytest.approx(metrics["test"]["patch"]["auc"], abs=1e-6)

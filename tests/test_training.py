@@ -18,7 +18,8 @@ from conftest import COMMAND, INTERRUPTIBLE, Run
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.store import Store
-from histopipe.training.config import TrainConfig, read_config
+from histopipe.training.config import TrainConfig
+from histopipe.training.settings_file import read_config
 
 FILES = {
     "config.toml",
@@ -65,8 +66,8 @@ def test_a_run_folder_holds_everything(trained: Path, made_store: Path) -> None:
     assert config["stores"] == [str(made_store)]
     assert config["epochs"] == 3
     metrics = json.loads((trained / "metrics.json").read_text())
-    assert metrics["test"]["auc"] > 0.95
-    assert metrics["validation"]["patches"] == sum(metrics["patches"]["validation"].values())
+    assert metrics["test"]["patch"]["auc"] > 0.95
+    assert metrics["validation"]["patch"]["count"] == sum(metrics["patches"]["validation"].values())
     assert [row["epoch"] for row in history(trained)] == ["1", "2", "3"]
 
 

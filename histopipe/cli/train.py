@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from histopipe.errors import UsageError
+from histopipe.cli.durations import Duration
+from histopipe.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from histopipe.studies.fold_summary import CrossValidation
     from histopipe.training.result import TrainResult
 
 
@@ -48,9 +50,12 @@ class _Fractions(click.ParamType[tuple[float, ...]]):
 def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
     """Settings of a file become the defaults, so that flags override them."""
     if path is not None:
-        from histopipe.training.config import read_config  # late: `--help` needs no config
+        # Late: `--help` needs no config.
+        from histopipe.studies.cross_validation import FoldSettings
+        from histopipe.training.config import TrainConfig
+        from histopipe.training.settings_file import read_config
 
-        ctx.default_map = read_config(path)
+        ctx.default_map = read_config(path, TrainConfig, FoldSettings)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
@@ -101,6 +106,19 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     "--region-um", type=float, default=250.0, help="Side of the squares of --split-by region, µm."
 )
 @click.option("--splits", type=click.Path(), help="A splits.json to use instead of making one.")
+@click.option(
+    "--folds", type=int, default=0, help="Cross-validate with so many folds; 0 trains once."
+)
+@click.option(
+    "--fold-timeout",
+    type=Duration(),
+    default="0",
+    help="What an attempt at a fold may take, such as 2h; 0: any time.",
+)
+@click.option("--retries", type=int, default=0, help="Further attempts at a fold that failed.")
+@click.option(
+    "--parallel-folds", type=int, default=1, help="Folds at once, each with its share of the GPUs."
+)
 @click.option(
     "--allow-leaks", is_flag=True, help="Train although a patient or slide is on several sides."
 )
@@ -171,6 +189,18 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 @click.option(
     "--patience", type=int, default=5, help="Epochs without a better validation AUC; 0 never stops."
 )
+@click.option("--positive", help="The class to find, of two.  [default: the last by name]")
+@click.option(
+    "--threshold",
+    default="youden",
+    help="How it is chosen, on validation: youden, sensitivity:0.95, specificity:0.95, or a probability.",
+)
+@click.option(
+    "--top-k", type=int, default=10, help="Patches of a slide that its top_k score is of."
+)
+@click.option(
+    "--resamples", type=int, default=1000, help="Of the patients, for 95 % intervals; 0 for none."
+)
 @click.option(
     "--accumulate",
     type=int,
@@ -208,27 +238,48 @@ def command(
     """Train a patch model on STORES (patches.lmdb if none is named).
 
     Splits are written before training; the best model on validation is kept and judged on the held-out test patches.
+    --folds 5 does all that for every fifth of the patients in turn.
     The classic recipe is --optimizer adagrad --learning-rate 2e-4 --dropout 0.15 --class-weights balanced.
 
     \b
     Example: histopipe train patches.lmdb --model resnet50 --split-by patient
     """  # fmt: skip
-    from histopipe.training.config import TrainConfig, known, resumed
-    from histopipe.training.supervise import supervise
-
+    folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
         if out is None:
             raise UsageError("--resume needs --out", expected="the folder of a run")
         if click.get_current_context().default_map:
             raise UsageError("--resume goes on with the run's own settings", found="--config")
-        folder, config = out, resumed(out, _given())
+        settings = _given()
     else:
-        folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
         named = click.get_current_context().default_map or {}
-        paths = stores or tuple(named.get("stores", ())) or TrainConfig().stores
-        config = TrainConfig(**known({**settings, "stores": paths}))
-    result = supervise(config, folder, resume=resume)
-    _print(result, as_json=as_json)
+        paths = stores or tuple(named.get("stores", ()))
+        settings |= {"stores": paths} if paths else {}
+    _train(folder, settings, resume=resume, as_json=as_json)
+
+
+def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> None:
+    """One training, or one a fold."""
+    from histopipe.studies import cross_validation as folds
+    from histopipe.training.config import TrainConfig, flag
+    from histopipe.training.settings_file import known, resumed
+    from histopipe.training.supervise import supervise
+
+    if folds.is_cross_validation(folder) if resume else settings["folds"]:
+        divided = (
+            folds.resumed_folds(folder, settings) if resume else folds.divided_settings(settings)
+        )
+        _print_folds(folds.run_folds(*divided, folder, resume=resume), as_json=as_json)
+        return
+    lost = sorted(set(_given()) & set(folds.FOLD_SETTINGS) - {"folds"})
+    if lost:
+        raise UsageError(flag(lost[0]), found="no --folds", expected="the number of folds with it")
+    if resume:
+        config = resumed(folder, settings)
+    else:
+        one = {name: it for name, it in settings.items() if name not in folds.FOLD_SETTINGS}
+        config = TrainConfig(**known(one))
+    _print(supervise(config, folder, resume=resume), as_json=as_json)
 
 
 def _given() -> dict[str, Any]:
@@ -242,17 +293,28 @@ def _given() -> dict[str, Any]:
     }
 
 
+def _print_folds(result: CrossValidation, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"folder": str(result.folder), **result.to_json()}, indent=2))
+    else:
+        click.echo("\n".join(result.lines()))
+        click.echo(
+            f"summary.csv, summary.json, predictions, and a run for each fold: {result.folder}"
+        )
+    if result.failed:
+        first = result.failed[0].error
+        some = len(result.failed) < len(result.folds)
+        code = ExitCode.PARTLY if some or first is None else first.exit_code
+        click.get_current_context().exit(code)
+
+
 def _print(result: TrainResult, *, as_json: bool) -> None:
     if as_json:
-        sides = {side: value.to_json() for side, value in result.metrics.items()}
-        run = {"folder": str(result.folder), "best_epoch": result.best_epoch}
-        click.echo(json.dumps({**run, **sides}, indent=2))
+        click.echo(json.dumps({"folder": str(result.folder), **result.to_json()}, indent=2))
         return
-    for side, metrics in result.metrics.items():
-        auc = f"{metrics.auc:.4f}" if metrics.auc is not None else "not defined (one class)"
-        held_out = " (held out)" if side == "test" else ""
-        click.echo(
-            f"{side}{held_out}: AUC {auc}, accuracy {metrics.accuracy:.3f}, "
-            f"loss {metrics.loss:.4f}, {metrics.patches} patches"
-        )
+    from histopipe.evaluation.table import evaluation_lines  # late: `--help` needs no table
+
+    for side, evaluation in result.metrics.items():
+        title = "test (held out)" if side == "test" else side
+        click.echo("\n".join(evaluation_lines(title, evaluation)))
     click.echo(f"model of epoch {result.best_epoch}, predictions and metrics: {result.folder}")

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import combine
-from histopipe.dataset.splits import (
-    DROPPED,
-    SIDES,
-    SlideSplit,
-    SplitBy,
-    Splits,
-    patches_crc,
-    too_few,
-)
+from histopipe.dataset.dealing import ByFolds, ByFractions, Dealing
+from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, SplitBy, Splits, patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.store.record import SlideRecord
@@ -27,8 +18,6 @@ from histopipe.store.store import Store
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
-
-Group = TypeVar("Group", bound=Hashable)
 
 
 def make_splits(
@@ -54,9 +43,60 @@ def make_splits(
         NothingToDo: fewer than two classes, or a class too small to be on every side.
         UsageError: splitting by site without sites, or by region without a scale.
     """
-    slides = [_described(o, s, n, labels) for o, s in enumerate(stores) for n in s.complete]
-    labelled = [slide for slide in slides if slide is not None]
-    classes = class_names_of(labelled)
+    slides = labelled_slides(stores, labels)
+    splits = divide(slides, stores, ByFractions(fractions, seed), split_by=split_by, region=region)
+    for side, fraction in zip(SIDES, fractions, strict=True):
+        if fraction:
+            _refuse_missing(splits, side, splits.classes)
+    return splits
+
+
+def make_folds(
+    stores: Sequence[Store],
+    folds: int,
+    *,
+    split_by: SplitBy,
+    seed: int,
+    labels: Mapping[str, tuple[str | None, str | None, str | None]] | None = None,
+    fractions: tuple[float, float, float] = FRACTIONS,
+    region: Micrometres = REGION,
+) -> tuple[Splits, ...]:
+    """Split as `make_splits`, once for each fold of a cross-validation: every patch that is not left out is in one test set.
+
+    Args:
+        stores, split_by, seed, labels, region: as for `make_splits`.
+        folds: how many.
+        fractions: the first two say how what is not tested is shared between training and validation.
+
+    Raises:
+        NothingToDo: a class is too small to be trained on and tested.
+        UsageError: there are fewer groups than folds.
+    """
+    slides = labelled_slides(stores, labels)
+    made = []
+    for fold in range(folds):
+        dealing = ByFolds(fold, folds, fractions, seed)
+        splits = divide(slides, stores, dealing, split_by=split_by, region=region)
+        _refuse_missing(splits, "train", splits.classes)
+        for side in SIDES[1:]:
+            if not splits.count()[side].total():
+                _refuse_missing(splits, side, splits.classes)
+        made.append(splits)
+    return tuple(made)
+
+
+def labelled_slides(
+    stores: Sequence[Store],
+    labels: Mapping[str, tuple[str | None, str | None, str | None]] | None,
+) -> list[SlideSplit]:
+    """Every labelled slide with patches, on no side yet.
+
+    Raises:
+        NothingToDo: they are of fewer than two classes.
+    """
+    described = [_described(o, s, n, labels) for o, s in enumerate(stores) for n in s.complete]
+    slides = [slide for slide in described if slide is not None]
+    classes = class_names_of(slides)
     if len(classes) < 2:
         raise NothingToDo(
             "nothing to tell apart", found=f"labels {', '.join(classes) or 'none'}",
@@ -64,30 +104,41 @@ def make_splits(
             todo="give a labels.csv (columns slide,label) with --labels, "
             "or put the slides of each class in a folder of its name and ingest again",
         )  # fmt: skip
+    return slides
+
+
+def divide(
+    slides: list[SlideSplit],
+    stores: Sequence[Store],
+    dealing: Dealing,
+    *,
+    split_by: SplitBy,
+    region: Micrometres,
+) -> Splits:
+    """Deal slides, or parts of them, out to the sides."""
     if split_by == "region":
-        divided = _by_region(labelled, stores, fractions, seed, region)
+        divided = _by_region(slides, stores, dealing, region)
     elif split_by == "patch":
-        divided = _by_patch(labelled, fractions, seed)
+        divided = _by_patch(slides, dealing)
     else:
-        divided = _by_group(labelled, split_by, fractions, seed)
-    divided = [_without_unreadable(slide, stores) for slide in divided]
-    uuids = tuple(store.uuid for store in stores)
-    splits = Splits(split_by, seed, fractions, uuids, tuple(classes), tuple(divided))
-    _refuse_empty_sides(splits)
-    return splits
+        divided = _by_group(slides, split_by, dealing)
+    return Splits(
+        split_by, dealing.seed, dealing.fractions, tuple(store.uuid for store in stores),
+        tuple(class_names_of(slides)),
+        tuple(_without_unreadable(slide, stores) for slide in divided),
+    )  # fmt: skip
 
 
-def _refuse_empty_sides(splits: Splits) -> None:
+def _refuse_missing(splits: Splits, side: Side, classes: Sequence[str]) -> None:
     """Groups were dealt to every side, but a group may bring no patch: few of them, or all too near another side's."""
-    counts = splits.count()
-    for side, fraction in zip(SIDES, splits.fractions, strict=True):
-        for name in splits.classes:
-            if fraction and not counts[side][name]:
-                raise NothingToDo(
-                    f"splitting by {splits.split_by} leaves no {name!r} patch for {side}",
-                    todo="add slides, take smaller patches, or split otherwise"
-                    + (" (a larger --region-um)" if splits.split_by == "region" else ""),
-                )
+    counts = splits.count()[side]
+    for name in classes:
+        if not counts[name]:
+            raise NothingToDo(
+                f"splitting by {splits.split_by} leaves no {name!r} patch for {side}",
+                todo="add slides, take smaller patches, or split otherwise"
+                + (" (a larger --region-um)" if splits.split_by == "region" else ""),
+            )
 
 
 def class_names_of(slides: Sequence[SlideSplit]) -> list[str]:
@@ -117,41 +168,7 @@ def _described(
     )  # fmt: skip
 
 
-def allocate(
-    strata: Mapping[str, Sequence[Group]],
-    fractions: tuple[float, float, float],
-    seed: int,
-    unit: str,
-) -> dict[Group, int]:
-    """Give each group a side, each stratum on its own, so that every class is on every side.
-
-    Raises:
-        NothingToDo: a stratum has fewer groups than sides.
-    """
-    # Late: a third of a second that only making a split needs.
-    from sklearn.model_selection import train_test_split
-
-    sides: dict[Group, int] = {}
-    wanted = [number for number, fraction in enumerate(fractions) if fraction > 0]
-    for label in sorted(strata):
-        rest = list(strata[label])
-        total = len(rest)
-        if total < len(wanted):
-            raise too_few(label, total, unit, len(wanted))
-        # Test first, then validation; what is left trains. One group at least for each.
-        for number in wanted[:0:-1]:
-            size = max(1, round(fractions[number] * total))
-            size = min(size, len(rest) - wanted.index(number))
-            state = int(combine(seed, number)) & 0x7FFFFFFF
-            rest, chosen = train_test_split(rest, test_size=size, random_state=state)
-            sides |= dict.fromkeys(chosen, number)
-        sides |= dict.fromkeys(rest, wanted[0])
-    return sides
-
-
-def _by_group(
-    slides: list[SlideSplit], split_by: SplitBy, fractions: tuple[float, float, float], seed: int
-) -> list[SlideSplit]:
+def _by_group(slides: list[SlideSplit], split_by: SplitBy, dealing: Dealing) -> list[SlideSplit]:
     keys: dict[SplitBy, Callable[[SlideSplit], str | None]] = {
         "patient": lambda slide: slide.patient,
         "site": lambda slide: slide.site,
@@ -171,7 +188,7 @@ def _by_group(
     strata: dict[str, list[int]] = defaultdict(list)
     for group, inside in members.items():
         strata[Counter(slide.label for slide in inside).most_common(1)[0][0]].append(group)
-    sides = allocate(strata, fractions, seed, split_by)
+    sides = dealing.groups(strata, split_by)
     return [
         replace(slide, sides=np.full(slide.count, sides[group], np.int8))
         for slide, group in zip(slides, groups, strict=True)
@@ -202,26 +219,20 @@ def _joined(
     return [root(i) for i in range(len(slides))]
 
 
-def _by_patch(
-    slides: list[SlideSplit], fractions: tuple[float, float, float], seed: int
-) -> list[SlideSplit]:
+def _by_patch(slides: list[SlideSplit], dealing: Dealing) -> list[SlideSplit]:
     """Every slide on every side, patches dealt out at random; copies of a scan are dealt alike."""
     divided = []
     for slide in slides:
         name = slide.content or slide.id
-        rng = np.random.default_rng([seed, *name.encode()])
-        ends = np.round(np.cumsum(fractions) * slide.count).astype(int)
-        place = rng.permutation(slide.count)
-        sides = np.searchsorted(ends, place, side="right").astype(np.int8)
-        divided.append(replace(slide, sides=np.minimum(sides, len(SIDES) - 1).astype(np.int8)))
+        rng = np.random.default_rng([dealing.seed, *name.encode()])
+        divided.append(replace(slide, sides=dealing.places(rng.permutation(slide.count))))
     return divided
 
 
 def _by_region(
     slides: list[SlideSplit],
     stores: Sequence[Store],
-    fractions: tuple[float, float, float],
-    seed: int,
+    dealing: Dealing,
     region: Micrometres,
 ) -> list[SlideSplit]:
     """Whole squares of a slide go to one side; patches within a patch width of another side are left out."""
@@ -229,7 +240,7 @@ def _by_region(
     strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
     for slide, (place, _) in zip(slides, squares, strict=True):
         strata[slide.label] |= {(_scan(slide), x, y) for x, y in np.unique(place, axis=0).tolist()}
-    sides = allocate({k: sorted(v) for k, v in strata.items()}, fractions, seed, "region")
+    sides = dealing.groups({k: sorted(v) for k, v in strata.items()}, "region")
     divided = []
     for slide, (place, near) in zip(slides, squares, strict=True):
         scan = _scan(slide)

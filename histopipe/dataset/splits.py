@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
+from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.files import appearing
 from histopipe.store.store import Store
 
@@ -211,12 +211,3 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
             raise ValueError(f"{value['id']}: {len(sides)} sides for {count} patches")
     names = ("store", "slide", "id", "label", "patient", "site", "content", "crc")
     return SlideSplit(**{name: value[name] for name in names}, count=count, sides=sides)
-
-
-def too_few(label: str, count: int, unit: str, needed: int) -> NothingToDo:
-    """The error for a class that cannot be on every side."""
-    return NothingToDo(
-        f"class {label!r} cannot be split", found=f"{count} {unit}{'s' if count != 1 else ''}",
-        expected=f"at least {needed}, one for each side",
-        todo="add slides, or split by something smaller (--split-by slide, region or patch)",
-    )  # fmt: skip

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import tomllib
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.dataset.batches import OnError
@@ -15,6 +13,8 @@ from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation, StainNorm
 from histopipe.dataset.sampling import Balance
 from histopipe.dataset.splits import SplitBy
 from histopipe.errors import UsageError
+from histopipe.evaluation.evaluate import JudgeSettings
+from histopipe.evaluation.thresholds import check_rule
 
 Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
 ClassWeights = Literal["none", "balanced"]
@@ -30,6 +30,8 @@ _LEAST = {
     "batch_size": 1,
     "accumulate": 1,
     "patience": 0,
+    "top_k": 1,
+    "resamples": 0,
     "seed": 0,
     "max_per_slide": 0,
     "shuffle_block": 0,
@@ -69,6 +71,11 @@ class TrainConfig:
         shuffle_block: shuffle blocks of so many neighbours, for slow disks; 0 shuffles all patches.
         on_error: "skip" goes on without a patch that is damaged in the store.
         patience: epochs without a better validation AUC before stopping; 0 never stops.
+        positive: the class that sensitivity, specificity and F1 are of, where there are two; the last one if not given.
+        threshold: how the probability from which on something is positive is chosen on validation: "youden",
+            "sensitivity:0.95", "specificity:0.95", or a probability.
+        top_k: how many patches "top_k" aggregates to a slide or patient.
+        resamples: of the patients, for intervals; 0 for none.
         accumulate: compute each step's gradients in so many pieces, which takes less memory.
         precision: Keras' dtype policy.
         xla: compile the network.
@@ -113,6 +120,10 @@ class TrainConfig:
     shuffle_block: int = 0
     on_error: OnError = "raise"
     patience: int = 5
+    positive: str | None = None
+    threshold: str = "youden"
+    top_k: int = 10
+    resamples: int = 1000
     accumulate: int = 1
     precision: Precision = "float32"
     xla: bool = False
@@ -127,26 +138,25 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not _fits(value, field.default) and value != field.default:
-                raise UsageError(_flag(field.name), found=repr(value), expected=_like(field))
+            if not fits(value, field.default) and value != field.default:
+                raise UsageError(flag(field.name), found=repr(value), expected=like(field))
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal:
-                _one_of(_flag(name), getattr(self, name), get_args(kind))
+                _one_of(flag(name), getattr(self, name), get_args(kind))
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
-                raise UsageError(
-                    _flag(name), found=getattr(self, name), expected=f"{least} or more"
-                )
+                raise UsageError(flag(name), found=getattr(self, name), expected=f"{least} or more")
         if self.seed > _MOST_SEED:
             raise UsageError("--seed", found=self.seed, expected=f"at most {_MOST_SEED:,}")
         for name in _ABOVE_0:
             if not 0 < getattr(self, name) < inf:
-                raise UsageError(_flag(name), found=getattr(self, name), expected="more than 0")
+                raise UsageError(flag(name), found=getattr(self, name), expected="more than 0")
         for name, most in _BELOW.items():
             if not 0 <= getattr(self, name) < most:
                 raise UsageError(
-                    _flag(name), found=getattr(self, name), expected=f"from 0 to below {most:g}"
+                    flag(name), found=getattr(self, name), expected=f"from 0 to below {most:g}"
                 )
+        check_rule(self.threshold)
         for name in self.augment:
             _one_of("--augment", name, ("none", *AUGMENTATIONS))
         self._check_together()
@@ -208,102 +218,39 @@ class TrainConfig:
         """Those of `augment` that do something."""
         return tuple(name for name in AUGMENTATIONS if name in self.augment)
 
-    def to_toml(self) -> str:
-        """The settings as `config.toml`; those that are None are left out."""
+    @property
+    def judging(self) -> JudgeSettings:
+        """What the best model is judged by."""
+        return JudgeSettings(
+            positive=self.positive, threshold=self.threshold, top_k=self.top_k,
+            resamples=self.resamples, seed=self.seed,
+        )  # fmt: skip
+
+    def to_toml(self, **further: Any) -> str:
+        """The settings, and further ones, as `config.toml`; those that are None are left out."""
         # Late: this package is imported where tomli-w may not be.
         import tomli_w
 
         values = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
-        return tomli_w.dumps(values)
+        return tomli_w.dumps(values | further)
 
 
-MAY_CHANGE = (
-    "epochs", "patience", "devices", "on_error", "accumulate", "save_minutes", "tensorboard",
-    "communication", "worker_timeout", "log_device_placement",
-)  # fmt: skip
-"""Settings that may change in the middle of a run: what was trained so far stays meaningful."""
-
-
-def known(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings, lists as tuples.
-
-    Raises:
-        UsageError: there is no such setting.
-    """
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    unknown = sorted(set(settings) - names)
-    if unknown:
-        raise UsageError(
-            "unknown settings", found=", ".join(unknown), expected=", ".join(sorted(names))
-        )
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-
-
-def resumed(folder: Path, changes: dict[str, Any]) -> TrainConfig:
-    """A run's own settings, and what is to change.
-
-    Raises:
-        UsageError: the folder holds no run, or the change would make what was trained so far meaningless.
-    """
-    path = folder / "config.toml"
-    if not path.is_file():
-        raise UsageError(
-            f"no run to resume in {folder}", expected="the folder of a run, with its config.toml"
-        )
-    recorded = read_config(path)
-    refused = [
-        "STORES" if name == "stores" else _flag(name)
-        for name, value in changes.items()
-        if name not in MAY_CHANGE and known({name: value}) != known({name: recorded.get(name)})
-    ]
-    if refused:
-        raise UsageError(
-            "--resume goes on with the run's own settings", found=", ".join(refused),
-            expected="only --out and " + ", ".join(_flag(name) for name in MAY_CHANGE),
-        )  # fmt: skip
-    return TrainConfig(**known(recorded | changes))
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Settings from a TOML file, by the names of `TrainConfig`.
-
-    Raises:
-        UsageError: the file cannot be read, or names something else.
-    """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise UsageError(
-            f"{path}: unknown settings", found=", ".join(unknown), expected=", ".join(sorted(known))
-        )
-    for field in dataclasses.fields(TrainConfig):
-        if field.name in values and not _fits(values[field.name], field.default):
-            raise UsageError(
-                f"{path}: {field.name}",
-                found=repr(values[field.name]),
-                expected=_like(field),
-            )
-    return values
-
-
-def _like(field: dataclasses.Field[Any]) -> str:
+def like(field: dataclasses.Field[Any]) -> str:
+    """What a value of a setting looks like."""
     return f"such as {field.default!r}" if field.default is not None else "a text"
 
 
-def _fits(value: object, default: object) -> bool:
+def fits(value: object, default: object) -> bool:
     """Whether a value is of a setting's type, which its default shows."""
     if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and all(_fits(v, default[0]) for v in value)
+        return isinstance(value, list | tuple) and all(fits(v, default[0]) for v in value)
     if isinstance(default, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is type(default) if default is not None else isinstance(value, str)
 
 
-def _flag(name: str) -> str:
+def flag(name: str) -> str:
+    """A setting as the command line has it."""
     return f"--{name.replace('_', '-')}"
 
 

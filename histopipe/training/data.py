@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.labels import labels_from
 from histopipe.dataset.selection import select
 from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import Side, Splits, read_splits, site_by_label
@@ -15,7 +16,6 @@ from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
 from histopipe.errors import UsageError
 from histopipe.geometry import Micrometres
-from histopipe.slides.tables import SlideNames, read_labels
 from histopipe.store.store import Store
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
@@ -36,7 +36,7 @@ def run_splits(
             stores,
             split_by=config.split_by,
             seed=config.seed,
-            labels=_labels(config, stores),
+            labels=labels_from(config.labels, stores, allow_extra=config.allow_extra_rows),
             fractions=(first, second, third),
             region=Micrometres(config.region_um),
         )
@@ -49,16 +49,6 @@ def run_splits(
             todo="split by patient, or pass --allow-leaks if you mean it",
         )
     return splits
-
-
-def _labels(
-    config: TrainConfig, stores: Sequence[Store]
-) -> dict[str, tuple[str | None, str | None, str | None]] | None:
-    if config.labels is None:
-        return None
-    names = SlideNames(record.id for store in stores for record in store.slides)
-    rows = read_labels(Path(config.labels), names, allow_extra=config.allow_extra_rows)
-    return {name: (row.label, row.patient, row.site) for name, row in rows.items()}
 
 
 def tell_splits(splits: Splits, stores: Sequence[Store]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +32,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_full_disk(error: BaseException) -> bool:
     """Whether an error of TensorFlow means that a disk is full: a resource that is exhausted, to its writers."""
     return isinstance(error, tf.errors.OpError) and "No space left on device" in str(error)
+
+
+def peak_bytes() -> tuple[int, int | None]:
+    """The most memory that this process has taken, on the host and on all its GPUs; None without a GPU."""
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    gpus = tf.config.list_logical_devices("GPU")
+    names = [gpu.name.removeprefix("/device:") for gpu in gpus]
+    peaks = [tf.config.experimental.get_memory_info(name)["peak"] for name in names]
+    return host, sum(peaks) if peaks else None
 
 
 class MicroBatch:

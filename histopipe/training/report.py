@@ -7,7 +7,7 @@ from typing import Any
 
 Report = Callable[[str, Any], None]
 """Told by name: the workers ("cluster"), that it begins ("started") and gets on ("beat"), the size of its micro-batches
-("micro_batch"), and that a fresh process may go on ("restart")."""
+("micro_batch"), each epoch's figures ("epoch"), and that a fresh process may go on ("restart")."""
 
 
 def unreported(name: str, value: Any) -> None:

@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 from histopipe._version import __version__
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.splits import SIDES, Side, Splits
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory, UsageError
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory
+from histopipe.evaluation.evaluate import positive_class
+from histopipe.evaluation.predictions_file import write_predictions
+from histopipe.evaluation.scores import PatchScores
 from histopipe.files import appearing
 from histopipe.store.store import Store
 from histopipe.training import board, run_folder
@@ -26,14 +29,16 @@ from histopipe.training.config import TrainConfig
 from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.devices import make_strategy
 from histopipe.training.history import epoch_line, history_row, is_better
+from histopipe.training.judge import judge, patch_scores
 from histopipe.training.loop import Trainer, Wishes
 from histopipe.training.memory import (
     MicroBatch,
     is_out_of_memory,
     out_of_memory,
+    peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.metrics import PatchMetrics, patch_metrics
+from histopipe.training.metrics import patch_metrics
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.pauses import Pauses
@@ -44,8 +49,8 @@ from histopipe.training.steps import Steps, StepSettings
 from histopipe.training.tally import (
     Predictions,
     Tally,
+    check_finite,
     predictions,
-    step_counts,
     step_losses,
 )
 
@@ -73,6 +78,7 @@ class Run:
     ) -> None:
         self._config, self._folder, self._stores, self._splits = config, folder, stores, splits
         self._cluster, self._report = cluster, report
+        positive_class(splits.classes, config.positive)  # or an error, before the long wait
         tables = {side: patch_table(config, stores, splits, side) for side in SIDES}
         self._tables = {side: table for side, table in tables.items() if table is not None}
         for side in ("train", "validation"):
@@ -212,6 +218,7 @@ class Run:
         # Last: what a resumed run finds beside it is never older than it says.
         self._save()
         say(epoch_line(row, self._config.epochs, better=better))
+        self._report("epoch", row)
 
     def _pause(self, wishes: Wishes) -> None:
         """Save the state behind a step of training; end there if that is wished."""
@@ -235,7 +242,7 @@ class Run:
         """What training has done in this epoch, on all workers, into the state, unless it has gone astray."""
         self._state.values = self._trainer.gathered(self._tally)
         self._state.seconds, self._state.input_wait = self._tally.seconds, self._tally.input_wait
-        self._check_finite(step_losses(self._state.values))
+        check_finite(self._state.values, self._state.epoch + 1)
 
     def _save(self) -> None:
         self._state.skipped = sorted({*self._state.skipped, *self._trainer.skipped})
@@ -254,15 +261,6 @@ class Run:
     def _predict(self, side: Side, between: Callable[[], None]) -> Predictions:
         return self._whole(side, self._trainer.predict(self._tables[side], side, between=between))
 
-    def _check_finite(self, losses: NDArray[np.float64]) -> None:
-        """Whether the training still learns anything."""
-        diverged = np.flatnonzero(~np.isfinite(losses) & step_counts(self._state.values))
-        if len(diverged):
-            raise UsageError(
-                f"the loss of epoch {self._state.epoch + 1} is not finite from step {diverged[0] + 1} on",
-                todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
-            )
-
     def _whole(self, title: str, found: Predictions | None) -> Predictions:
         if found is None:
             raise DamagedStore(
@@ -274,41 +272,44 @@ class Run:
 
     def _finish(self) -> TrainResult:
         """Judge the best model on what it did not train on, and write that down."""
+        began = time.monotonic()
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         self._trainer.steps.model.serving.set_weights(best.get_weights())
         sides: tuple[Side, ...] = ("validation", "test")
-        predicted = [
-            (side, self._predict(side, self._pause_judging))
+        scores = {
+            side: patch_scores(self._predict(side, self._pause_judging), self._stores, self._splits)
             for side in sides
             if side in self._tables
-        ]
-        metrics = {side: patch_metrics(values) for side, values in predicted}
+        }
+        host_bytes, gpu_bytes = peak_bytes()
+        seconds = sum(row["seconds"] for row in self._state.history)
+        result = TrainResult(
+            self._folder, self._state.epoch, self._state.best_epoch,
+            judge(scores, self._config.judging), seconds=seconds + time.monotonic() - began,
+            host_bytes=host_bytes, gpu_bytes=gpu_bytes,
+        )  # fmt: skip
         if self._cluster.chief:
-            self._write_results(predicted, metrics)
-        return TrainResult(self._folder, self._state.best_epoch, metrics)
+            self._write_results(scores, result)
+        return result
 
-    def _write_results(
-        self, predicted: Sequence[tuple[Side, Predictions]], metrics: dict[Side, PatchMetrics]
-    ) -> None:
+    def _write_results(self, scores: dict[Side, PatchScores], result: TrainResult) -> None:
         skipped = len({*self._state.skipped, *self._trainer.skipped})
         if skipped:
             say(f"{skipped} damaged patches were skipped")
-        run_folder.write_predictions(self._folder, self._stores, self._splits.classes, predicted)
-        run_folder.write_metrics(
-            self._folder,
-            {
-                "histopipe": __version__,
-                "tensorflow": tf.__version__,
-                "keras": keras.__version__,
-                "classes": self._splits.classes,
-                "split_by": self._splits.split_by,
-                "patches": self._splits.count(),
-                "epochs": self._state.epoch,
-                "best_epoch": self._state.best_epoch,
-                "skipped": skipped,
-                "replicas": self._trainer.steps.strategy.num_replicas_in_sync,
-                "micro_batch": self._trainer.micro_batch.size,
-                **{side: value.to_json() for side, value in metrics.items()},
-            },
+        write_predictions(
+            self._folder / run_folder.PREDICTIONS,
+            [({"split": side}, patches) for side, patches in scores.items()],
         )
+        facts = {
+            "histopipe": __version__,
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "classes": self._splits.classes,
+            "split_by": self._splits.split_by,
+            "patches": self._splits.count(),
+            "skipped": skipped,
+            "replicas": self._trainer.steps.strategy.num_replicas_in_sync,
+            "micro_batch": self._trainer.micro_batch.size,
+        }
+        run_folder.write_metrics(self._folder, {**facts, **result.to_json()})

@@ -5,29 +5,26 @@ from __future__ import annotations
 import csv
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import io
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.splits import Side, Splits, write_splits
-from histopipe.dataset.table import unpack_keys
+from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.files import appearing
-from histopipe.store.store import Store
+from histopipe.files import appearing, lock_if_free
 from histopipe.training.config import TrainConfig
-from histopipe.training.tally import Predictions
+from histopipe.training.result import METRICS
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
-METRICS, MODEL, PREDICTIONS = "metrics.json", "model.keras", "predictions.csv"
+MODEL, PREDICTIONS = "model.keras", "predictions.csv"
 MEMORY = "memory.json"
 _DYING_SECONDS = 5.0
 """What a training that was killed may take to let go of its folder."""
@@ -63,24 +60,36 @@ def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -
     Raises:
         UsageError: it cannot be made or written to, or another process trains there.
     """
-    with _writable(folder):
+    with held(folder):
+        if not resume and (folder / CONFIG).exists():
+            raise UsageError(f"{folder}: another run has begun there meanwhile")
+        with writable(folder):
+            # The splits first, since a run without them cannot go on.
+            write_splits(splits, folder / SPLITS)
+            write_text(folder / CONFIG, config.to_toml())
+        yield
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A folder, made if it is not there, kept to this process.
+
+    Raises:
+        UsageError: it cannot be made, or another process holds it.
+    """
+    with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         folder_fd = os.open(folder, os.O_RDONLY)
     try:
         _lock(folder_fd, folder)
-        if not resume and (folder / CONFIG).exists():
-            raise UsageError(f"{folder}: another run has begun there meanwhile")
-        with _writable(folder):
-            # The splits first, since a run without them cannot go on.
-            write_splits(splits, folder / SPLITS)
-            write_text(folder / CONFIG, config.to_toml())
         yield
     finally:
         os.close(folder_fd)
 
 
 @contextmanager
-def _writable(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> Iterator[None]:
+    """A folder that cannot be made or written to, as the wrong folder."""
     try:
         yield
     except OSError as error:
@@ -92,23 +101,13 @@ def _writable(folder: Path) -> Iterator[None]:
 def _lock(folder_fd: int, folder: Path) -> None:
     """Keep others from a folder, as far as its filesystem has locks."""
     patience = time.monotonic() + _DYING_SECONDS
-    while not _locked(folder_fd):
+    while not lock_if_free(folder_fd):
         if time.monotonic() > patience:
             raise UsageError(
                 f"{folder}: another process is training there",
                 todo="wait for it to end, or choose another --out",
             )
         time.sleep(0.1)
-
-
-def _locked(folder_fd: int) -> bool:
-    try:
-        fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a network filesystem without locks
-    return True
 
 
 def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
@@ -162,40 +161,3 @@ def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
 def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
     """`metrics.json`."""
     write_text(folder / METRICS, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_predictions(
-    folder: Path,
-    stores: Sequence[Store],
-    classes: Sequence[str],
-    predictions: Iterable[tuple[Side, Predictions]],
-) -> None:
-    """`predictions.csv`: one row a patch, by slide id and level-0 coordinates."""
-    with (
-        appearing(folder / PREDICTIONS) as part,
-        part.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.writer(file)
-        writer.writerow(
-            ["split", "slide", "x_l0", "y_l0", "label", "predicted", *(f"p_{c}" for c in classes)]
-        )
-        for side, predicted in predictions:
-            _write_rows(writer, stores, classes, side, predicted)
-
-
-def _write_rows(
-    writer: Any, stores: Sequence[Store], classes: Sequence[str], side: Side, predicted: Predictions
-) -> None:
-    ordinals, slides, rows = unpack_keys(predicted.key)
-    for ordinal, slide in np.unique(np.stack([ordinals, slides], axis=1), axis=0).tolist():
-        store = stores[ordinal]
-        index, name = store.index(slide), store.records[slide].id
-        for i in np.flatnonzero((ordinals == ordinal) & (slides == slide)):
-            probability = predicted.probability[i]
-            writer.writerow(
-                [
-                    side, name, index["x_l0"][rows[i]], index["y_l0"][rows[i]],
-                    classes[predicted.label[i]], classes[int(probability.argmax())],
-                    *(f"{p:.6g}" for p in probability.tolist()),
-                ]
-            )  # fmt: skip

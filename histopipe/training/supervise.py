@@ -7,6 +7,7 @@ out of memory mostly ends a process without a word.
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -18,19 +19,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
-from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, WorkerLost
+from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.training import run_folder
 from histopipe.training.cluster import Cluster
-from histopipe.training.config import TrainConfig, known, resumed
+from histopipe.training.config import TrainConfig
 from histopipe.training.progress import say
 from histopipe.training.quiet import load_quietly
 from histopipe.training.result import TrainResult
+from histopipe.training.settings_file import known, resumed
+from histopipe.training.watch import Watch
 
 _GRACE_SECONDS = 25.0
 """What a training gets to save its state in when told to stop: Slurm and Kubernetes give 30 s."""
 _MARGIN_SECONDS = 30.0
+_GLANCE_SECONDS = 1.0
+"""How often it is looked at whether a training should end."""
+_AT_ONCE = "ended at once; the last saved state stays"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """What a process dies of when memory runs out and no exception says so."""
 
@@ -63,7 +69,7 @@ def train(
 
     Example:
         >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
-        >>> result.metrics["test"].auc  # doctest: +SKIP
+        >>> result.metrics["test"].patch.auc  # doctest: +SKIP
     """
     if stores is not None:
         paths = [stores] if isinstance(stores, str | Path) else stores
@@ -76,19 +82,25 @@ def train(
     return supervise(config, Path(out), resume=resume)
 
 
-def supervise(config: TrainConfig, folder: Path, *, resume: bool = False) -> TrainResult:
+def supervise(
+    config: TrainConfig, folder: Path, *, resume: bool = False, watch: Watch | None = None
+) -> TrainResult:
     """Train in a process of its own; in a fresh one, in smaller pieces, where memory ran out.
 
     Args:
         config: every setting.
         folder: where the run goes.
         resume: go on with the run that is there.
+        watch: what may end it from outside, and is told of its epochs.
 
     Raises:
         HistopipeError: as `train`.
+        OutOfTime: it took longer than it may; the state is saved.
     """
+    watch = watch or Watch()
+    ends = time.monotonic() + watch.seconds
     while True:
-        with _Process(config, folder, resume=resume) as process:
+        with _Process(config, folder, resume=resume, watch=watch, ends=ends) as process:
             result = process.result()
         if isinstance(result, TrainResult):
             return result
@@ -105,6 +117,8 @@ class _Process:
     config: TrainConfig
     folder: Path
     resume: bool = field(kw_only=True)
+    watch: Watch = field(kw_only=True)
+    ends: float = field(kw_only=True)
     restart: bool = False
     stopping: bool = False
     _cluster: Cluster = field(default_factory=Cluster)
@@ -112,6 +126,7 @@ class _Process:
     _micro_batch: int | None = None
     _begun: float = field(default_factory=time.time)
     _heard: float = field(default_factory=time.monotonic)
+    _grace_ends: float | None = None
     _pipe: Connection[Any, Any] = field(init=False)
     _child: subprocess.Popen[bytes] = field(init=False)
 
@@ -124,37 +139,69 @@ class _Process:
             "TF_CPP_MIN_LOG_LEVEL": level, **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }  # fmt: skip
-        self._child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
-        )
+        with self._messages() as messages:
+            # A group of its own, so that whatever it starts ends with it.
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stderr=messages, pass_fds=[theirs.fileno()],
+                env=environment, process_group=0,
+            )  # fmt: skip
         theirs.close()
         with contextlib.suppress(BrokenPipeError):  # it died already: told below
             self._pipe.send((os.getpid(), self.config, self.folder, self.resume))
         return self
 
+    @contextlib.contextmanager
+    def _messages(self) -> Iterator[IO[bytes] | None]:
+        if self.watch.log is None:
+            yield None
+            return
+        with self.watch.log.open("ab") as file:
+            yield file
+
     def __exit__(self, *error: object) -> None:
-        self._child.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
         self._pipe.close()
 
     def result(self) -> TrainResult | HistopipeError:
         """Wait for what the training comes to."""
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             try:
-                return self._listen(until=None)
+                return self._in_time(self._listen())
             except KeyboardInterrupt:
-                self.stopping = True
-                self._child.terminate()
+                self._tell_to_end()
                 try:
-                    return self._listen(until=time.monotonic() + _GRACE_SECONDS)
+                    return self._listen()
                 except KeyboardInterrupt:
-                    return self._interrupted("ended at once; the last saved state stays")
+                    return self._interrupted(_AT_ONCE)
 
-    def _listen(self, until: float | None) -> TrainResult | HistopipeError:
+    def _in_time(self, found: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
+        """What was found, or that it was told to end because its time was over."""
+        if self.watch.stop.asked or not self.stopping or isinstance(found, TrainResult):
+            return found
+        return OutOfTime(
+            f"not done within {self.watch.seconds:.0f} s", found=found.found,
+            todo=f"go on with `histopipe train --resume --out {self.folder}`",
+        )  # fmt: skip
+
+    def _tell_to_end(self) -> None:
+        """Let it save its state and end, within bounds."""
+        if not self.stopping:
+            self.stopping = True
+            self._grace_ends = time.monotonic() + _GRACE_SECONDS
+            self._child.terminate()
+
+    def _listen(self) -> TrainResult | HistopipeError:
         while True:
+            if self._must_end_at_once():
+                return self._interrupted(_AT_ONCE)
             try:
-                if not self._pipe.poll(self._patience(until)):
-                    return self._late(until)
+                patience = self._patience()
+                if not self._pipe.poll(min(patience, _GLANCE_SECONDS)):
+                    if patience:
+                        continue
+                    return self._late()
                 name, value = self._pipe.recv()
             except (EOFError, ConnectionResetError):
                 return self._died()
@@ -166,26 +213,42 @@ class _Process:
                     return self._interrupted("nothing was to be saved yet")
                 case "failure":
                     return HistopipeError("the training failed", found=value)
-                case "micro_batch":
-                    self._micro_batch = value
-                case "restart":
-                    self.restart = self._cluster.alone
-                case "cluster":
-                    self._cluster = Cluster(*value)
-                case "started":
-                    self._started = True
+                case _:
+                    self._note(name, value)
 
-    def _patience(self, until: float | None) -> float | None:
+    def _must_end_at_once(self) -> bool:
+        """Look after what the watch asks for."""
+        self.watch.look_at(self._child.pid)
+        if self.watch.stop.asked or time.monotonic() > self.ends:
+            self._tell_to_end()
+        return self.watch.stop.asked > 1
+
+    def _note(self, name: str, value: Any) -> None:
+        match name:
+            case "micro_batch":
+                self._micro_batch = value
+            case "restart":
+                self.restart = self._cluster.alone
+            case "cluster":
+                self._cluster = Cluster(*value)
+            case "started":
+                self._started = True
+            case "epoch" if self.watch.epoch is not None:
+                self.watch.epoch(value)
+
+    def _patience(self) -> float:
         """Seconds to wait for a word. Who is alone may take its time: nobody else could hang."""
-        if until is None and self._cluster.alone:
-            return None
-        if until is None:
+        if self._grace_ends is not None:
+            until = self._grace_ends
+        elif self._cluster.alone:
+            return math.inf
+        else:
             margin = _MARGIN_SECONDS if self._started else 0.0
             until = self._heard + self.config.worker_timeout + margin
         return max(0.0, until - time.monotonic())
 
-    def _late(self, until: float | None) -> HistopipeError:
-        if until is not None:
+    def _late(self) -> HistopipeError:
+        if self._grace_ends is not None:
             return self._interrupted(
                 f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays"
             )
@@ -224,7 +287,7 @@ class _Process:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """A scheduler's SIGTERM as a Ctrl-C, where Python would end without a word."""
     mine = (
         threading.current_thread() is threading.main_thread()

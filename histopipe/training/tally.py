@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.batches import Batches
+from histopipe.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,24 @@ def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
 def step_counts(values: NDArray[np.float32]) -> NDArray[np.bool_]:
     """(S,) whether any row of a step counts, from (S, B, C + 2) float32."""
     return np.asarray((values[..., -1] > 0).any(axis=1), np.bool_)
+
+
+def check_finite(values: NDArray[np.float32], epoch: int) -> None:
+    """Whether a training still learns anything.
+
+    Args:
+        values: (S, B, C + 2) float32 of its steps.
+        epoch: from 1.
+
+    Raises:
+        UsageError: a loss is not finite.
+    """
+    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & step_counts(values))
+    if len(diverged):
+        raise UsageError(
+            f"the loss of epoch {epoch} is not finite from step {diverged[0] + 1} on",
+            todo="lower --learning-rate, or clip the gradients (--clip-norm 1)",
+        )
 
 
 def predictions(

@@ -1,0 +1,187 @@
+"""Predictions of patches judged as what they are, and as those of slides and patients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import UsageError
+from histopipe.evaluation.metrics import Metrics, bootstrap_draws, metrics_of
+from histopipe.evaluation.scores import (
+    AGGREGATIONS,
+    Aggregation,
+    Level,
+    PatchScores,
+    Scores,
+    scores_of,
+)
+from histopipe.evaluation.thresholds import choose_threshold
+
+LEVELS: tuple[tuple[Level, Aggregation], ...] = (
+    ("patch", "mean"),
+    *(("slide", how) for how in AGGREGATIONS),
+    *(("patient", how) for how in AGGREGATIONS),
+)
+"""What is judged; patches are not aggregated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeSettings:
+    """What an evaluation goes by.
+
+    Attributes:
+        positive: the positive class of two; None for the last in their order.
+        threshold: how its threshold is chosen, as `choose_threshold`.
+        top_k: patches of "top_k".
+        resamples: of the patients, for intervals; 0 for none.
+        seed: of these.
+    """
+
+    positive: str | None = None
+    threshold: str = "youden"
+    top_k: int = 10
+    resamples: int = 1000
+    seed: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How good predictions are.
+
+    Attributes:
+        patch: of the patches.
+        slide, patient: of slides and patients, by how their patches' probabilities were put together.
+    """
+
+    patch: Metrics
+    slide: Mapping[Aggregation, Metrics]
+    patient: Mapping[Aggregation, Metrics]
+
+    def named(self) -> Iterator[tuple[str, Metrics]]:
+        """("patch", …), ("slide_mean", …) and so on."""
+        for level, how in LEVELS:
+            metrics = self.at(level, how)
+            if metrics is not None:
+                yield name_of(level, how), metrics
+
+    def at(self, level: Level, how: Aggregation) -> Metrics | None:
+        """Of one level; None where nothing could be judged."""
+        if level == "patch":
+            return self.patch
+        return (self.slide if level == "slide" else self.patient).get(how)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return {
+            "patch": self.patch.to_json(),
+            "slide": {how: metrics.to_json() for how, metrics in self.slide.items()},
+            "patient": {how: metrics.to_json() for how, metrics in self.patient.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
+        """What `to_json` wrote."""
+        slide, patient = (
+            {how: Metrics.from_json(it) for how, it in value[level].items()}
+            for level in ("slide", "patient")
+        )
+        return cls(Metrics.from_json(value["patch"]), slide, patient)
+
+
+Thresholds = Mapping[str, tuple[float | None, str | None]]
+"""By name of the level: threshold, and what to know about it."""
+
+
+def name_of(level: Level, how: Aggregation) -> str:
+    """`patch`, `slide_mean`, …"""
+    return level if level == "patch" else f"{level}_{how}"
+
+
+def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None:
+    """The number of the positive class; None for more than two.
+
+    Raises:
+        UsageError: there is no such class, or there are more than two.
+    """
+    if positive is not None and (positive not in classes or len(classes) != 2):
+        raise UsageError(
+            "--positive", found=repr(positive),
+            expected=f"{' or '.join(classes)}" if len(classes) == 2 else "nothing: "
+            f"there are {len(classes)} classes, each judged against the rest",
+        )  # fmt: skip
+    if len(classes) != 2:
+        return None
+    return 1 if positive is None else classes.index(positive)
+
+
+def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thresholds:
+    """A threshold for every level, on validation data; none for more than two classes."""
+    positive = positive_class(validation.classes, settings.positive)
+    if positive is None:
+        return {}
+    chosen: dict[str, tuple[float | None, str | None]] = {}
+    for level, how in LEVELS:
+        scores = scores_of(validation, level, how, top_k=settings.top_k, positive=positive)
+        chosen[name_of(level, how)] = choose_threshold(scores, positive, settings.threshold)
+    return chosen
+
+
+Part = tuple[PatchScores, Thresholds]
+"""Predictions of one model, with its thresholds. Those of a cross-validation are several."""
+
+
+def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
+    """Judge predictions at every level, those of several models together.
+
+    Args:
+        parts: each with at least one patch; of the same classes, and one numbering of patients.
+        settings: which class is positive, how slides are put together, how often patients are resampled.
+    """
+    first, _ = parts[0]
+    positive = positive_class(first.classes, settings.positive)
+    draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
+    found: dict[str, Metrics] = {}
+    for level, how in LEVELS:
+        scores, threshold, notes = joined(parts, level, how, settings)
+        if len(scores.label):
+            found[name_of(level, how)] = metrics_of(
+                scores, first.classes, positive=positive, threshold=threshold, draws=draws,
+                notes=notes,
+            )  # fmt: skip
+    return evaluation_of(found)
+
+
+def joined(
+    parts: Sequence[Part], level: Level, how: Aggregation, settings: JudgeSettings
+) -> tuple[Scores, float | NDArray[np.float64] | None, tuple[str, ...]]:
+    """Scores of all parts at one level, each item as part << 32 | item; their thresholds; and what to know about these."""
+    positive = positive_class(parts[0][0].classes, settings.positive) or 0
+    each = [scores_of(p, level, how, top_k=settings.top_k, positive=positive) for p, _ in parts]
+    chosen = [thresholds.get(name_of(level, how), (None, None)) for _, thresholds in parts]
+    scores = Scores(
+        np.concatenate([it.label for it in each]),
+        np.concatenate([it.probability for it in each]),
+        np.concatenate([it.patient for it in each]),
+        np.concatenate([it.item + (number << 32) for number, it in enumerate(each)]),
+        sum(it.left_out for it in each),
+    )
+    notes = tuple(sorted({note for _, note in chosen if note}))
+    values = [value for value, _ in chosen if value is not None]
+    if len(values) < len(parts):
+        return scores, None, notes
+    if len(parts) == 1:
+        return scores, values[0], notes
+    return scores, np.repeat(values, [len(it.label) for it in each]), notes
+
+
+def evaluation_of(found: Mapping[str, Metrics]) -> Evaluation:
+    """Metrics by name of their level, put in their places."""
+    slide, patient = (
+        {how: found[f"{level}_{how}"] for how in AGGREGATIONS if f"{level}_{how}" in found}
+        for level in ("slide", "patient")
+    )
+    return Evaluation(found["patch"], slide, patient)

@@ -1,0 +1,116 @@
+"""`predictions.csv`: one row a patch, by slide id and level-0 corner."""
+
+from __future__ import annotations
+
+import csv
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from histopipe.dataset.splits import SIDES, Side
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.scores import PatchScores
+from histopipe.files import appearing
+
+_FACTS = ("slide", "patient", "x_l0", "y_l0", "label", "predicted")
+
+
+def write_predictions(
+    path: Path, parts: Iterable[tuple[Mapping[str, object], PatchScores]]
+) -> None:
+    """Write predictions by one rename.
+
+    Args:
+        path: where to.
+        parts: each with columns that are the same in all its rows, such as the side; at least one.
+    """
+    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        header: list[str] = []
+        for facts, scores in parts:
+            if not header:
+                header = [*facts, *_FACTS, *(f"p_{name}" for name in scores.classes)]
+                writer.writerow(header)
+            writer.writerows(_rows(facts, scores))
+
+
+def _rows(facts: Mapping[str, object], scores: PatchScores) -> Iterable[list[object]]:
+    likeliest = scores.probability.argmax(axis=1)
+    for i in range(len(scores.label)):
+        yield [
+            *facts.values(), scores.slides[scores.slide[i]], scores.patients[scores.patient[i]],
+            scores.x_l0[i], scores.y_l0[i], scores.classes[scores.label[i]],
+            scores.classes[likeliest[i]],
+            # Nine digits: a float32 comes back as it was.
+            *(f"{p:.9g}" for p in scores.probability[i].tolist()),
+        ]  # fmt: skip
+
+
+def read_predictions(path: Path) -> dict[Side, PatchScores]:
+    """What `write_predictions` wrote for a run, by side.
+
+    Raises:
+        UsageError: there is no such file.
+        DamagedStore: it is not one of predictions.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            header = next(reader)
+            classes = _classes(header)
+            columns: dict[str, _Columns] = {}
+            for row in reader:
+                side = row[0]
+                if side not in columns:
+                    columns[side] = _Columns(classes)
+                columns[side].add(row[1:])
+            return {side: columns[side].scores() for side in SIDES if side in columns}
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path} does not exist", todo="name the folder of a finished run"
+        ) from error
+    except (OSError, ValueError, KeyError, IndexError, StopIteration, OverflowError) as error:
+        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+
+
+def _classes(header: Sequence[str]) -> tuple[str, ...]:
+    known = ("split", *_FACTS)
+    if tuple(header[: len(known)]) != known:
+        raise ValueError(f"columns {', '.join(header)}")
+    return tuple(name.removeprefix("p_") for name in header[len(known) :])
+
+
+class _Columns:
+    """Rows on their way into arrays."""
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self._classes = tuple(classes)
+        self._numbers = {name: number for number, name in enumerate(classes)}
+        self._slides: dict[str, int] = {}
+        self._patients: dict[str, int] = {}
+        self._codes, self._places = array("i"), array("q")
+        self._probabilities = array("f")
+
+    def add(self, row: Sequence[str]) -> None:
+        slide, patient, x, y, label, _, *probabilities = row
+        if len(probabilities) != len(self._classes):
+            raise ValueError(f"{len(probabilities)} probabilities for {len(self._classes)} classes")
+        self._codes.append(self._slides.setdefault(slide, len(self._slides)))
+        self._codes.append(self._patients.setdefault(patient, len(self._patients)))
+        self._codes.append(self._numbers[label])
+        self._places.extend((int(x), int(y)))
+        self._probabilities.extend(map(float, probabilities))
+
+    def scores(self) -> PatchScores:
+        codes: Any = np.frombuffer(self._codes, np.int32).reshape(-1, 3)
+        places: Any = np.frombuffer(self._places, np.int64).reshape(-1, 2)
+        return PatchScores(
+            self._classes, tuple(self._slides), tuple(self._patients), slide=codes[:, 0],
+            patient=codes[:, 1], x_l0=places[:, 0], y_l0=places[:, 1], label=codes[:, 2],
+            probability=np.frombuffer(self._probabilities, np.float32).reshape(
+                -1, len(self._classes)
+            ),
+        )  # fmt: skip

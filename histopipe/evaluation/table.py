@@ -1,0 +1,64 @@
+"""Evaluations as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.metrics import Metrics
+from histopipe.evaluation.scores import Aggregation
+
+WITH_INTERVALS = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
+PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}
+"""The figures of a table, and what they are called there."""
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of equally many cells as lines: the first column to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A figure, or a hyphen where it is not defined."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def with_interval(metrics: Metrics, name: str) -> str:
+    """`0.912 [0.87, 0.95]`."""
+    text = number(getattr(metrics, name))
+    if name not in metrics.intervals:
+        return text
+    low, high = metrics.intervals[name]
+    return f"{text} [{low:.2f}, {high:.2f}]"
+
+
+def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
+    """A table with a line a level; below it what to know about them."""
+    rows = [[title, "n", *WITH_INTERVALS.values(), *PLAIN.values()]]
+    notes: dict[str, list[str]] = {}
+    for name, metrics in evaluation.named():
+        label = name.replace("_", " ", 1)
+        level, _, how = name.partition("_")
+        if level == "patient" and metrics == evaluation.slide.get(cast(Aggregation, how)):
+            continue
+        cells = [with_interval(metrics, figure) for figure in WITH_INTERVALS]
+        cells += [number(getattr(metrics, figure)) for figure in PLAIN]
+        rows.append([f"  {label}", str(metrics.count), *cells])
+        for note in metrics.notes:
+            notes.setdefault(note, []).append(label)
+    levels = len(rows) - 1
+    told = [
+        f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
+        for note, where in notes.items()
+    ]
+    if not any(row[0].startswith("  patient") for row in rows):
+        told.append("  patients: the same as slides, each has one")
+    return aligned(rows) + told

@@ -1,0 +1,305 @@
+"""Cross-validation: splits for every fold first, then each fold in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.labels import labels_from
+from histopipe.dataset.split_makers import make_folds
+from histopipe.dataset.splits import Splits, write_splits
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
+from histopipe.geometry import Micrometres
+from histopipe.store.store import Store, check_patch_sizes
+from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
+from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
+from histopipe.studies.places import share_devices
+from histopipe.training import run_folder
+from histopipe.training.cluster import in_cluster
+from histopipe.training.config import TrainConfig, flag
+from histopipe.training.progress import say
+from histopipe.training.result import is_finished, read_result
+from histopipe.training.settings_file import changed, known, read_config
+from histopipe.training.supervise import sigterm_interrupts
+from histopipe.training.watch import Stop
+
+SPLITS, LOGS = "splits", "logs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldSettings:
+    """How a cross-validation is run.
+
+    Attributes:
+        folds: how many; 0 for none.
+        fold_timeout: seconds for an attempt at a fold; 0 for as long as it takes.
+        retries: further attempts at a fold that failed.
+        parallel_folds: how many at once, each with its share of the GPUs.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    folds: int = 0
+    fold_timeout: float = 0.0
+    retries: int = 0
+    parallel_folds: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"folds": 0, "fold_timeout": 0, "retries": 0, "parallel_folds": 1}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not bound <= value < inf:
+                raise UsageError(flag(name), found=value, expected=f"{bound} or more")
+        if self.folds == 1:
+            raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
+
+
+FOLD_SETTINGS = tuple(field.name for field in dataclasses.fields(FoldSettings))
+
+
+def cross_validate(
+    stores: str | Path | Sequence[str | Path] | None = None,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    **settings: Any,
+) -> CrossValidation:
+    """Train and test a patch model on every fold of the patients, each fold in a process of its own.
+
+    Args:
+        stores: a store, or several, whose patches are of one size; "patches.lmdb" if not given.
+        out: the folder: a run's folder a fold, their splits, and the summary.
+        resume: go on with the cross-validation in `out`; finished folds stay as they are, all others are tried again.
+        settings: by the names of `TrainConfig` and `FoldSettings`, as the flags of `histopipe train`; `folds` is needed.
+
+    Returns:
+        The result of each fold, of those that failed the reason; and all folds' predictions judged together.
+
+    Raises:
+        UsageError: a setting is unknown, or does not fit the data or the machine.
+        NothingToDo: no store, or nothing to tell apart.
+        Interrupted: told to stop; what was done is kept.
+
+    Example:
+        >>> result = cross_validate("patches.lmdb", out="runs/cv", folds=5)  # doctest: +SKIP
+        >>> result.pooled.patient["mean"].auc  # doctest: +SKIP
+    """
+    if stores is not None:
+        paths = [stores] if isinstance(stores, str | Path) else stores
+        settings["stores"] = tuple(map(str, paths))
+    if resume:
+        return run_folds(*resumed_folds(Path(out), settings), Path(out), resume=True)
+    return run_folds(*divided_settings(settings), Path(out))
+
+
+def divided_settings(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
+    """Settings of the trainings and of the folds.
+
+    Raises:
+        UsageError: there is no such setting, or no number of folds.
+    """
+    own = {name: value for name, value in settings.items() if name in FOLD_SETTINGS}
+    others = {name: value for name, value in settings.items() if name not in FOLD_SETTINGS}
+    folds = FoldSettings(**own)
+    if not folds.folds:
+        raise UsageError("--folds is missing", expected="how many, such as 5")
+    config = TrainConfig(**known(others))
+    if config.splits is not None:
+        raise UsageError(
+            "--splits is one split, and --folds makes its own", todo="take one of them"
+        )
+    return config, folds
+
+
+def is_cross_validation(folder: Path) -> bool:
+    """Whether a folder is that of a cross-validation."""
+    return (folder / run_folder.CONFIG).exists() and (folder / SPLITS).is_dir()
+
+
+def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
+    """A cross-validation's own settings, and what is to change.
+
+    Raises:
+        UsageError: the folder holds none, or the change would make what was trained so far meaningless.
+    """
+    if not is_cross_validation(folder):
+        raise UsageError(f"{folder} holds no cross-validation to resume")
+    recorded = read_config(folder / run_folder.CONFIG, TrainConfig, FoldSettings)
+    own = {name: recorded.pop(name) for name in FOLD_SETTINGS if name in recorded}
+    wanted = {name: changes[name] for name in FOLD_SETTINGS if name in changes}
+    folds = FoldSettings(**(own | wanted))
+    if folds.folds != own["folds"]:
+        raise UsageError(
+            "--resume goes on with the folds that were made", found=f"--folds {folds.folds}",
+            expected=own["folds"],
+        )  # fmt: skip
+    rest = {name: value for name, value in changes.items() if name not in FOLD_SETTINGS}
+    return changed(recorded, rest), folds
+
+
+def run_folds(
+    config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool = False
+) -> CrossValidation:
+    """Train every fold that is not finished, then sum up.
+
+    Raises:
+        HistopipeError: as `cross_validate`.
+    """
+    if in_cluster():
+        raise UsageError(
+            "--folds trains on one machine", found="several workers (TF_CONFIG or Slurm)",
+            todo="start it outside of them",
+        )  # fmt: skip
+    run_folder.check(folder, resume=resume, ignored=SPLITS)
+    devices = share_devices(config.devices, settings.parallel_folds)
+    was_there = folder.exists()
+    with run_folder.held(folder):
+        _write_plan(config, settings, folder, resume=resume)
+        folds = [_as_found(folder, number) for number in range(1, settings.folds + 1)]
+        try:
+            _train(config, settings, folds, devices)
+        except (UsageError, NothingToDo):
+            _unmake(folder, keep=was_there)
+            raise
+        except Interrupted:
+            write_summary(summarise(config, folder, folds))
+            raise
+        result = summarise(config, folder, folds)
+        write_summary(result)
+    return result
+
+
+def _write_plan(config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool) -> None:
+    """The splits of all folds, then the settings: a folder with these has all of the splits."""
+    with run_folder.writable(folder):
+        (folder / SPLITS).mkdir(exist_ok=True)
+        (folder / LOGS).mkdir(exist_ok=True)
+        if not resume:
+            for number, splits in enumerate(_make_folds(config, settings.folds), 1):
+                write_splits(splits, folder / SPLITS / f"fold-{number}.json")
+        own = {name: getattr(settings, name) for name in FOLD_SETTINGS}
+        run_folder.write_text(folder / run_folder.CONFIG, config.to_toml(**own))
+
+
+def _make_folds(config: TrainConfig, folds: int) -> tuple[Splits, ...]:
+    first, second, third = config.fractions
+    with ExitStack() as stack:
+        stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
+        check_patch_sizes(stores)
+        made = make_folds(
+            stores, folds, split_by=config.split_by, seed=config.seed,
+            labels=labels_from(config.labels, stores, allow_extra=config.allow_extra_rows), fractions=(first, second, third),
+            region=Micrometres(config.region_um),
+        )  # fmt: skip
+    for number, splits in enumerate(made, 1):
+        for side, counts in splits.count().items():
+            missing = [name for name in splits.classes if not counts[name]]
+            if missing:
+                say(f"warning: fold {number}: no {' and no '.join(missing)} for {side}")
+    return made
+
+
+def _unmake(folder: Path, *, keep: bool) -> None:
+    """Remove a plan that no fold could begin with, so that the command can be put right and repeated."""
+    if any(has_begun(path) for path in folder.glob("fold-*")):
+        return
+    (folder / run_folder.CONFIG).unlink()
+    for part in (SPLITS, LOGS):
+        shutil.rmtree(folder / part)
+    if not keep:
+        folder.rmdir()
+
+
+def _as_found(folder: Path, number: int) -> Fold:
+    """A fold as it is before anything is done."""
+    place = folder / f"fold-{number}"
+    try:
+        result = read_result(place) if is_finished(place) else None
+    except DamagedStore as error:
+        say(f"warning: {error}")
+        result = None
+    return Fold(number, place, result, None if result else "not done", attempts=0)
+
+
+def _train(
+    config: TrainConfig, settings: FoldSettings, folds: list[Fold], devices: Sequence[str]
+) -> None:
+    """Train folds that are not finished, and put what becomes of each in its place.
+
+    Raises:
+        UsageError, NothingToDo: no fold can be trained so.
+        Interrupted: told to stop.
+    """
+    limits = Limits(seconds=settings.fold_timeout, retries=settings.retries)
+    free: queue.SimpleQueue[str] = queue.SimpleQueue()
+    for name in devices:
+        free.put(name)
+
+    def train(fold: Fold) -> Outcome | None:
+        if limits.stop.asked:
+            return None
+        name = free.get()
+        try:
+            return _train_fold(replace(config, devices=name), settings, fold, limits)
+        finally:
+            free.put(name)
+
+    with ThreadPoolExecutor(settings.parallel_folds) as pool, sigterm_interrupts():
+        waiting = {pool.submit(train, fold): fold for fold in folds if fold.result is None}
+        try:
+            for future in as_completed(waiting):
+                _take_in(folds, waiting[future], future.result())
+        except KeyboardInterrupt:
+            _end(limits.stop, waiting)
+            raise Interrupted(
+                "interrupted", found=f"{sum(f.result is not None for f in folds)} folds finished",
+                todo=f"go on with `histopipe train --resume --out {folds[0].folder.parent}`",
+            ) from None  # fmt: skip
+        except BaseException:
+            limits.stop.ask()
+            raise
+
+
+def _end(stop: Stop, waiting: Iterable[Future[Any]]) -> None:
+    """Let the folds under way save and end; at once after a second Ctrl-C."""
+    stop.ask()
+    try:
+        wait(waiting)
+    except KeyboardInterrupt:
+        stop.ask()
+
+
+def _train_fold(config: TrainConfig, settings: FoldSettings, fold: Fold, limits: Limits) -> Outcome:
+    number, place = fold.number, fold.folder
+    say(
+        f"fold {number}/{settings.folds}: {'going on' if has_begun(place) else 'begins'} in {place}"
+    )
+    splits = place.parent / SPLITS / f"{place.name}.json"
+    # Side by side their lines would mix.
+    log = place.parent / LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
+    outcome = attempt(replace(config, splits=str(splits)), place, limits, log=log)
+    told = f"failed: {outcome.error}" if outcome.error else f"done in {outcome.seconds:.0f} s"
+    say(f"fold {number}/{settings.folds}: {told}")
+    return outcome
+
+
+def _take_in(folds: list[Fold], fold: Fold, outcome: Outcome | None) -> None:
+    """What became of a fold; an error of settings that no fold can begin with is raised."""
+    if outcome is None:
+        return
+    error = outcome.error
+    if isinstance(error, UsageError | NothingToDo) and not has_begun(fold.folder):
+        raise error
+    folds[fold.number - 1] = replace(
+        fold, result=outcome.result, error=error, reason=str(error) if error else None,
+        attempts=outcome.attempts, seconds=outcome.seconds, host_bytes=outcome.host_bytes,
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""The best model's predictions as columns, and what they are worth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from histopipe.dataset.splits import Side, Splits
+from histopipe.dataset.table import unpack_keys
+from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, choose_thresholds, evaluate
+from histopipe.evaluation.scores import PatchScores
+from histopipe.store.store import Store
+from histopipe.training.tally import Predictions
+
+
+def judge(scores: Mapping[Side, PatchScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
+    """How good predictions of each side are, with thresholds chosen on validation."""
+    thresholds = choose_thresholds(scores["validation"], settings)
+    return {side: evaluate([(patches, thresholds)], settings) for side, patches in scores.items()}
+
+
+def patch_scores(predictions: Predictions, stores: Sequence[Store], splits: Splits) -> PatchScores:
+    """Predictions with the slides, patients and places that they are of, in the order of their slides."""
+    ordinals, slides, rows = unpack_keys(predictions.key)
+    order = np.lexsort((rows, slides, ordinals))
+    ordinals, slides, rows = ordinals[order], slides[order], rows[order]
+    patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
+    begins = np.flatnonzero(np.diff(ordinals, prepend=-1) | np.diff(slides, prepend=-1))
+    ends = [*begins[1:].tolist(), len(rows)]
+    slide_names: dict[str, int] = {}
+    patient_names: dict[str, int] = {}
+    slide, patient = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
+    corners = np.empty((len(rows), 2), np.int64)
+    for begin, end in zip(begins.tolist(), ends, strict=True):
+        here, place = slice(begin, end), (int(ordinals[begin]), int(slides[begin]))
+        store = stores[place[0]]
+        slide[here] = _number(slide_names, store.records[place[1]].id)
+        patient[here] = _number(patient_names, patient_of[place])
+        index = store.index(place[1])
+        corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
+    return PatchScores(
+        splits.classes, tuple(slide_names), tuple(patient_names), slide=slide, patient=patient,
+        x_l0=corners[:, 0], y_l0=corners[:, 1], label=predictions.label[order],
+        probability=predictions.probability[order],
+    )  # fmt: skip
+
+
+def _number(names: dict[str, int], name: str) -> int:
+    return names.setdefault(name, len(names))
