@@ -20,7 +20,9 @@ from histopipe.errors import HistopipeError
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
     from histopipe.store.store import Store, StoreSet, open_store
+    from histopipe.studies.comparison import compare
     from histopipe.studies.cross_validation import cross_validate
+    from histopipe.studies.tune import tune
     from histopipe.training.supervise import train
 
 __all__ = [
@@ -28,19 +30,23 @@ __all__ = [
     "Store",
     "StoreSet",
     "__version__",
+    "compare",
     "cross_validate",
     "load_dataset",
     "open_store",
     "train",
+    "tune",
 ]
 
 _HOME = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
+    "compare": "histopipe.studies.comparison",
     "cross_validate": "histopipe.studies.cross_validation",
     "load_dataset": "histopipe.dataset.loader",
     "open_store": "histopipe.store.store",
     "train": "histopipe.training.supervise",
+    "tune": "histopipe.studies.tune",
 }
 
 

@@ -112,10 +112,12 @@ def test_public_names() -> None:
         "Store",
         "StoreSet",
         "__version__",
+        "compare",
         "cross_validate",
         "load_dataset",
         "open_store",
         "train",
+        "tune",
     }
     for name in histopipe.__all__:
         assert getattr(histopipe, name) is not None

@@ -21,6 +21,8 @@ COMMANDS = MappingProxyType(
         "ingest": "Tile slides into a store.",
         "info": "Tell what a store holds.",
         "train": "Train a patch model on a store.",
+        "tune": "Search for settings that do better on validation.",
+        "compare": "Hold runs against each other.",
         "stains": "Measure how each slide of a store is stained.",
         "bench": "Measure what feeds a training, and name the bottleneck.",
     }

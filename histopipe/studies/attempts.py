@@ -35,11 +35,19 @@ class Limits:
         seconds: for one attempt; 0 for as long as it takes.
         retries: attempts after the first.
         stop: ends all of them.
+
+    Raises:
+        UsageError: a value is out of range.
     """
 
     seconds: float = 0.0
     retries: int = 0
     stop: Stop = field(default_factory=Stop)
+
+    def __post_init__(self) -> None:
+        for what, value in (("timeout", self.seconds), ("retries", self.retries)):
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(what, found=value, expected="0 or more")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.labels import labels_from
-from histopipe.dataset.split_makers import make_folds
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
-from histopipe.geometry import Micrometres
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
@@ -25,6 +22,7 @@ from histopipe.studies.places import share_devices
 from histopipe.training import run_folder
 from histopipe.training.cluster import in_cluster
 from histopipe.training.config import TrainConfig, flag
+from histopipe.training.plan import new_folds
 from histopipe.training.progress import say
 from histopipe.training.result import is_finished, read_result
 from histopipe.training.settings_file import changed, known, read_config
@@ -191,15 +189,10 @@ def _write_plan(config: TrainConfig, settings: FoldSettings, folder: Path, *, re
 
 
 def _make_folds(config: TrainConfig, folds: int) -> tuple[Splits, ...]:
-    first, second, third = config.fractions
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
         check_patch_sizes(stores)
-        made = make_folds(
-            stores, folds, split_by=config.split_by, seed=config.seed,
-            labels=labels_from(config.labels, stores, allow_extra=config.allow_extra_rows), fractions=(first, second, third),
-            region=Micrometres(config.region_um),
-        )  # fmt: skip
+        made = new_folds(config, stores, folds)
     for number, splits in enumerate(made, 1):
         for side, counts in splits.count().items():
             missing = [name for name in splits.classes if not counts[name]]

@@ -142,7 +142,7 @@ class TrainConfig:
                 raise UsageError(flag(field.name), found=repr(value), expected=like(field))
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal:
-                _one_of(flag(name), getattr(self, name), get_args(kind))
+                one_of(flag(name), getattr(self, name), get_args(kind))
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 raise UsageError(flag(name), found=getattr(self, name), expected=f"{least} or more")
@@ -158,7 +158,7 @@ class TrainConfig:
                 )
         check_rule(self.threshold)
         for name in self.augment:
-            _one_of("--augment", name, ("none", *AUGMENTATIONS))
+            one_of("--augment", name, ("none", *AUGMENTATIONS))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -254,6 +254,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """A UsageError unless it is."""
     if value not in allowed:
         raise UsageError(name, found=repr(value), expected=" or ".join(allowed))

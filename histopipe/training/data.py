@@ -3,52 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.labels import labels_from
 from histopipe.dataset.selection import select
-from histopipe.dataset.split_makers import make_splits
-from histopipe.dataset.splits import Side, Splits, read_splits, site_by_label
+from histopipe.dataset.splits import Side, Splits, site_by_label
 from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
-from histopipe.errors import UsageError
-from histopipe.geometry import Micrometres
 from histopipe.store.store import Store
-from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.progress import say
-
-
-def run_splits(
-    config: TrainConfig, stores: Sequence[Store], folder: Path, *, resume: bool
-) -> Splits:
-    """The run's splits: read if it goes on or if they are given, else made."""
-    if resume:
-        return read_splits(folder / run_folder.SPLITS, stores)
-    if config.splits is not None:
-        splits = read_splits(Path(config.splits), stores)
-    else:
-        first, second, third = config.fractions
-        splits = make_splits(
-            stores,
-            split_by=config.split_by,
-            seed=config.seed,
-            labels=labels_from(config.labels, stores, allow_extra=config.allow_extra_rows),
-            fractions=(first, second, third),
-            region=Micrometres(config.region_um),
-        )
-    leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
-    if leaks and not config.allow_leaks:
-        raise UsageError(
-            "the split leaks",
-            found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
-            expected="each patient and slide on one side",
-            todo="split by patient, or pass --allow-leaks if you mean it",
-        )
-    return splits
 
 
 def tell_splits(splits: Splits, stores: Sequence[Store]) -> None:
@@ -63,7 +28,9 @@ def tell_splits(splits: Splits, stores: Sequence[Store]) -> None:
         say(f"{left_out} complete slides left out: they have no label, or no patch")
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
-        say(f"{dropped} patches left out (unreadable, or too near another side's)")
+        say(
+            f"{dropped} patches left out (unreadable, too near another side's, or kept from a search)"
+        )
     sites = site_by_label(splits.slides)
     if len(sites) > 1:
         say("slides by site and label:")

@@ -15,8 +15,9 @@ from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder
 from histopipe.training.cluster import SIGNS, Cluster, find_cluster
 from histopipe.training.config import TrainConfig
-from histopipe.training.data import run_splits, tell_splits
+from histopipe.training.data import tell_splits
 from histopipe.training.memory import is_full_disk, is_out_of_memory
+from histopipe.training.plan import run_splits
 from histopipe.training.report import Report, unreported
 from histopipe.training.result import TrainResult
 from histopipe.training.run import Run

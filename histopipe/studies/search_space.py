@@ -1,0 +1,172 @@
+"""What a search may try: settings with a range, a choice, or one value, from a TOML file."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from histopipe.errors import UsageError
+from histopipe.training.config import TrainConfig, fits, like
+
+if TYPE_CHECKING:
+    import optuna
+
+NOT_SEARCHED = frozenset(
+    [
+        "stores", "labels", "allow_extra_rows", "split_by", "fractions", "region_um", "splits", "allow_leaks", "seed",
+        "on_error", "positive", "threshold", "top_k", "resamples", "save_minutes", "tensorboard", "devices",
+        "communication", "worker_timeout", "log_device_placement", "deterministic",
+    ]
+)  # fmt: skip
+"""Settings that decide what trials are measured on, or nothing that is measured: the same in all trials."""
+_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+_KEYS = {"low", "high", "log", "step"}
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `low` to `high`, both included; evenly on a logarithmic scale, or in steps, if asked for."""
+
+    low: float
+    high: float
+    log: bool = False
+    step: float | None = None
+
+    def suggest(self, trial: optuna.Trial, name: str) -> float:
+        """A number for a trial, whole where the bounds are."""
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            step = 1 if self.step is None else int(self.step)
+            return trial.suggest_int(name, self.low, self.high, step=step, log=self.log)
+        return trial.suggest_float(name, self.low, self.high, step=self.step, log=self.log)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of several values; lists as texts with commas."""
+
+    values: tuple[Any, ...]
+
+    def suggest(self, trial: optuna.Trial, name: str) -> Any:
+        """One of them for a trial."""
+        return trial.suggest_categorical(name, self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """Settings that are searched, and those that have one value.
+
+    Attributes:
+        searched: by name.
+        fixed: by name.
+    """
+
+    searched: Mapping[str, Range | Choice]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
+        """Settings for a trial."""
+        return settings_of(
+            {name: dimension.suggest(trial, name) for name, dimension in self.searched.items()}
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """To tell whether two are the same."""
+        searched = {name: dataclasses.asdict(it) for name, it in self.searched.items()}
+        return {"searched": searched, "fixed": dict(self.fixed)}
+
+
+def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Parameters of a trial as settings of a training: texts with commas as lists where these are wanted."""
+    return {
+        name: tuple(part.strip() for part in value.split(",")) if _is_list(name) else value
+        for name, value in params.items()
+    }
+
+
+def read_space(path: Path) -> SearchSpace:
+    """A search space from TOML: `{low, high}` with `log` or `step` is a range, a list a choice, anything else the one value.
+
+    Raises:
+        UsageError: it cannot be read, or names what is no setting, or not to be searched.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
+    return space_of(values, str(path))
+
+
+def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
+    """The same from a mapping.
+
+    Raises:
+        UsageError: as `read_space`.
+    """
+    searched: dict[str, Range | Choice] = {}
+    fixed: dict[str, Any] = {}
+    for name, value in values.items():
+        what = f"{where}: {name}"
+        if name not in _FIELDS:
+            raise UsageError(what, expected="a setting of `histopipe train`, as in config.toml")
+        if isinstance(value, Mapping):
+            searched[name] = _range(what, name, value)
+        elif isinstance(value, list | tuple):
+            searched[name] = _choice(what, name, value)
+        else:
+            fixed[name] = settings_of({name: _checked(what, name, value)})[name]
+    refused = sorted(set(searched) & NOT_SEARCHED)
+    if refused:
+        raise UsageError(
+            f"{where}: {', '.join(refused)} cannot be searched", expected="the same for all trials",
+            todo="give it one value",
+        )  # fmt: skip
+    if not searched:
+        raise UsageError(
+            f"{where}: nothing to search",
+            expected="a range such as learning_rate = { low = 1e-5, high = 1e-2, log = true }, or a list of values",
+        )
+    return SearchSpace(searched, fixed)
+
+
+def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
+    unknown = sorted(set(value) - _KEYS)
+    if unknown or not {"low", "high"} <= set(value):
+        raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
+    for key in ("low", "high", "step"):
+        if key in value and (_is_list(name) or isinstance(value[key], str | bool)):
+            raise UsageError(f"{what}.{key}", found=repr(value[key]), expected="a number")
+        if key in value:
+            _checked(f"{what}.{key}", name, value[key])
+    log, step = value.get("log", False), value.get("step")
+    if not isinstance(log, bool) or (log and step is not None):
+        raise UsageError(what, found=dict(value), expected="log = true, or a step, not both")
+    if not value["low"] < value["high"] or (log and value["low"] <= 0) or (step or 1) <= 0:
+        raise UsageError(
+            what, found=dict(value), expected="low below high" + (", low above 0" if log else "")
+        )
+    if isinstance(_FIELDS[name].default, float):
+        return Range(float(value["low"]), float(value["high"]), log, step)
+    return Range(value["low"], value["high"], log, step)
+
+
+def _choice(what: str, name: str, values: list[Any] | tuple[Any, ...]) -> Choice:
+    if len(set(map(repr, values))) < max(2, len(values)):
+        raise UsageError(what, found=list(values), expected="two different values or more")
+    return Choice(tuple(_checked(what, name, value) for value in values))
+
+
+def _checked(what: str, name: str, value: Any) -> Any:
+    if _is_list(name):
+        if not isinstance(value, str):
+            raise UsageError(what, found=repr(value), expected="texts such as 'flips,crop'")
+    elif not fits(value, _FIELDS[name].default):
+        raise UsageError(what, found=repr(value), expected=like(_FIELDS[name]))
+    return value
+
+
+def _is_list(name: str) -> bool:
+    return isinstance(_FIELDS[name].default, tuple)

@@ -1,0 +1,159 @@
+"""What a search has found so far: its trials, and the best one's settings, ready to train with."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from histopipe.errors import DamagedStore
+from histopipe.evaluation.table import aligned, number
+from histopipe.studies.search_space import settings_of
+from histopipe.training import run_folder
+from histopipe.training.config import TrainConfig
+from histopipe.training.result import is_finished, read_result
+
+if TYPE_CHECKING:
+    import optuna
+
+BEST, TRIALS_CSV = "best.toml", "trials.csv"
+_WORDS = {
+    "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "under way",
+    "WAITING": "waiting",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One trial.
+
+    Attributes:
+        number, folder: from 0; its run's.
+        state: "done", "pruned", "failed", "under way" or "waiting".
+        value: what it is judged by.
+        settings: what was tried.
+        epochs: how many it took.
+        seconds: for all of its attempts.
+        reason: why it failed.
+    """
+
+    number: int
+    folder: Path
+    state: str
+    value: float | None
+    settings: Mapping[str, Any]
+    epochs: int | None
+    seconds: float | None
+    reason: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, with the settings as columns."""
+        return {
+            "trial": self.number,
+            "state": self.state,
+            "value": self.value,
+            "epochs": self.epochs,
+            "seconds": self.seconds,
+            "reason": self.reason,
+            **{name: _as_text(value) for name, value in self.settings.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TuneResult:
+    """A search.
+
+    Attributes:
+        folder: its folder.
+        trials: by number.
+        best: of those that were done; None for none.
+        config: settings to train with: those of the best trial, and splits with test patches.
+    """
+
+    folder: Path
+    trials: tuple[Trial, ...]
+    best: Trial | None
+    config: TrainConfig | None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        return {
+            "folder": str(self.folder),
+            "best": self.best.number if self.best else None,
+            "trials": [trial.to_json() for trial in self.trials],
+        }
+
+    def lines(self) -> list[str]:
+        """A table with a line a trial."""
+        names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
+        rows = [["trial", "state", "value", "epochs", "s", *names]]
+        for trial in self.trials:
+            rows.append([
+                str(trial.number), trial.state + (" *best" if trial is self.best else ""),
+                number(trial.value, 4), str(trial.epochs or "-"), number(trial.seconds, 0),
+                *(_short(trial.settings.get(name)) for name in names),
+            ])  # fmt: skip
+        lines = aligned(rows)
+        lines += [f"trial {it.number}: {it.reason}" for it in self.trials if it.reason]
+        return lines
+
+
+def result_of(
+    folder: Path,
+    base: TrainConfig,
+    trials: Sequence[optuna.trial.FrozenTrial],
+    folder_of: Callable[[int], Path],
+    *,
+    direction: str,
+) -> TuneResult:
+    """What the trials of a search have come to so far."""
+    found = tuple(_trial(trial, folder_of(trial.number)) for trial in trials)
+    done = [(trial.value, trial) for trial in found if trial.value is not None]
+    sign = -1 if direction == "minimize" else 1
+    # The first of equals.
+    best = max(done, key=lambda it: (sign * it[0], -it[1].number))[1] if done else None
+    config = None
+    if best is not None:
+        config = replace(base, splits=str(folder / run_folder.SPLITS), **best.settings)
+    return TuneResult(folder, found, best, config)
+
+
+def write_tune_result(result: TuneResult) -> None:
+    """`trials.csv`, and `best.toml` for `histopipe train --config`."""
+    rows = [trial.to_json() for trial in result.trials]
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
+    writer.writeheader()
+    writer.writerows(rows)
+    run_folder.write_text(result.folder / TRIALS_CSV, buffer.getvalue())
+    if result.config is not None:
+        run_folder.write_text(result.folder / BEST, result.config.to_toml())
+
+
+def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
+    epochs = max(trial.intermediate_values, default=None)
+    if is_finished(folder):
+        try:
+            epochs = read_result(folder).epochs
+        except DamagedStore:
+            epochs = None
+    return Trial(
+        trial.number, folder, _WORDS[trial.state.name],
+        trial.value if trial.state.name == "COMPLETE" else None, settings_of(trial.params), epochs,
+        trial.user_attrs.get("seconds"), trial.user_attrs.get("reason"),
+    )  # fmt: skip
+
+
+def _as_text(value: Any) -> Any:
+    return ",".join(value) if isinstance(value, tuple) else value
+
+
+def _short(value: Any) -> str:
+    return (
+        f"{value:.3g}"
+        if isinstance(value, float)
+        else str("-" if value is None else _as_text(value))
+    )
