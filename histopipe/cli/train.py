@@ -122,8 +122,13 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 @click.option(
     "--allow-leaks", is_flag=True, help="Train although a patient or slide is on several sides."
 )
-@click.option("--optimizer", type=click.Choice(["adam", "adamw", "adagrad", "sgd"]), default="adam")
-@click.option("--learning-rate", type=float, default=1e-3)
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adam", "adamw", "adagrad", "sgd"]),
+    default="adam",
+    help="What turns gradients into steps.",
+)
+@click.option("--learning-rate", type=float, default=1e-3, help="Of the optimizer.")
 @click.option("--weight-decay", type=float, default=0.004, help="Of --optimizer adamw.")
 @click.option(
     "--schedule",

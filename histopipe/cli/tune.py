@@ -33,7 +33,12 @@ if TYPE_CHECKING:
 @click.option(
     "--metric", type=click.Choice(["auc", "accuracy", "loss"]), default="auc", help="Of validation."
 )
-@click.option("--sampler", type=click.Choice(["tpe", "random"]), default="tpe")
+@click.option(
+    "--sampler",
+    type=click.Choice(["tpe", "random"]),
+    default="tpe",
+    help="tpe: learn from earlier trials what to try.",
+)
 @click.option(
     "--pruner",
     type=click.Choice(["median", "none"]),

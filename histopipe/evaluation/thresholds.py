@@ -56,7 +56,9 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     truth = scores.label == positive
     if truth.all() or not truth.any():
         return EVEN, f"threshold {EVEN}: one class only in validation, none could be chosen"
-    passed, found, thresholds = roc_curve(truth, scores.probability[:, positive])
+    passed, found, thresholds = roc_curve(
+        truth, scores.probability[:, positive], drop_intermediate=False
+    )
     # The first one is above every score: nothing is positive.
     thresholds[0] = np.nextafter(scores.probability[:, positive].max(), np.inf)
     if match["of"] is None:

@@ -2,6 +2,7 @@
 
 HISTOPIPE_TEST_FAULT says where, at which call, how, and names a file that shows that it has failed: PLACE:CALL:KIND:FILE.
 A plus behind the place: behind the call. "always" for the file: at every call, in every process.
+Several are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,13 +52,28 @@ def fail(kind: str) -> None:
         return
     if kind == "hang":
         time.sleep(3600)
+    if kind == "hang-with-child":
+        subprocess.run(["sleep", "3600"], check=False)
+    if kind == "crash":
+        raise RuntimeError("made")
     if kind == "parent":
         os.kill(os.getppid(), signal.SIGKILL)  # and this process dies with it
         time.sleep(60)
     os.kill(os.getpid(), getattr(signal, kind))
 
 
-def arm(place: str, at: int, kind: str, marker: Path) -> None:
+def folder_of_the_run() -> str:
+    """The name of the folder that this process trains in."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        folder = frame.f_locals.get("folder")
+        if frame.f_code.co_name == "train_here" and folder is not None:
+            return str(folder.name)
+        frame = frame.f_back
+    return ""
+
+
+def arm(only: str, place: str, at: int, kind: str, marker: Path) -> None:
     after = place.endswith("+")
     home, owner, name = PLACES[place.rstrip("+")]
     module: Any = importlib.import_module(home)
@@ -69,6 +86,7 @@ def arm(place: str, at: int, kind: str, marker: Path) -> None:
         calls += 1
         always = marker.name == "always"
         due = always or (calls == at and not marker.exists())
+        due = due and (not only or folder_of_the_run() == only)
         if due and not always:
             marker.touch()
         if due and not after:
@@ -84,7 +102,9 @@ def arm(place: str, at: int, kind: str, marker: Path) -> None:
     setattr(where, name, faulty)
 
 
-fault = os.environ.get("HISTOPIPE_TEST_FAULT")
-if fault and "histopipe.training.child" in sys.orig_argv:
-    place, at, kind, marker = fault.split(":", 3)
-    arm(place, int(at), kind, Path(marker))
+faults = os.environ.get("HISTOPIPE_TEST_FAULT")
+if faults and "histopipe.training.child" in sys.orig_argv:
+    for fault in faults.split(";"):
+        only, _, what = fault.rpartition("=")
+        place, at, kind, marker = what.split(":", 3)
+        arm(only, place, int(at), kind, Path(marker))

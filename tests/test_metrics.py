@@ -1,0 +1,471 @@
+"""Metrics against scikit-learn, against cases worked by hand, and intervals against what they promise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.stats import norm
+from sklearn import calibration
+from sklearn import metrics as sk
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.evaluate import (
+    Evaluation,
+    JudgeSettings,
+    choose_thresholds,
+    evaluate,
+    positive_class,
+)
+from histopipe.evaluation.metrics import BINS, Metrics, bootstrap_draws, decide, metrics_of
+from histopipe.evaluation.predictions_file import read_predictions, write_predictions
+from histopipe.evaluation.scores import PatchScores, Scores, scores_of, with_common_patients
+from histopipe.evaluation.statistics import Statistics, area_under_roc
+from histopipe.evaluation.thresholds import choose_threshold
+
+NO_DRAWS = np.zeros((0, 1))
+
+
+def scores(
+    label: Sequence[int],
+    probability: Sequence[Sequence[float]],
+    patient: Sequence[int] | None = None,
+) -> Scores:
+    count = len(label)
+    return Scores(
+        np.array(label, np.int32), np.array(probability, np.float64),
+        np.array(patient if patient is not None else range(count), np.int32), np.arange(count),
+    )  # fmt: skip
+
+
+def binary(
+    label: Sequence[int], positive: Sequence[float], patient: Sequence[int] | None = None
+) -> Scores:
+    return scores(label, [[1 - p, p] for p in positive], patient)
+
+
+def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20) -> Scores:
+    """Scores with ties: probabilities of one decimal, or a few."""
+    rng = np.random.default_rng(seed)
+    steps = 10 ** int(rng.integers(1, 6))
+    probability = rng.multinomial(steps, rng.dirichlet(np.ones(classes), count)) / steps
+    return scores(
+        rng.integers(0, classes, count).tolist(), probability.tolist(),
+        rng.integers(0, patients, count).tolist(),
+    )  # fmt: skip
+
+
+@given(st.integers(0, 10_000), st.floats(0.05, 0.95))
+def test_two_classes_as_scikit_learn_has_it(seed: int, threshold: float) -> None:
+    given = random_scores(seed, 2)
+    truth, p = given.label, given.probability[:, 1]
+    decided = (p >= threshold).astype(int)
+    found = metrics_of(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+    assert found.auc == pytest.approx(sk.roc_auc_score(truth, p), abs=1e-12)
+    assert found.accuracy == pytest.approx(sk.accuracy_score(truth, decided), abs=1e-12)
+    assert found.balanced_accuracy == pytest.approx(
+        sk.balanced_accuracy_score(truth, decided), abs=1e-12
+    )
+    assert found.f1 == pytest.approx(sk.f1_score(truth, decided), abs=1e-12)
+    assert found.sensitivity == pytest.approx(sk.recall_score(truth, decided), abs=1e-12)
+    assert found.specificity == pytest.approx(
+        sk.recall_score(truth, decided, pos_label=0), abs=1e-12
+    )
+    assert found.brier == pytest.approx(sk.brier_score_loss(truth, p), abs=1e-12)
+    assert found.log_loss == pytest.approx(sk.log_loss(truth, given.probability), abs=1e-9)
+    np.testing.assert_array_equal(found.confusion, sk.confusion_matrix(truth, decided))
+    assert (found.count, found.patients) == (200, len(set(given.patient.tolist())))
+
+
+@given(st.integers(0, 10_000), st.integers(3, 5))
+def test_more_classes_as_scikit_learn_has_it(seed: int, classes: int) -> None:
+    given = random_scores(seed, classes)
+    truth, probability = given.label, given.probability
+    decided = probability.argmax(axis=1)
+    names = tuple("abcde"[:classes])
+    found = metrics_of(given, names, positive=None, threshold=None, draws=NO_DRAWS)
+    areas = [sk.roc_auc_score(truth == c, probability[:, c]) for c in range(classes)]
+    assert found.auc == pytest.approx(np.mean(areas), abs=1e-12)
+    assert [it.auc for it in found.classes.values()] == pytest.approx(areas, abs=1e-12)
+    assert found.balanced_accuracy == pytest.approx(
+        sk.balanced_accuracy_score(truth, decided), abs=1e-12
+    )
+    assert found.f1 == pytest.approx(sk.f1_score(truth, decided, average="macro"), abs=1e-12)
+    recalls = sk.recall_score(truth, decided, average=None)
+    assert [it.sensitivity for it in found.classes.values()] == pytest.approx(recalls, abs=1e-12)
+    assert found.brier == pytest.approx(
+        sk.brier_score_loss(truth, probability, labels=range(classes)), abs=1e-9
+    )
+    np.testing.assert_array_equal(found.confusion, sk.confusion_matrix(truth, decided))
+
+
+@pytest.mark.parametrize("classes", [2, 4])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_weighting_is_that_patient_so_often(seed: int, classes: int) -> None:
+    """What a resample's figures are, by the slow way: the scores of each patient repeated as often as it was drawn."""
+    given = random_scores(seed, classes)
+    positive = 1 if classes == 2 else None
+    draw = bootstrap_draws(20, 1, seed)
+    fast = Statistics(given, decide(given, positive, 0.4), positive).figures(draw)
+    rows = np.repeat(np.arange(200), draw[0].astype(int)[given.patient])
+    repeated = Scores(
+        given.label[rows], given.probability[rows], given.patient[rows], given.item[rows]
+    )
+    slow = Statistics(repeated, decide(repeated, positive, 0.4), positive)
+    for name, values in slow.figures(np.ones((1, slow.patients))).items():
+        assert fast[name][0] == pytest.approx(values[0], abs=1e-12), name
+
+
+def test_worked_by_hand() -> None:
+    """Positives at 0.9 and 0.4, negatives at 0.4 and 0.1: of four pairs three are in order and one is tied."""
+    found = metrics_of(
+        binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=1, threshold=0.5,
+        draws=NO_DRAWS,
+    )  # fmt: skip
+    assert found.auc == pytest.approx(3.5 / 4)
+    assert found.confusion == ((2, 0), (1, 1))
+    assert (found.sensitivity, found.specificity) == (0.5, 1.0)
+    assert (found.accuracy, found.balanced_accuracy) == (0.75, 0.75)
+    assert found.f1 == pytest.approx(2 / 3)
+    assert found.brier == pytest.approx((0.01 + 0.36 + 0.16 + 0.01) / 4)
+    assert found.log_loss == pytest.approx(
+        -(math.log(0.9) + math.log(0.4) + math.log(0.6) + math.log(0.9)) / 4
+    )
+    # Two at 0.4, one of them positive; one at 0.9, one at 0.1.
+    assert [(b.count, b.observed) for b in found.reliability if b.count] == [
+        (1, 0),
+        (2, 0.5),
+        (1, 1),
+    ]
+    assert found.calibration_error == pytest.approx((0.1 + 2 * 0.1 + 0.1) / 4)
+    other = metrics_of(
+        binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=0, threshold=0.5,
+        draws=NO_DRAWS,
+    )  # fmt: skip
+    assert other.auc == found.auc
+    assert (other.sensitivity, other.specificity) == (1.0, 0.5)
+
+
+@given(st.integers(0, 10_000))
+def test_reliability_as_scikit_learn_has_it(seed: int) -> None:
+    given = random_scores(seed, 2)
+    found = metrics_of(given, ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS)
+    filled = [b for b in found.reliability if b.count]
+    # Its bins are closed above, ours below: probabilities off the borders fall into the same.
+    off = np.abs(given.probability[:, 1] * BINS - (given.probability[:, 1] * BINS).round()) > 1e-9
+    if off.all():
+        observed, mean = calibration.calibration_curve(
+            given.label, given.probability[:, 1], n_bins=BINS
+        )
+        assert [b.observed for b in filled] == pytest.approx(observed)
+        assert [b.probability for b in filled] == pytest.approx(mean)
+    assert sum(b.count for b in filled) == 200
+
+
+def test_a_class_that_is_missing_is_said_and_leaves_open_what_it_must() -> None:
+    one = metrics_of(
+        binary([1, 1], [0.9, 0.4]), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
+    )
+    assert (one.auc, one.specificity, one.sensitivity) == (None, None, 0.5)
+    assert one.balanced_accuracy == 0.5
+    assert one.notes == ("no n here",)
+    assert one.classes["n"].count == 0 and one.classes["n"].auc is None
+    three = scores(
+        [0, 1, 0, 1], [[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2], [0.5, 0.1, 0.4]]
+    )
+    found = metrics_of(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
+    assert found.notes == ("no c here",)
+    assert found.auc == pytest.approx((1.0 + 0.625) / 2)
+    assert found.balanced_accuracy == 0.75
+    assert found.classes["c"].specificity == 1.0
+
+
+def test_metrics_come_back_from_json() -> None:
+    draws = bootstrap_draws(20, 50, 1)
+    for classes, positive in ((2, 1), (3, None)):
+        names = tuple("abc"[:classes])
+        found = metrics_of(
+            random_scores(1, classes), names, positive=positive, threshold=0.5, draws=draws
+        )
+        assert set(found.intervals) >= {"auc", "f1", "brier"}
+        assert Metrics.from_json(found.to_json()) == found
+
+
+def test_area_under_roc_of_an_epoch() -> None:
+    given = random_scores(3, 2)
+    area = area_under_roc(given.label, given.probability.astype(np.float32))
+    assert area == pytest.approx(sk.roc_auc_score(given.label, given.probability[:, 1]))
+    assert area_under_roc(np.zeros(3, np.int32), np.full((3, 2), 0.5, np.float32)) is None
+    assert area_under_roc(np.array([0, 1], np.int32), np.full((2, 2), np.nan, np.float32)) is None
+
+
+# Intervals.
+
+
+def clustered(rng: np.random.Generator, patients: int) -> Scores:
+    """Ten patches a patient, half of them ill, with a shift of each patient's own."""
+    ill = np.repeat(np.arange(patients) % 2, 10)
+    shift = np.repeat(rng.normal(size=patients), 10) * math.sqrt(0.3)
+    value = 1.2 * ill + shift + rng.normal(size=10 * patients) * math.sqrt(0.7)
+    p = norm.cdf(value - 0.6)
+    return binary(ill.tolist(), p.tolist(), np.repeat(np.arange(patients), 10).tolist())
+
+
+def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, float]:
+    """How often the intervals hold what is so."""
+    rng = np.random.default_rng(5)
+    truth = metrics_of(
+        clustered(rng, 20_000), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
+    )
+    hits = {"auc": 0, "balanced_accuracy": 0, "brier": 0}
+    for trial in range(trials):
+        sample = clustered(rng, patients)
+        if by_patch:
+            sample = replace(sample, patient=np.arange(10 * patients, dtype=np.int32))
+        draws = bootstrap_draws(int(sample.patient.max()) + 1, 300, trial)
+        found = metrics_of(sample, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+        for name in hits:
+            low, high = found.intervals[name]
+            hits[name] += low <= getattr(truth, name) <= high
+    return {name: count / trials for name, count in hits.items()}
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """Of 200 samples of 40 patients 95 % within three standard errors (1.5 %), less a little for so few patients."""
+    for name, share in covered(40, 200).items():
+        assert 0.90 <= share <= 0.99, name
+
+
+def test_resampling_patches_instead_of_patients_would_be_too_sure() -> None:
+    assert covered(40, 100, by_patch=True)["auc"] < 0.8
+
+
+def test_few_patients_are_said() -> None:
+    given = binary([0, 1, 0, 1], [0.1, 0.8, 0.4, 0.3], [0, 1, 0, 1])
+    found = metrics_of(
+        given, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(2, 1000, 1)
+    )
+    assert "2 patients: too few for intervals to be trusted" in found.notes
+    assert any("of the resamples lack a class" in note for note in found.notes)
+    one = metrics_of(
+        binary([0, 1], [0.1, 0.8], [0, 0]), ("n", "t"), positive=1, threshold=0.5,
+        draws=bootstrap_draws(1, 100, 1),
+    )  # fmt: skip
+    assert one.intervals == {}
+
+
+# From patches to slides and patients.
+
+SLIDES = PatchScores(
+    ("n", "t"), ("s1", "s2", "s3"), ("p", "q"),
+    slide=np.array([0, 0, 0, 1, 1, 2], np.int32), patient=np.array([0, 0, 0, 0, 0, 1], np.int32),
+    x_l0=np.arange(6), y_l0=np.zeros(6, np.int64),
+    label=np.array([1, 1, 1, 1, 1, 0], np.int32),
+    probability=np.array([[1 - p, p] for p in (0.9, 0.2, 0.4, 0.6, 0.8, 0.3)], np.float32),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "slides", "patients"),
+    [
+        ("mean", [0.5, 0.7, 0.3], [0.58, 0.3]),
+        ("top_k", [0.65, 0.7, 0.3], [0.85, 0.3]),
+        ("majority", [1 / 3, 1.0, 0.0], [0.6, 0.0]),
+    ],
+)
+def test_slides_and_patients_worked_by_hand(
+    how: str, slides: list[float], patients: list[float]
+) -> None:
+    for level, expected in (("slide", slides), ("patient", patients)):
+        found = scores_of(SLIDES, level, how, top_k=2, positive=1)  # type: ignore[arg-type]
+        assert found.probability[:, 1] == pytest.approx(expected)
+        assert found.probability.sum(axis=1) == pytest.approx(1)
+        assert found.label.tolist() == [1] * (len(expected) - 1) + [0]
+    assert scores_of(SLIDES, "slide", "mean", top_k=2, positive=1).patient.tolist() == [0, 0, 1]
+
+
+def test_top_k_looks_for_the_positive_class_or_for_each_of_several() -> None:
+    other = scores_of(SLIDES, "slide", "top_k", top_k=2, positive=0)
+    assert other.probability[:, 0] == pytest.approx([0.7, 0.3, 0.7])
+    three = replace(
+        SLIDES, classes=("a", "b", "c"), slide=np.zeros(6, np.int32), label=np.zeros(6, np.int32),
+        probability=np.array(
+            [[0.8, 0.1, 0.1], [0.6, 0.3, 0.1], [0.1, 0.8, 0.1]] * 2, np.float32
+        ),
+    )  # fmt: skip
+    found = scores_of(three, "slide", "top_k", top_k=4, positive=0)
+    assert found.probability[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
+
+
+def test_whose_patches_have_several_labels_is_left_out_and_counted() -> None:
+    mixed = replace(SLIDES, label=np.array([1, 0, 1, 1, 1, 0], np.int32))
+    slide = scores_of(mixed, "slide", "mean", top_k=2, positive=1)
+    assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
+    found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
+    assert "1 with patches of several labels left out" in found.slide["mean"].notes
+    assert found.patch.notes == ()
+    assert found.patient["mean"].notes[0] == "no t here"
+
+
+# Thresholds.
+
+
+def test_thresholds_worked_by_hand() -> None:
+    well, ill = [0.1, 0.2, 0.3, 0.7], [0.25, 0.6, 0.65, 0.8, 0.9]
+    validation = binary([0] * 4 + [1] * 5, well + ill)
+    for rule, expected in {
+        "youden": 0.6, "sensitivity:1": 0.25, "sensitivity:0.7": 0.6, "sensitivity:0.6": 0.65,
+        "specificity:1": 0.8, "specificity:0.75": 0.6, "0.35": 0.35,
+    }.items():  # fmt: skip
+        assert choose_threshold(validation, 1, rule)[0] == pytest.approx(expected), rule
+    assert choose_threshold(validation, 0, "sensitivity:1")[0] == pytest.approx(0.3)
+    threshold, note = choose_threshold(binary([1, 1], [0.2, 0.3]), 1, "youden")
+    assert threshold == 0.5 and note is not None and "one class only" in note
+    with pytest.raises(UsageError, match=r"--threshold: found 'best', expected youden"):
+        choose_threshold(validation, 1, "best")
+
+
+@given(st.integers(0, 10_000), st.sampled_from([0.5, 0.8, 0.95, 1.0]))
+def test_a_threshold_keeps_what_was_asked_for(seed: int, share: float) -> None:
+    given = random_scores(seed, 2, count=60)
+    for rule, figure in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
+        threshold, _ = choose_threshold(given, 1, f"{rule}:{share}")
+        found = metrics_of(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+        assert getattr(found, figure) >= share - 1e-12
+
+
+def test_no_other_threshold_has_a_higher_youden_index() -> None:
+    given = random_scores(4, 2)
+    chosen, _ = choose_threshold(given, 1, "youden")
+
+    def index(threshold: float) -> float:
+        found = metrics_of(given, ("n", "t"), positive=1, threshold=threshold, draws=NO_DRAWS)
+        return (found.sensitivity or 0) + (found.specificity or 0)
+
+    assert index(chosen) == pytest.approx(
+        max(index(t) for t in np.linspace(0, 1.01, 500)), abs=0.02
+    )
+    assert index(chosen) >= max(index(t) for t in given.probability[:, 1]) - 1e-12
+
+
+def patches(
+    seed: int, patients: Sequence[str], classes: tuple[str, ...] = ("n", "t")
+) -> PatchScores:
+    """Twelve patches a slide, two slides a patient, labels by patient in turn."""
+    rng = np.random.default_rng(seed)
+    slides = tuple(f"{name}-{i}" for name in patients for i in range(2))
+    slide = np.repeat(np.arange(len(slides)), 12).astype(np.int32)
+    label = (slide // 2 % len(classes)).astype(np.int32)
+    probability = rng.dirichlet(np.ones(len(classes)), len(slide))
+    probability[np.arange(len(slide)), label] += 0.3
+    return PatchScores(
+        classes, slides, tuple(patients), slide=slide, patient=(slide // 2).astype(np.int32),
+        x_l0=np.tile(np.arange(12) * 128, len(slides)), y_l0=np.zeros(len(slide), np.int64),
+        label=label, probability=(probability / 1.3).astype(np.float32),
+    )  # fmt: skip
+
+
+def test_test_data_has_no_say_in_the_threshold() -> None:
+    settings = JudgeSettings(resamples=0)
+    thresholds = choose_thresholds(patches(1, "abcdef"), settings)
+    test = patches(2, "ghijkl")
+    found = evaluate([(test, thresholds)], settings)
+    for name, metrics in found.named():
+        assert metrics.threshold == thresholds[name][0]
+    flipped = replace(test, label=1 - test.label)
+    again = evaluate([(flipped, thresholds)], settings)
+    assert [m.threshold for _, m in again.named()] == [m.threshold for _, m in found.named()]
+
+
+def test_pooled_folds_are_decided_by_their_own_thresholds() -> None:
+    settings = JudgeSettings(resamples=20)
+    parts = with_common_patients([patches(1, "abcdef"), patches(2, "ghijkl")])
+    chosen = [{"patch": (value, None)} for value in (0.2, 0.8)]
+    pooled = evaluate(list(zip(parts, chosen, strict=True)), settings).patch
+    each = [evaluate([pair], settings).patch for pair in zip(parts, chosen, strict=True)]
+    assert pooled.threshold is None
+    np.testing.assert_array_equal(pooled.confusion, np.sum([m.confusion for m in each], axis=0))
+    assert (pooled.count, pooled.patients) == (288, 12)
+    joined = np.concatenate([part.probability[:, 1] for part in parts])
+    labels = np.concatenate([part.label for part in parts])
+    assert pooled.auc == pytest.approx(sk.roc_auc_score(labels, joined))
+
+
+def test_evaluations_of_three_classes_come_back_from_json() -> None:
+    found = evaluate([(patches(1, "abcdef", ("a", "b", "c")), {})], JudgeSettings(resamples=20))
+    assert Evaluation.from_json(found.to_json()) == found
+    assert [name for name, _ in found.named()] == [
+        "patch", "slide_mean", "slide_top_k", "slide_majority", "patient_mean", "patient_top_k",
+        "patient_majority",
+    ]  # fmt: skip
+    assert (found.slide["mean"].count, found.patient["mean"].count) == (12, 6)
+
+
+def test_the_positive_class() -> None:
+    assert positive_class(("n", "t"), None) == 1
+    assert positive_class(("n", "t"), "n") == 0
+    assert positive_class(("a", "b", "c"), None) is None
+    with pytest.raises(UsageError, match="--positive: found 'x', expected n or t"):
+        positive_class(("n", "t"), "x")
+    with pytest.raises(UsageError, match="there are 3 classes"):
+        positive_class(("a", "b", "c"), "a")
+
+
+# The file.
+
+
+def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.csv"
+    sides = {"validation": patches(1, "abc"), "test": patches(2, ["d", "e,f", "ü"])}
+    write_predictions(path, [({"split": side}, it) for side, it in sides.items()])
+    found = read_predictions(path)
+    assert list(found) == ["validation", "test"]
+    for side, it in sides.items():
+        back = found[side]  # type: ignore[index]
+        assert (back.classes, back.slides, back.patients) == (it.classes, it.slides, it.patients)
+        for name in ("slide", "patient", "x_l0", "y_l0", "label", "probability"):
+            np.testing.assert_array_equal(getattr(back, name), getattr(it, name))
+
+
+def test_predictions_read_into_pandas_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.csv"
+    given = patches(1, "abc")
+    write_predictions(path, [({"split": "test"}, given)])
+    table = pandas.read_csv(path)
+    assert list(table) == [
+        "split", "slide", "patient", "x_l0", "y_l0", "label", "predicted", "p_n", "p_t",
+    ]  # fmt: skip
+    assert table["p_t"].dtype == "float64" and table["x_l0"].dtype == "int64"
+    slides = table.groupby("slide")["p_t"].mean()
+    ours = scores_of(given, "slide", "mean", top_k=1, positive=1)
+    assert slides[list(given.slides)].to_numpy() == pytest.approx(ours.probability[:, 1])
+    likeliest: NDArray[np.str_] = np.array(given.classes)[given.probability.argmax(axis=1)]
+    assert table["predicted"].tolist() == likeliest.tolist()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:0],
+        lambda text: text.replace("split,slide", "slide,split", 1),
+        lambda text: text.replace(",n,", ",unknown,", 1),
+        lambda text: text[:-30],
+        lambda text: text.replace("128", "12.8", 1),
+    ],
+)
+def test_a_damaged_file_is_told(tmp_path: Path, damage: object) -> None:
+    path = tmp_path / "predictions.csv"
+    write_predictions(path, [({"split": "test"}, patches(1, "abc"))])
+    path.write_text(damage(path.read_text()))  # type: ignore[operator]
+    with pytest.raises(DamagedStore, match="is damaged"):
+        read_predictions(path)
+    with pytest.raises(UsageError, match="does not exist"):
+        read_predictions(tmp_path / "none.csv")
