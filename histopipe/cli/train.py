@@ -10,41 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from histopipe.cli.durations import Duration
+from histopipe.cli.parameters import Duration, Fractions, Names
 from histopipe.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from histopipe.studies.fold_summary import CrossValidation
     from histopipe.training.result import TrainResult
-
-
-class _Names(click.ParamType[tuple[str, ...]]):
-    """`flips,colour`."""
-
-    name = "names"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        if isinstance(value, list | tuple):
-            return tuple(value)
-        return tuple(part.strip() for part in str(value).split(","))
-
-
-class _Fractions(click.ParamType[tuple[float, ...]]):
-    """`0.7,0.15,0.15`."""
-
-    name = "fractions"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        if isinstance(value, list | tuple):
-            return tuple(value)
-        try:
-            return tuple(float(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r}: write 0.7,0.15,0.15", param, ctx)
 
 
 def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -100,7 +71,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     help="What stays together on one side of the split.",
 )
 @click.option(
-    "--fractions", type=_Fractions(), default="0.7,0.15,0.15", help="Train, validation and test."
+    "--fractions", type=Fractions(), default="0.7,0.15,0.15", help="Train, validation and test."
 )
 @click.option(
     "--region-um", type=float, default=250.0, help="Side of the squares of --split-by region, µm."
@@ -157,7 +128,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 )
 @click.option(
     "--augment",
-    type=_Names(),
+    type=Names(),
     default="flips",
     help="none, or a list of flips (the eight positions of a square), crop, stain, colour.",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.cli.durations import Duration
+from histopipe.cli.parameters import Duration
 from histopipe.errors import ExitCode
 
 if TYPE_CHECKING:

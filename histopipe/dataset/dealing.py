@@ -144,12 +144,16 @@ class ByFolds:
     def places(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
         """(N,) sides."""
         count = len(shuffled)
-        begin, end = (round(count * part / self.folds) for part in (self.fold, self.fold + 1))
-        # Counted on from the tested part, so that validation moves with it.
-        behind = (shuffled - end) % max(count, 1)
-        validating = round(self._validating * (count - (end - begin)))
-        sides = np.where(behind < validating, _VALIDATION, _TRAIN)
-        return np.where((begin <= shuffled) & (shuffled < end), _TEST, sides).astype(np.int8)
+        # Where the first fold begins differs, or slides of few patches would all bring theirs to the same folds.
+        begin = shuffled[0] / count if count else 0.0
+        # In folds, and from the end of the tested one on: what comes next validates.
+        behind = ((shuffled + begin) * self.folds / max(count, 1) - self.fold - 1) % self.folds
+        tested = behind >= self.folds - 1
+        validating = round(self._validating * np.count_nonzero(~tested))
+        sides = np.full(count, _TRAIN, np.int8)
+        sides[np.argsort(behind, kind="stable")[:validating]] = _VALIDATION
+        sides[tested] = _TEST
+        return sides
 
 
 def _drawn(groups: list[Group], size: int, seed: int) -> tuple[list[Group], list[Group]]:

@@ -160,8 +160,9 @@ def run_folds(
     run_folder.check(folder, resume=resume, ignored=SPLITS)
     devices = share_devices(config.devices, settings.parallel_folds)
     was_there = folder.exists()
+    made = () if resume else _make_folds(config, settings.folds)
     with run_folder.held(folder):
-        _write_plan(config, settings, folder, resume=resume)
+        _write_plan(config, settings, folder, made)
         folds = [_as_found(folder, number) for number in range(1, settings.folds + 1)]
         try:
             _train(config, settings, folds, devices)
@@ -176,14 +177,15 @@ def run_folds(
     return result
 
 
-def _write_plan(config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool) -> None:
-    """The splits of all folds, then the settings: a folder with these has all of the splits."""
+def _write_plan(
+    config: TrainConfig, settings: FoldSettings, folder: Path, made: Sequence[Splits]
+) -> None:
+    """The splits of all folds that are new, then the settings: a folder with these has all of the splits."""
     with run_folder.writable(folder):
         (folder / SPLITS).mkdir(exist_ok=True)
         (folder / LOGS).mkdir(exist_ok=True)
-        if not resume:
-            for number, splits in enumerate(_make_folds(config, settings.folds), 1):
-                write_splits(splits, folder / SPLITS / f"fold-{number}.json")
+        for number, splits in enumerate(made, 1):
+            write_splits(splits, folder / SPLITS / f"fold-{number}.json")
         own = {name: getattr(settings, name) for name in FOLD_SETTINGS}
         run_folder.write_text(folder / run_folder.CONFIG, config.to_toml(**own))
 

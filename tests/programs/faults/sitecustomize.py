@@ -54,6 +54,10 @@ def fail(kind: str) -> None:
         time.sleep(3600)
     if kind == "hang-with-child":
         subprocess.run(["sleep", "3600"], check=False)
+    if kind == "diverge":
+        from histopipe.errors import UsageError
+
+        raise UsageError("the loss of epoch 1 is not finite (made)")
     if kind == "crash":
         raise RuntimeError("made")
     if kind == "parent":

@@ -1,0 +1,58 @@
+"""Values on the command line that are more than a text or a number."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import click
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
+
+
+class Duration(click.ParamType[float]):
+    """`2h`, `90m`, `45s`, or seconds; 0 for no limit."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """Seconds of a text such as `2h`."""
+        match = _PATTERN.fullmatch(str(value))
+        if match is None or not math.isfinite(seconds := float(match[1]) * _UNITS[match[2] or "s"]):
+            self.fail(f"{value!r}: write 2h, 90m, 45s or a number of seconds", param, ctx)
+        return seconds
+
+
+class Names(click.ParamType[tuple[str, ...]]):
+    """`flips,colour`."""
+
+    name = "names"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, ...]:
+        """The names."""
+        if isinstance(value, list | tuple):
+            return tuple(value)
+        return tuple(part.strip() for part in str(value).split(","))
+
+
+class Fractions(click.ParamType[tuple[float, ...]]):
+    """`0.7,0.15,0.15`."""
+
+    name = "fractions"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, ...]:
+        """The numbers."""
+        if isinstance(value, list | tuple):
+            return tuple(value)
+        try:
+            return tuple(float(part) for part in str(value).split(","))
+        except ValueError:
+            self.fail(f"{value!r}: write 0.7,0.15,0.15", param, ctx)

@@ -1,0 +1,451 @@
+"""Cross-validation: every patient tested once, no fold lost with another, nothing left behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import COMMAND, INTERRUPTIBLE, PROGRAMS, Run
+from hypothesis import given
+from hypothesis import strategies as st
+from sklearn import metrics as sk
+
+from histopipe.dataset.dealing import ByFolds
+from histopipe.dataset.split_makers import make_folds
+from histopipe.dataset.splits import SplitBy
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.geometry import Micrometres
+from histopipe.store.store import Store
+from histopipe.studies.places import share_devices
+
+SHARES = (0.7, 0.15, 0.15)
+ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
+TIMED = ("seconds", "host_mb", "gpu_mb", "attempts")
+
+
+# Splits.
+
+
+@given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.integers(2, 8), st.integers(0, 99))
+def test_every_group_is_tested_once_and_classes_are_dealt_evenly(
+    sizes: list[int], folds: int, seed: int
+) -> None:
+    strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
+    if max(sizes) < folds:
+        with pytest.raises(UsageError, match=r"--folds: found \d, expected at most \d"):
+            ByFolds(0, folds, SHARES, seed).groups(strata, "patient")
+        return
+    tested: Counter[str] = Counter()
+    for fold in range(folds):
+        sides = ByFolds(fold, folds, SHARES, seed).groups(strata, "patient")
+        assert set(sides) == {group for groups in strata.values() for group in groups}
+        tested.update(group for group, side in sides.items() if side == 2)
+        for groups in strata.values():
+            count = Counter(sides[group] for group in groups)
+            assert len(groups) // folds <= count[2] <= -(-len(groups) // folds)
+            assert count[0] >= 1  # a class is always trained on
+            assert count[1] >= 1 or len(groups) - count[2] == 1
+    assert set(tested.values()) == {1}
+    assert len(tested) == sum(sizes)
+
+
+@given(st.integers(0, 200), st.integers(2, 8))
+def test_every_patch_is_tested_once(count: int, folds: int) -> None:
+    places = np.random.default_rng(count).permutation(count)
+    sides = [ByFolds(fold, folds, SHARES, 1).places(places) for fold in range(folds)]
+    assert (np.sum([side == 2 for side in sides], axis=0) == 1).all()
+    for side in sides:
+        assert (side == 2).sum() == pytest.approx(count / folds, abs=1)
+        rest = count - (side == 2).sum()
+        assert (side == 1).sum() == pytest.approx(0.15 / 0.85 * rest, abs=0.5)
+
+
+@pytest.mark.parametrize("split_by", ["patient", "slide", "patch"])
+def test_folds_of_a_store_cover_it_once_and_leak_nothing(
+    small_store: Path, split_by: SplitBy
+) -> None:
+    with Store(small_store) as store:
+        folds = make_folds([store], 4, split_by=split_by, seed=3)
+        again = make_folds([store], 4, split_by=split_by, seed=3)
+        other = make_folds([store], 4, split_by=split_by, seed=4)
+    for place in range(12):
+        sides = np.stack([fold.slides[place].sides for fold in folds])
+        assert (np.sum(sides == 2, axis=0) == 1).all()
+        np.testing.assert_array_equal(sides, [fold.slides[place].sides for fold in again])
+    for fold in folds:
+        assert split_by == "patch" or not fold.leaks()
+        assert all(counts[name] for counts in fold.count().values() for name in fold.classes)
+    assert any(
+        (a.sides != b.sides).any()
+        for one, two in zip(folds, other, strict=True)
+        for a, b in zip(one.slides, two.slides, strict=True)
+    )
+
+
+def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
+    with Store(made_store) as store:
+        folds = make_folds([store], 3, split_by="region", seed=3, region=Micrometres(500.0))
+        records = [store.records[slide.slide] for slide in folds[0].slides]
+        corners = [
+            np.stack([store.index(it.slide)["x_l0"], store.index(it.slide)["y_l0"]], axis=1)
+            for it in folds[0].slides
+        ]
+    tested = np.concatenate(
+        [np.sum([f.slides[i].sides == 2 for f in folds], axis=0) for i in range(len(records))]
+    )
+    assert tested.max() == 1 and tested.mean() > 0.3
+    for fold in folds:
+        for slide, record, corner in zip(fold.slides, records, corners, strict=True):
+            width = (record.read_size or 0) * (record.downsample or 0)
+            for a in (0, 1, 2):
+                here, away = (
+                    corner[slide.sides == a],
+                    corner[(slide.sides != a) & (slide.sides >= 0)],
+                )
+                if len(here) and len(away):
+                    gaps = np.abs(here[:, None].astype(int) - away[None].astype(int)).max(axis=2)
+                    assert gaps.min() >= width
+
+
+def labels_for(store: Store, rare: int) -> dict[str, tuple[str | None, str | None, str | None]]:
+    """A class of few slides among others."""
+    return {
+        record.id: ("rare" if i < rare else "ab"[i % 2], None, None)
+        for i, record in enumerate(store.slides)
+    }
+
+
+def test_a_class_too_rare_for_every_fold_is_trained_in_all(small_store: Path) -> None:
+    with Store(small_store) as store:
+        folds = make_folds([store], 5, split_by="slide", seed=1, labels=labels_for(store, 2))
+        assert (
+            sorted(bool(fold.count()["test"]["rare"]) for fold in folds) == [False] * 3 + [True] * 2
+        )
+        assert all(fold.count()["train"]["rare"] for fold in folds)
+        with pytest.raises(NothingToDo, match="class 'rare' cannot be split: found 1 slide"):
+            make_folds([store], 5, split_by="slide", seed=1, labels=labels_for(store, 1))
+
+
+# Running them.
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "summary.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def untimed(folder: Path) -> list[dict[str, str]]:
+    """The summary without what no two runs share."""
+    return [{k: v for k, v in row.items() if k not in TIMED} for row in table(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("folds") / "whole"
+    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS, "--folds", "3"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "all folds together" in done.stdout
+    return out
+
+
+def test_a_folder_holds_a_run_a_fold_and_their_summary(whole: Path) -> None:
+    rows = table(whole)
+    assert [row["fold"] for row in rows] == ["1", "2", "3", "mean", "sd", "pooled"]
+    summary = json.loads((whole / "summary.json").read_text())
+    each = []
+    for number, row in enumerate(rows[:3], 1):
+        metrics = json.loads((whole / f"fold-{number}" / "metrics.json").read_text())
+        assert row["status"] == "done" and int(row["best_epoch"]) == metrics["best_epoch"]
+        assert float(row["patch_auc"]) == metrics["test"]["patch"]["auc"]
+        assert float(row["host_mb"]) > 100 and float(row["seconds"]) > 0
+        assert summary["folds"][number - 1]["metrics"]["test"] == metrics["test"]
+        each.append(metrics["test"]["slide"]["mean"]["brier"])
+        splits = f"splits/fold-{number}.json"
+        assert (whole / splits).read_text() == (
+            whole / f"fold-{number}" / "splits.json"
+        ).read_text()
+    assert float(rows[3]["slide_mean_brier"]) == pytest.approx(np.mean(each), abs=1e-12)
+    assert float(rows[4]["slide_mean_brier"]) == pytest.approx(np.std(each, ddof=1), abs=1e-12)
+
+
+def test_pooled_figures_are_of_all_predictions(whole: Path) -> None:
+    with (whole / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 120 == len({(row["slide"], row["x_l0"], row["y_l0"]) for row in rows})
+    assert {row["fold"] for row in rows} == {"1", "2", "3"}
+    truth = [row["label"] == "t" for row in rows]
+    p = [np.float32(row["p_t"]) for row in rows]
+    pooled = json.loads((whole / "summary.json").read_text())["pooled"]
+    assert pooled["patch"]["auc"] == pytest.approx(sk.roc_auc_score(truth, p), abs=1e-9)
+    assert pooled["slide"]["mean"]["count"] == 12
+    low, high = pooled["patch"]["intervals"]["auc"]
+    assert low < pooled["patch"]["auc"] < high
+    folds = [
+        json.loads((whole / f"fold-{n}" / "metrics.json").read_text())["test"]["patch"]["confusion"]
+        for n in (1, 2, 3)
+    ]
+    np.testing.assert_array_equal(pooled["patch"]["confusion"], np.sum(folds, axis=0))
+
+
+def test_python_gives_the_same_and_loads_no_tensorflow(
+    whole: Path, small_store: Path, tmp_path: Path
+) -> None:
+    code = (
+        "import sys, histopipe\n"
+        "r = histopipe.cross_validate(sys.argv[1], out='cv', folds=3, epochs=2, batch_size=16,\n"
+        "    deterministic=True, parallel_folds=2)\n"
+        "print(len(r.folds), r.failed, r.pooled.patch.auc, 'tensorflow' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small_store)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert untimed(tmp_path / "cv") == untimed(whole)
+    auc = json.loads((whole / "summary.json").read_text())["pooled"]["patch"]["auc"]
+    assert done.stdout.split() == ["3", "()", str(auc), "False"]
+    # Side by side their lines go to a file each.
+    assert "epoch 1/2" not in done.stderr
+    assert "epoch 1/2" in (tmp_path / "cv" / "logs" / "fold-3.log").read_text()
+
+
+def test_real_slides_by_region_killed_twice_equal_uninterrupted(
+    run: Run, data: Path, tmp_path: Path
+) -> None:
+    """The first kill is in a fold's training, the second between folds, each of the whole command."""
+    (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
+    names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
+    rows = [f"{name},{label}" for name, label in names.items()]
+    (tmp_path / "labels.csv").write_text("\n".join(["slide,label", *rows]) + "\n")
+    slides = [data / "slides" / f"{name}.svs" for name in names]
+    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 64)
+    assert run("ingest", *slides, *ingest).returncode == 0
+    arguments = (
+        "--folds", 3, "--split-by", "region", "--deterministic", "--epochs", 2, "--batch-size", 32,
+        "--save-minutes", "1e-9",
+    )  # fmt: skip
+    done = run("train", *arguments, "--out", "whole")
+    assert done.returncode == 0, done.stderr
+    command = [*COMMAND, "train", *map(str, arguments), "--out", "killed"]
+    for ready in ("fold-1/resume.npz", "fold-2/metrics.json"):
+        child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        while child.poll() is None and not (tmp_path / "killed" / ready).exists():
+            time.sleep(0.005)
+        assert child.poll() is None, f"it ended before {ready}"
+        child.kill()
+        child.wait()
+        command = [*COMMAND, "train", "--resume", "--out", "killed"]
+    finished = (tmp_path / "killed" / "fold-1" / "metrics.json").stat().st_mtime_ns
+    done = run("train", "--resume", "--out", "killed")
+    assert done.returncode == 0, done.stderr
+    assert "fold 1/3" not in done.stderr  # finished before: skipped
+    assert (tmp_path / "killed" / "fold-1" / "metrics.json").stat().st_mtime_ns == finished
+    assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
+    for number in (1, 2, 3):
+        one, two = (tmp_path / name / f"fold-{number}" for name in ("killed", "whole"))
+        assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of processes whose environment has a mark."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if mark.encode() in (entry / "environ").read_bytes():
+                    found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:
+                continue
+    return found
+
+
+def faulty(faults: dict[str, str], folder: Path) -> dict[str, str]:
+    """An environment in which each fold fails in its own way, whenever it is tried; marked, to be found again."""
+    each = [f"{fold}={fault}:{folder}/always" for fold, fault in faults.items()]
+    return {
+        **os.environ,
+        "PYTHONPATH": str(PROGRAMS / "faults"),
+        "HISTOPIPE_TEST_FAULT": ";".join(each),
+        "HISTOPIPE_TEST_MARK": str(folder),
+    }
+
+
+def test_folds_that_hang_crash_and_run_out_of_memory_cost_themselves_only(
+    run: Run, small_store: Path, whole: Path, tmp_path: Path
+) -> None:
+    """A fold hangs with a process of its own, one crashes, one never has memory enough, one dies of a signal; two go well."""
+    faults = {
+        "fold-1": "gradients:2:hang-with-child",
+        "fold-2": "gradients:2:crash",
+        "fold-3": "gradients:2:exhausted",
+        "fold-4": "gradients:2:SIGSEGV",
+    }
+    done = run(
+        "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 6, "--fold-timeout", "15s",
+        "--parallel-folds", 2, env=faulty(faults, tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    rows = table(tmp_path / "cv")
+    assert [row["status"] for row in rows[:6]] == ["failed"] * 4 + ["done"] * 2
+    reasons = {
+        "1": "not done within 15 s",
+        "2": "the training failed: found RuntimeError: made",
+        "3": "not even single patches fit",
+        "4": "died of SIGSEGV: probably out of memory",
+    }
+    for row in rows[:4]:
+        assert reasons[row["fold"]] in row["reason"]
+        assert f"fold {row['fold']}: {row['reason']}" in done.stdout
+        assert int(row["attempts"]) == 1 and float(row["host_mb"]) > 100
+    assert rows[-1]["fold"] == "pooled" and rows[-1]["patch_auc"]
+    # With the cause gone, all of it can be had.
+    done = run("train", "--resume", "--out", "cv", "--fold-timeout", "10m", "--parallel-folds", 2)
+    assert done.returncode == 0, done.stderr
+    assert [row["status"] for row in table(tmp_path / "cv")[:6]] == ["done"] * 6
+
+
+def test_a_fold_that_fails_once_is_tried_again(
+    run: Run, small_store: Path, whole: Path, tmp_path: Path
+) -> None:
+    """One crashes in its second epoch; one takes too long, is saved and goes on; one cannot be helped and is not tried again."""
+    environment = faulty({}, tmp_path) | {
+        "HISTOPIPE_TEST_FAULT": f"fold-1=gradients:6:crash:{tmp_path}/crashed;"
+        f"fold-2=gradients+:2:hang:{tmp_path}/hung;fold-3=apply:2:diverge:{tmp_path}/diverged"
+    }
+    done = run(
+        "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 3, "--retries", 1,
+        "--fold-timeout", "12s", "--parallel-folds", 2, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    assert [row["attempts"] for row in table(tmp_path / "cv")[:3]] == ["2", "2", "1"]
+    assert "the loss of epoch 1 is not finite" in table(tmp_path / "cv")[2]["reason"]
+    assert untimed(tmp_path / "cv")[:2] == untimed(whole)[:2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_told_to_stop_it_ends_every_fold_and_goes_on(
+    run: Run, small_store: Path, whole: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [
+        *INTERRUPTIBLE, "train", str(small_store), "--out", "cv", *ARGUMENTS, "--folds", "3",
+        "--parallel-folds", "2",
+    ]  # fmt: skip
+    environment = faulty({"fold-1": "gradients:4:wait", "fold-2": "gradients:4:wait"}, tmp_path)
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    logs = [tmp_path / "cv" / f"fold-{fold}" / "config.toml" for fold in (1, 2)]
+    while child.poll() is None and not all(log.exists() for log in logs):
+        time.sleep(0.02)
+    time.sleep(1.0)
+    child.send_signal(number)
+    _, said = child.communicate(timeout=120)
+    assert child.returncode == 130, said
+    assert "go on with `histopipe train --resume --out cv`" in said
+    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    assert {row["status"] for row in table(tmp_path / "cv")[:3]} == {"not done"}
+    if number == signal.SIGTERM:
+        return
+    done = run("train", "--resume", "--out", "cv")
+    assert done.returncode == 0, done.stderr
+    assert untimed(tmp_path / "cv") == untimed(whole)
+
+
+FLAT = """
+import sys
+from pathlib import Path
+from histopipe.studies import cross_validation as cv
+
+def resident_mb():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
+
+original = cv._train_fold
+
+def noting(*arguments):
+    outcome = original(*arguments)
+    print(resident_mb(), flush=True)
+    return outcome
+
+cv._train_fold = noting
+cv.cross_validate(sys.argv[1], out=sys.argv[2], folds=20, epochs=1, split_by="patch", parallel_folds=2, resamples=0)
+"""
+
+
+def test_twenty_folds_leave_their_parent_as_it_was(small_store: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FLAT, str(small_store), str(tmp_path / "cv")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sizes = [float(line) for line in done.stdout.split()]
+    assert len(sizes) == 20
+    assert max(sizes[2:]) - sizes[2] < 5, sizes
+
+
+# Wrong commands.
+
+
+def wrong(run: Run, *arguments: object) -> str:
+    done = run("train", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_wrong_settings_are_told_before_anything_is_left(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    assert "--folds: found 1, expected 2 or more" in wrong(run, small_store, "--folds", 1)
+    assert "expected at most 6: no class has more patients" in wrong(
+        run, small_store, "--folds", 7, "--out", "cv"
+    )
+    assert "--splits is one split" in wrong(run, small_store, "--folds", 3, "--splits", "x.json")
+    assert "--retries: found no --folds" in wrong(run, small_store, "--retries", 2)
+    assert "write 2h, 90m, 45s" in wrong(run, small_store, "--folds", 3, "--fold-timeout", "soon")
+    assert "nonsense" in wrong(run, small_store, "--folds", 3, "--model", "nonsense", "--out", "cv")
+    assert not (tmp_path / "cv").exists()
+    assert "--positive: found 'x'" in wrong(
+        run, small_store, "--folds", 3, "--positive", "x", "--out", "cv"
+    )
+    assert not (tmp_path / "cv").exists()
+
+
+def test_a_cross_validation_is_not_resumed_as_something_else(run: Run, whole: Path) -> None:
+    assert "found --folds 5, expected 3" in wrong(run, "--resume", "--out", whole, "--folds", 5)
+    assert "found --model" in wrong(run, "--resume", "--out", whole, "--model", "resnet50")
+    assert "is not empty" in wrong(run, "--out", whole, "--folds", 3)
+
+
+def test_the_recorded_configuration_runs_the_same_again(
+    run: Run, whole: Path, tmp_path: Path
+) -> None:
+    done = run("train", "--config", whole / "config.toml", "--out", "again", "--json")
+    assert done.returncode == 0, done.stderr
+    assert untimed(tmp_path / "again") == untimed(whole)
+    said: dict[str, Any] = json.loads(done.stdout)
+    assert [fold["status"] for fold in said["folds"]] == ["done"] * 3
+
+
+def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("histopipe.studies.places.count_gpus", lambda: 5)
+    assert share_devices("auto", 1) == ["auto"]
+    assert share_devices("auto", 2) == ["gpu:0,2,4", "gpu:1,3"]
+    assert share_devices("gpu", 5) == [f"gpu:{n}" for n in range(5)]
+    assert share_devices("gpu:3,4", 2) == ["gpu:3", "gpu:4"]
+    assert share_devices("cpu:2", 3) == ["cpu:2"] * 3
+    with pytest.raises(UsageError, match="--parallel-folds: found 3, expected at most one"):
+        share_devices("gpu:3,4", 3)
+    monkeypatch.setattr("histopipe.studies.places.count_gpus", lambda: 0)
+    assert share_devices("auto", 3) == ["auto"] * 3
