@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 from pathlib import Path
@@ -12,7 +13,6 @@ from histopipe.files import network_filesystem
 
 if TYPE_CHECKING:
     import optuna
-    from optuna.storages.journal import JournalFileSymlinkLock
 
 JOURNAL = "study.journal"
 
@@ -59,8 +59,34 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
     if url is not None and url.startswith("redis"):
         return optuna.storages.JournalStorage(journal.JournalRedisBackend(url))  # type: ignore[no-any-return]
     path = folder / JOURNAL if url is None else Path(url)
-    _end_whole(path, journal.JournalFileSymlinkLock(str(path)))
-    return optuna.storages.JournalStorage(journal.JournalFileBackend(str(path)))  # type: ignore[no-any-return]
+    lock = KernelLock(path.with_name(f"{path.name}.flock"))
+    _end_whole(path, lock)
+    backend = journal.JournalFileBackend(str(path), lock_obj=lock)
+    return optuna.storages.JournalStorage(backend)  # type: ignore[no-any-return]
+
+
+class KernelLock:
+    """A lock between processes that the kernel lets go of when its holder ends, however that is.
+
+    Optuna's own is a symbolic link. Left behind by a process that was killed, the others wait for it: for 30 s, or for ever if the path
+    of the journal is a relative one.
+
+    Args:
+        path: of a file for it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._fd = path, -1
+
+    def acquire(self) -> bool:
+        """Wait until nobody else has it."""
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        return True
+
+    def release(self) -> None:
+        """Let the next one have it."""
+        os.close(self._fd)
 
 
 def _refuse_shared_sqlite(url: str) -> None:
@@ -76,7 +102,7 @@ def _refuse_shared_sqlite(url: str) -> None:
         )
 
 
-def _end_whole(path: Path, lock: JournalFileSymlinkLock) -> None:
+def _end_whole(path: Path, lock: KernelLock) -> None:
     """Cut off a last line that was not written to its end, as on a full disk: the next one would be lost with it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
         return

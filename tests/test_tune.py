@@ -1,0 +1,412 @@
+"""A search: what may be searched, trials that no process's death loses or doubles, and test patches that no trial sees."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from conftest import COMMAND, INTERRUPTIBLE, Run
+from hypothesis import given
+from hypothesis import strategies as st
+from test_folds import faulty, marked
+
+from histopipe.errors import MachineShort, UsageError
+from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
+from histopipe.studies.storage import JOURNAL, open_storage
+from histopipe.studies.study import Study, StudySettings
+
+SPACE = """
+learning_rate = { low = 1e-4, high = 1e-1, log = true }
+augment = ["none", "flips", "flips,colour"]
+batch_size = { low = 8, high = 32, step = 8 }
+epochs = 2
+"""
+
+
+# What may be searched.
+
+
+def test_a_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
+    path = tmp_path / "space.toml"
+    path.write_text(SPACE + 'optimizer = "sgd"\ndropout = { low = 0, high = 0.5 }\n')
+    space = read_space(path)
+    assert space.searched == {
+        "learning_rate": Range(1e-4, 0.1, log=True),
+        "augment": Choice(("none", "flips", "flips,colour")),
+        "batch_size": Range(8, 32, step=8),
+        "dropout": Range(0.0, 0.5),
+    }
+    assert space.fixed == {"epochs": 2, "optimizer": "sgd"}
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(1))
+    for _ in range(20):
+        found = space.suggest(study.ask())
+        assert 1e-4 <= found["learning_rate"] <= 0.1 and found["batch_size"] in (8, 16, 24, 32)
+        assert isinstance(found["dropout"], float) and 0 <= found["dropout"] <= 0.5
+        assert found["augment"] in (("none",), ("flips",), ("flips", "colour"))
+
+
+@pytest.mark.parametrize(
+    ("space", "message"),
+    [
+        ({"colour": [1, 2]}, "colour: expected a setting of `histopipe train`"),
+        ({"epochs": 5}, "nothing to search"),
+        ({"seed": [1, 2]}, "seed cannot be searched"),
+        ({"stores": ["a", "b"]}, "stores cannot be searched"),
+        ({"dropout": {"low": 0.5}}, r"dropout: found .*expected \{ low = …, high = … \}"),
+        ({"dropout": {"low": 0.5, "high": 0.1}}, "expected low below high"),
+        ({"dropout": {"low": 0.0, "high": 0.1, "log": True}}, "low above 0"),
+        ({"dropout": {"low": 0.1, "high": 0.5, "log": True, "step": 0.1}}, "not both"),
+        ({"dropout": {"low": 0.1, "high": 0.5, "step": -0.1}}, "expected low below high"),
+        ({"dropout": {"low": "a", "high": "b"}}, r"dropout\.low: found 'a', expected a number"),
+        ({"batch_size": {"low": 0.5, "high": 8}}, r"batch_size\.low: found 0\.5"),
+        ({"augment": {"low": 1, "high": 2}}, r"augment\.low: found 1, expected a number"),
+        ({"augment": [["flips"], ["none"]]}, "expected texts such as 'flips,crop'"),
+        ({"model": ["resnet50"]}, "expected two different values or more"),
+        ({"model": ["resnet50", 3]}, "model: found 3"),
+        ({"epochs": "two", "model": ["a", "b"]}, "epochs: found 'two'"),
+    ],
+)
+def test_a_wrong_space_is_told(space: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        space_of(space)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=9), st.one_of(st.none(), st.lists(st.integers()), st.floats(), st.text())
+    )
+)
+def test_no_space_ends_in_anything_but_a_message(space: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        space_of(space)
+
+
+# Where trials are kept.
+
+
+def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("histopipe.studies.storage.network_filesystem", lambda _: "nfs4")
+    with pytest.raises(UsageError, match=r"SQLite cannot be shared.*on nfs4, where its locks"):
+        open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    assert open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path).get_all_studies() == []
+    with pytest.raises(UsageError, match="--storage cannot be opened: found"):
+        open_storage("sqlite:////no/such/folder/study.db", tmp_path)
+    with pytest.raises(UsageError, match="--storage cannot be opened: found"):
+        open_storage("nonsense://host/db", tmp_path)
+
+
+def test_without_optuna_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MachineShort, match=r"pip install 'histopipe\[tune\]'"):
+        open_storage(None, tmp_path)
+
+
+def a_study(folder: Path, trials: int = 3, **settings: Any) -> Study:
+    space = space_of({"dropout": {"low": 0.0, "high": 0.5}})
+    return Study(folder, StudySettings(trials=trials, **settings), space, {"epochs": 2})
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite"])
+def test_a_trial_is_at_one_process_and_is_taken_up_when_that_lets_go(
+    tmp_path: Path, storage: str | None
+) -> None:
+    url = f"sqlite:///{tmp_path}/study.db" if storage else None
+    one, two = a_study(tmp_path, storage=url), a_study(tmp_path, storage=url)
+    with one.claimed() as first, two.claimed() as second:
+        assert first is not None and second is not None
+        assert {first.number, second.number} == {0, 1}
+        dropout = first.suggest_float("dropout", 0.0, 0.5)
+        first.report(0.5, 1)
+        assert two.wait()
+    # Left without an answer, as by a process that died.
+    with two.claimed() as again, one.claimed() as other:
+        assert again is not None and other is not None
+        assert {again.number, other.number} == {0, 1}
+        first_again = again if again.number == 0 else other
+        assert first_again.suggest_float("dropout", 0.0, 0.5) == dropout
+        two.tell(again, 0.7, "COMPLETE")
+        two.tell(other, None, "PRUNED")
+    with two.claimed() as third:
+        assert third is not None and third.number == 2
+        two.tell(third, None, "FAIL")
+    with one.claimed() as none:
+        assert none is None
+    assert not one.wait()
+    assert [trial.state.name for trial in one.trials()] == ["COMPLETE", "PRUNED", "FAIL"]
+
+
+def test_trials_begun_in_another_folder_are_left_to_it(tmp_path: Path) -> None:
+    """Two machines without a common folder, at one database."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    here = a_study(tmp_path / "a", storage=url, name="shared")
+    there = a_study(tmp_path / "b", storage=url, name="shared")
+    with here.claimed() as first:
+        assert first is not None and first.number == 0
+    with there.claimed() as second:
+        assert second is not None and second.number == 1
+        there.tell(second, 0.5, "COMPLETE")
+    assert not there.wait()  # the first is not its own, and no lock would tell of its end
+    with here.claimed() as again:
+        assert again is not None and again.number == 0
+
+
+def test_another_search_is_not_continued(tmp_path: Path) -> None:
+    a_study(tmp_path)
+    with pytest.raises(UsageError, match="holds a search with other settings"):
+        a_study(tmp_path, metric="loss")
+    for wrong in ({"trials": 0}, {"metric": "f1"}, {"sampler": "grid"}, {"pruner": "all"}):
+        with pytest.raises(UsageError, match=f"--{next(iter(wrong))}: found"):
+            StudySettings(**wrong)
+
+
+def test_a_torn_last_line_of_the_journal_costs_itself_only(tmp_path: Path) -> None:
+    """As a full disk leaves it: what is written behind it would be lost with it."""
+    study = a_study(tmp_path)
+    with study.claimed() as trial:
+        assert trial is not None
+        study.tell(trial, 0.5, "COMPLETE")
+    with (tmp_path / JOURNAL).open("ab") as file:
+        file.write(b'{"op_code":4,"study_')
+    again = a_study(tmp_path)
+    with again.claimed() as trial:
+        assert trial is not None and trial.number == 1
+        again.tell(trial, 0.6, "COMPLETE")
+    assert [trial.value for trial in a_study(tmp_path).trials()] == [0.5, 0.6]
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from histopipe.studies.storage import KernelLock
+KernelLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_journal_free(tmp_path: Path) -> None:
+    study = a_study(tmp_path)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / f"{JOURNAL}.flock")]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    with pytest.raises(TimeoutError), time_limit(1):
+        a_study(tmp_path)
+    holder.kill()
+    holder.communicate()
+    with time_limit(10), study.claimed() as trial:
+        assert trial is not None
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    def over(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_settings_with_commas_are_lists_where_these_are_wanted() -> None:
+    assert settings_of({"augment": "flips, crop", "model": "a,b", "dropout": 0.1}) == {
+        "augment": ("flips", "crop"), "model": "a,b", "dropout": 0.1,
+    }  # fmt: skip
+
+
+# Searching.
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "trials.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> Path:
+    path = tmp_path / "space.toml"
+    path.write_text(SPACE)
+    return path
+
+
+def test_eight_trials_shared_by_two_processes_one_of_them_killed(
+    run: Run, small_store: Path, space: Path, tmp_path: Path
+) -> None:
+    command = [
+        *COMMAND, "tune", str(small_store), "--space", str(space), "--out", "search", "--trials",
+        "8", "--pruner", "none",
+    ]  # fmt: skip
+    environment = {**os.environ, "HISTOPIPE_TEST_MARK": str(tmp_path)}
+    processes = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    victim, survivor = processes
+    trials = tmp_path / "search" / "trials"
+    while victim.poll() is None and len(list(trials.glob("trial-*/history.csv"))) < 3:
+        time.sleep(0.05)
+    assert victim.poll() is None
+    victim.kill()
+    said = victim.communicate()[1]
+    begun = [
+        line.split()[1]
+        for line in said.splitlines()
+        if line.startswith("trial") and "begins" in line
+    ]
+    ended = [line.split()[1].rstrip(":") for line in said.splitlines() if ": validation" in line]
+    out, told = survivor.communicate(timeout=300)
+    assert survivor.returncode == 0, told
+    left = set(begun) - set(ended)
+    assert len(left) == 1
+    assert f"trial {left.pop()} of 8" in told
+    found = rows(tmp_path / "search")
+    assert [row["trial"] for row in found] == [str(n) for n in range(8)]
+    assert {row["state"] for row in found} == {"done"}
+    assert len({row["learning_rate"] for row in found}) == 8
+    assert len(list(trials.glob("trial-*/metrics.json"))) == 8 == len(list(trials.glob("trial-*")))
+    assert out.count("done") == 8 and "*best" in out
+    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    # Each of them told what its own run's file says.
+    for row in found:
+        metrics = json.loads(
+            (trials / f"trial-{int(row['trial']):04d}" / "metrics.json").read_text()
+        )
+        assert float(row["value"]) == metrics["validation"]["patch"]["auc"]
+        assert "test" not in metrics  # no trial has seen a test patch
+    best = max(found, key=lambda row: float(row["value"]))
+    config = tomllib.loads((tmp_path / "search" / "best.toml").read_text())
+    assert config["learning_rate"] == float(best["learning_rate"])
+    assert config["epochs"] == 2 and config["augment"] == best["augment"].split(",")
+    done = run("train", "--config", "search/best.toml", "--out", "best", "--json")
+    assert done.returncode == 0, done.stderr
+    trained = json.loads(done.stdout)
+    # The same splits, so the same validation as in the search; and test patches.
+    assert trained["validation"]["patch"]["count"] == trained["test"]["patch"]["count"] == 20
+    assert trained["validation"]["patch"]["auc"] == pytest.approx(float(best["value"]), abs=0.05)
+    # All is done: the same command has nothing left to do.
+    again = subprocess.run(
+        [*command, "--json"], cwd=tmp_path, text=True, capture_output=True, check=True
+    )
+    assert "begins" not in again.stderr
+    assert [trial["value"] for trial in json.loads(again.stdout)["trials"]] == [
+        float(row["value"]) for row in found
+    ]
+
+
+def test_trials_that_fail_or_are_pruned_are_told_and_the_others_go_on(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    """One hangs until its time is over, one has settings that cannot be, and late ones are pruned."""
+    (tmp_path / "space.toml").write_text(
+        'learning_rate = { low = 1e-6, high = 1e-1, log = true }\nprecision = ["float32", "float64"]\nepochs = 4\n'
+    )
+    environment = faulty({"trial-0001": "gradients:2:hang"}, tmp_path)
+    done = run(
+        "tune", small_store, "--space", "space.toml", "--out", "search", "--trials", 9,
+        "--trial-timeout", "12s", env=environment,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    found = rows(tmp_path / "search")
+    assert found[1]["state"] == "failed" and "not done within 12 s" in found[1]["reason"]
+    assert f"trial 1: {found[1]['reason']}" in done.stdout
+    states = [row["state"] for row in found]
+    assert states.count("pruned") >= 1 and set(states[:6]) == {"done", "failed"}
+    for row in found:
+        assert (row["value"] != "") == (row["state"] == "done")
+        folder = tmp_path / "search" / "trials" / f"trial-{int(row['trial']):04d}"
+        assert not list(folder.glob("resume*.npz"))
+    pruned = next(row for row in found if row["state"] == "pruned")
+    assert 1 <= int(pruned["epochs"]) < 4
+
+
+def test_told_to_stop_it_goes_on_with_the_same_trial(
+    run: Run, small_store: Path, space: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        "tune",
+        str(small_store),
+        "--space",
+        str(space),
+        "--out",
+        "search",
+        "--trials",
+        "2",
+    )
+    environment = faulty({"trial-0000": "gradients:4:wait"}, tmp_path)
+    child = subprocess.Popen(
+        [*INTERRUPTIBLE, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env=environment,
+    )  # fmt: skip
+    while child.poll() is None and not list(tmp_path.glob("search/trials/*/config.toml")):
+        time.sleep(0.02)
+    time.sleep(1.0)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=120)
+    assert child.returncode == 130, said
+    assert "the same command goes on with it" in said
+    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "trial 0 of 2 goes on" in done.stderr and "resuming" in done.stderr
+    assert [row["state"] for row in rows(tmp_path / "search")] == ["done", "done"]
+
+
+def test_a_search_that_cannot_work_is_given_up(run: Run, small_store: Path, space: Path) -> None:
+    (space.parent / "base.toml").write_text('model = "nonsense"\n')
+    done = run(
+        "tune",
+        small_store,
+        "--space",
+        space,
+        "--config",
+        "base.toml",
+        "--out",
+        "search",
+        "--trials",
+        50,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "nonsense" in done.stderr.splitlines()[-1]
+    assert done.stderr.count("begins") == 3
+    missing = run("tune", small_store, "--space", "none.toml", "--out", "x")
+    assert missing.returncode == 2 and "none.toml cannot be read" in missing.stderr
+
+
+def test_python_searches_as_the_command_does(small_store: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, histopipe\n"
+        "r = histopipe.tune(sys.argv[1], space={'dropout': {'low': 0.0, 'high': 0.5}}, out='search',\n"
+        "    trials=2, epochs=1, batch_size=16, sampler='random', metric='loss')\n"
+        "print(len(r.trials), r.best.value == min(t.value for t in r.trials),\n"
+        "    r.config.dropout == r.best.settings['dropout'], 'tensorflow' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(small_store)],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2", "True", "True", "False"]
