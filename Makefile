@@ -28,7 +28,7 @@ demo: $(VENV)/.installed ## make slides, ingest them, train on them; ends with t
 	$(BIN)/histopipe train $(DEMO)/patches.lmdb --out $(DEMO)/run --epochs 8
 
 test: $(VENV)/.installed ## the tests, against the installed package
-	$(BIN)/python -P -m pytest
+	$(BIN)/python -P -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed ## format, lint, types and tests
 	$(BIN)/ruff format --check .

@@ -1,0 +1,163 @@
+"""Runs side by side: what differs, and how sure a difference is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import COMMAND, Run
+from sklearn import metrics as sk
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.metrics import bootstrap_draws, interval_of
+from histopipe.evaluation.predictions_file import read_predictions, write_predictions
+from histopipe.studies.comparison import compare
+
+ARGUMENTS = (
+    "--epochs",
+    "1",
+    "--batch-size",
+    "16",
+    "--fractions",
+    "0.34,0.33,0.33",
+    "--deterministic",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """a and b differ in their optimizer, c in its split; d is a cross-validation."""
+    folder = tmp_path_factory.mktemp("compared")
+    for name, more in {
+        "a": (), "b": ("--optimizer", "sgd", "--augment", "none"), "c": ("--seed", "5"),
+        "d": ("--folds", "2"),
+    }.items():  # fmt: skip
+        command = [*COMMAND, "train", str(small_store), "--out", name, *ARGUMENTS, *more]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_differences_are_those_of_the_figures_and_of_resamples_of_both(runs: Path) -> None:
+    found = compare([runs / "a", runs / "b"], resamples=300, seed=7)
+    assert found.settings["optimizer"] == ("adam", "sgd")
+    assert found.settings["augment"] == (["flips"], ["none"])
+    assert set(found.settings) == {"optimizer", "augment"}
+    (levels,) = found.differences
+    assert set(levels) == {
+        "patch", "slide_mean", "slide_top_k", "slide_majority", "patient_mean", "patient_top_k",
+        "patient_majority",
+    }  # fmt: skip
+    files = [json.loads((runs / name / "metrics.json").read_text())["test"] for name in "ab"]
+    for name in ("auc", "f1", "brier"):
+        assert levels["patch"][name].value == pytest.approx(
+            files[1]["patch"][name] - files[0]["patch"][name], abs=1e-12
+        )
+    # The slow way: scikit-learn on each resample of the patients, with the same draws.
+    a, b = (read_predictions(runs / name / "predictions.csv")["test"] for name in "ab")
+    names = sorted(a.patients)
+    whose = np.array([names.index(a.patients[i]) for i in a.patient])
+    values = []
+    for draw in bootstrap_draws(len(names), 300, 7).astype(int):
+        rows = np.repeat(np.arange(len(whose)), draw[whose])
+        one_class = len(set(a.label[rows].tolist())) < 2
+        values.append(
+            np.nan
+            if one_class
+            else sk.roc_auc_score(b.label[rows], b.probability[rows, 1])
+            - sk.roc_auc_score(a.label[rows], a.probability[rows, 1])
+        )
+    assert levels["patch"]["auc"].interval == pytest.approx(
+        interval_of(np.array(values), len(names)), abs=1e-9
+    )
+
+
+def test_a_run_does_not_differ_from_its_copy(runs: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(runs / "a", tmp_path / "copy"))
+    # The order of rows says nothing.
+    sides = read_predictions(copy / "predictions.csv")
+    order = np.random.default_rng(1).permutation(len(sides["test"].label))
+    test = sides["test"]
+    columns: dict[str, Any] = {
+        name: getattr(test, name)[order]
+        for name in ("slide", "patient", "x_l0", "y_l0", "label", "probability")
+    }
+    sides["test"] = replace(test, **columns)
+    write_predictions(
+        copy / "predictions.csv", [({"split": side}, it) for side, it in sides.items()]
+    )
+    found = compare([runs / "a", copy])
+    assert found.settings == {}
+    for figures in found.differences[0].values():
+        for difference in figures.values():
+            assert difference.value == pytest.approx(0, abs=1e-9)
+            assert difference.interval is None or difference.interval == pytest.approx(
+                (0, 0), abs=1e-9
+            )
+
+
+def test_what_was_tested_on_others_is_not_compared(runs: Path) -> None:
+    found = compare([runs / "a", runs / "c", runs / "d"])
+    assert found.differences == ({}, {})
+    assert [note.split(":")[0] for note in found.notes[0]] == ["patch", "slide", "patient"]
+    assert "tested on others (40 and 120, 40 of them the same)" in found.notes[1][0]
+    assert found.settings["folds"] == (None, None, 2)
+
+
+def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_path: Path) -> None:
+    """As for the same slides tiled at another scale."""
+    copy = Path(shutil.copytree(runs / "b", tmp_path / "copy"))
+    splits = json.loads((copy / "splits.json").read_text())
+    (copy / "splits.json").write_text(json.dumps(splits | {"stores": ["another"]}))
+    found = compare([runs / "a", copy])
+    assert found.notes[0] == ("patches of other stores",)
+    assert "slide_mean" in found.differences[0] and "patch" not in found.differences[0]
+
+
+def test_a_cross_validation_is_compared_as_a_whole(runs: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(runs / "d", tmp_path / "copy"))
+    found = compare([runs / "d", copy], resamples=50)
+    assert found.runs[0].test.patch.count == 120
+    assert found.differences[0]["patient_mean"]["auc"].value == 0
+    (copy / "fold-2" / "metrics.json").unlink()
+    part = compare([runs / "d", copy], resamples=50)
+    assert part.runs[1].notes == ("1 of 2 folds are not finished",)
+    assert part.differences == ({},)
+
+
+def test_the_command_tells_all_of_it(run: Run, runs: Path) -> None:
+    done = run("compare", runs / "a", runs / "b")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.split() == ["optimizer", "adam", "sgd"] for line in lines)
+    assert f"{runs / 'b'} less {runs / 'a'}:" in lines
+    assert any(line.startswith("  slide mean") and "[" in line for line in lines)
+    as_json = json.loads(run("compare", runs / "a", runs / "b", "--json", "--resamples", 50).stdout)
+    assert as_json["differences"][0]["patch"]["auc"]["difference"] == pytest.approx(
+        as_json["runs"][1]["test"]["patch"]["auc"] - as_json["runs"][0]["test"]["patch"]["auc"]
+    )
+
+
+def test_what_cannot_be_compared_is_told(run: Run, runs: Path, tmp_path: Path) -> None:
+    for arguments, message in {
+        (runs / "a",): "expected two different ones or more",
+        (runs / "a", runs / "a"): "expected two different ones or more",
+        (runs / "a", tmp_path): "holds no finished run",
+    }.items():
+        done = run("compare", *arguments)
+        assert done.returncode == 2 and message in done.stderr
+    copy = Path(shutil.copytree(runs / "a", tmp_path / "copy"))
+    metrics = json.loads((copy / "metrics.json").read_text())
+    (copy / "metrics.json").write_text(
+        json.dumps({k: v for k, v in metrics.items() if k != "test"})
+    )
+    with pytest.raises(UsageError, match="has no test patches"):
+        compare([runs / "a", copy])
+    (copy / "metrics.json").write_text("{")
+    with pytest.raises(DamagedStore, match="is damaged"):
+        compare([runs / "a", copy])
