@@ -41,6 +41,7 @@ HOMES = {
     "lmdb": {"store"},
     "tensorflow": {"dataset", "training", "reports"},
     "keras": {"dataset", "training", "reports"},
+    "optuna": {"studies"},
 }
 
 

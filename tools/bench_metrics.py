@@ -1,0 +1,106 @@
+"""How often the 95 % intervals of `histopipe.evaluation` hold the truth, and what they cost: `python tools/bench_metrics.py`.
+
+Made-up predictions: ten patches a patient, every other patient ill, and a shift of each patient's own that is a third of the variance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import norm
+from sklearn.metrics import roc_auc_score
+
+from histopipe.evaluation.metrics import Metrics, bootstrap_draws, decide, metrics_of
+from histopipe.evaluation.scores import Scores
+from histopipe.evaluation.statistics import Statistics
+
+FIGURES = ("auc", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier")
+PATCHES = 10
+
+
+def made_up(rng: np.random.Generator, patients: int, apart: float) -> Scores:
+    """Predictions whose classes are so many standard deviations apart."""
+    # Drawn, not set: the share of the ill differs from sample to sample, as resampling takes it to.
+    ill = np.repeat(rng.random(patients) < 0.5, PATCHES)
+    shift = np.repeat(rng.normal(size=patients), PATCHES) * math.sqrt(1 / 3)
+    value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
+    p = norm.cdf(value - apart / 2)
+    return Scores(
+        ill.astype(np.int32), np.stack([1 - p, p], axis=1),
+        np.repeat(np.arange(patients), PATCHES).astype(np.int32), np.arange(len(ill)),
+    )  # fmt: skip
+
+
+def judged(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
+    """Figures with intervals."""
+    return metrics_of(scores, ("well", "ill"), positive=1, threshold=0.5, draws=draws)
+
+
+def coverage(patients: int, apart: float, samples: int) -> dict[str, float]:
+    """Share of samples whose interval holds the figure of 50,000 patients."""
+    rng = np.random.default_rng(patients)
+    truth = judged(made_up(rng, 50_000, apart), np.zeros((0, 50_000)))
+    hits = dict.fromkeys(FIGURES, 0)
+    for number in range(samples):
+        found = judged(
+            made_up(rng, patients, apart), bootstrap_draws(patients, 1000, number)
+        ).intervals
+        for name in FIGURES:
+            low, high = found.get(name, (-math.inf, math.inf))
+            hits[name] += low <= getattr(truth, name) <= high
+    return {name: count / samples for name, count in hits.items()}
+
+
+def seconds(task: Callable[[], object]) -> float:
+    """How long a call takes."""
+    began = time.perf_counter()
+    task()
+    return time.perf_counter() - began
+
+
+def cost(patients: int, rounds: int) -> tuple[float, float]:
+    """Seconds a resample, all figures: ours, and the AUC alone by scikit-learn with weights; medians of turns."""
+    scores = made_up(np.random.default_rng(1), patients, 1.2)
+    draws = bootstrap_draws(patients, 10, 1)
+    ready = Statistics(scores, decide(scores, 1, 0.5), 1)
+    ours, theirs = [], []
+    for _ in range(rounds):
+        ours.append(seconds(lambda: ready.figures(draws)) / len(draws))
+        weights = [draw[scores.patient] for draw in draws]
+        theirs.append(
+            statistics.median(
+                seconds(
+                    lambda w=weight: roc_auc_score(  # type: ignore[misc]
+                        scores.label, scores.probability[:, 1], sample_weight=w
+                    )
+                )
+                for weight in weights
+            )
+        )
+    return statistics.median(ours), statistics.median(theirs)
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=1000)
+    samples = parser.parse_args().samples
+    print(f"| patients | true AUC | {' | '.join(FIGURES)} |")
+    for patients, apart in ((10, 1.2), (20, 1.2), (40, 1.2), (100, 1.2), (40, 2.5), (100, 2.5)):
+        shares = coverage(patients, apart, samples)
+        truth = norm.cdf(apart / math.sqrt(2))
+        print(f"| {patients} | {truth:.2f} | {' | '.join(f'{s:.3f}' for s in shares.values())} |")
+    print("| patches | all figures, ms a resample | scikit-learn, AUC alone, ms |")
+    for patients in (100, 1_000, 10_000, 100_000):
+        ours, theirs = cost(patients, 5)
+        print(f"| {patients * PATCHES:,} | {1e3 * ours:.2f} | {1e3 * theirs:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
