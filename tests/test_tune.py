@@ -407,6 +407,8 @@ def test_python_searches_as_the_command_does(small_store: Path, tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", code, str(small_store)],
         cwd=tmp_path, capture_output=True, text=True, check=False,
+        # As a task of a job: trials are shared, and none is trained by all tasks together.
+        env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2", "True", "True", "False"]

@@ -95,7 +95,7 @@ def attempt(
     for number in range(1, limits.retries + 2):
         watch = Watch(
             seconds=limits.seconds or math.inf, stop=limits.stop, epoch=epoch, log=log,
-            host_bytes=host_bytes,
+            alone=True, host_bytes=host_bytes,
         )  # fmt: skip
         result, failed = None, None
         try:

@@ -189,6 +189,14 @@ def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
     return _tf_config(environment) is not None or _slurm_tasks(environment) > 1
 
 
+def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a training is alone, such as one of many that share a job's tasks among them."""
+    return {
+        name: value for name, value in environment.items()
+        if name not in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS")
+    }  # fmt: skip
+
+
 def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
     """The workers that `TF_CONFIG` names, or those of a Slurm job step; else this process alone.
 

@@ -23,7 +23,7 @@ from typing import IO, Any, Self
 
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.training import run_folder
-from histopipe.training.cluster import Cluster
+from histopipe.training.cluster import Cluster, without_cluster
 from histopipe.training.config import TrainConfig
 from histopipe.training.progress import say
 from histopipe.training.quiet import load_quietly
@@ -136,7 +136,8 @@ class _Process:
         command = [sys.executable, "-P", "-m", "histopipe.training.child", str(theirs.fileno())]
         level = "0" if self.config.log_device_placement else "3"
         environment = {
-            "TF_CPP_MIN_LOG_LEVEL": level, **os.environ,
+            "TF_CPP_MIN_LOG_LEVEL": level,
+            **(without_cluster(os.environ) if self.watch.alone else os.environ),
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         }  # fmt: skip
         with self._messages() as messages:

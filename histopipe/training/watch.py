@@ -33,6 +33,7 @@ class Watch:
         stop: asked for from elsewhere.
         epoch: told each epoch's row of `history.csv`; what it raises ends the training at once.
         log: where the training's messages go; None for standard error.
+        alone: whether it is no worker of a cluster, whatever the environment says.
         host_bytes: the most memory that was seen.
     """
 
@@ -40,6 +41,7 @@ class Watch:
     stop: Stop = field(default_factory=Stop)
     epoch: Callable[[dict[str, Any]], None] | None = None
     log: Path | None = None
+    alone: bool = False
     host_bytes: int = 0
 
     def look_at(self, pid: int) -> None:
