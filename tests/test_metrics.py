@@ -322,11 +322,11 @@ def test_thresholds_worked_by_hand() -> None:
     well, ill = [0.1, 0.2, 0.3, 0.7], [0.25, 0.6, 0.65, 0.8, 0.9]
     validation = binary([0] * 4 + [1] * 5, well + ill)
     for rule, expected in {
-        "youden": 0.6, "sensitivity:1": 0.25, "sensitivity:0.7": 0.6, "sensitivity:0.6": 0.65,
-        "specificity:1": 0.8, "specificity:0.75": 0.6, "0.35": 0.35,
+        "youden": 0.45, "sensitivity:1": 0.225, "sensitivity:0.7": 0.45, "sensitivity:0.6": 0.625,
+        "specificity:1": 0.75, "specificity:0.75": 0.45, "0.35": 0.35,
     }.items():  # fmt: skip
         assert choose_threshold(validation, 1, rule)[0] == pytest.approx(expected), rule
-    assert choose_threshold(validation, 0, "sensitivity:1")[0] == pytest.approx(0.3)
+    assert choose_threshold(validation, 0, "sensitivity:1")[0] == pytest.approx(0.25)
     threshold, note = choose_threshold(binary([1, 1], [0.2, 0.3]), 1, "youden")
     assert threshold == 0.5 and note is not None and "one class only" in note
     with pytest.raises(UsageError, match=r"--threshold: found 'best', expected youden"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
 from histopipe.evaluation.scores import Scores
@@ -32,9 +33,9 @@ def check_rule(rule: str) -> None:
 def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
     """The threshold of a rule, and what to know about it.
 
-    It is a probability that occurs, so that "at least" is exact on the data it was chosen on. "youden" is where sensitivity +
-    specificity is highest, "sensitivity:S" the highest that still finds the share S of positives, "specificity:S" the lowest that
-    still passes the share S of negatives.
+    "youden" is where sensitivity + specificity is highest, "sensitivity:S" the highest threshold that still finds the share S of
+    positives, "specificity:S" the lowest that still passes the share S of negatives. It lies half way between the last score that is
+    taken for positive and the next one, since other data comes close to either.
 
     Args:
         scores: of validation data.
@@ -59,12 +60,19 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     passed, found, thresholds = roc_curve(
         truth, scores.probability[:, positive], drop_intermediate=False
     )
-    # The first one is above every score: nothing is positive.
-    thresholds[0] = np.nextafter(scores.probability[:, positive].max(), np.inf)
     if match["of"] is None:
         place = int(np.argmax(found - passed))
     elif match["of"] == "sensitivity":
         place = int(np.argmax(found >= float(match["least"])))
     else:
         place = int(np.flatnonzero(1 - passed >= float(match["least"]))[-1])
-    return float(thresholds[place]), None
+    return _half_way(thresholds[1:], place), None
+
+
+def _half_way(scores: NDArray[np.float64], positives: int) -> float:
+    """A threshold that takes the first of falling, different scores for positive."""
+    if positives == 0:
+        return float(np.nextafter(scores[0], np.inf))
+    last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0
+    middle = (last + after) / 2
+    return float(middle if middle > after else last)

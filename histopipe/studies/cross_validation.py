@@ -167,7 +167,8 @@ def run_folds(
         try:
             _train(config, settings, folds, devices)
         except (UsageError, NothingToDo):
-            _unmake(folder, keep=was_there)
+            if not resume:
+                _unmake(folder, keep=was_there)
             raise
         except Interrupted:
             write_summary(summarise(config, folder, folds))
@@ -183,11 +184,12 @@ def _write_plan(
     """The splits of all folds that are new, then the settings: a folder with these has all of the splits."""
     with run_folder.writable(folder):
         (folder / SPLITS).mkdir(exist_ok=True)
-        (folder / LOGS).mkdir(exist_ok=True)
         for number, splits in enumerate(made, 1):
             write_splits(splits, folder / SPLITS / f"fold-{number}.json")
         own = {name: getattr(settings, name) for name in FOLD_SETTINGS}
         run_folder.write_text(folder / run_folder.CONFIG, config.to_toml(**own))
+        if settings.parallel_folds > 1:
+            (folder / LOGS).mkdir(exist_ok=True)
 
 
 def _make_folds(config: TrainConfig, folds: int) -> tuple[Splits, ...]:
@@ -209,7 +211,7 @@ def _unmake(folder: Path, *, keep: bool) -> None:
         return
     (folder / run_folder.CONFIG).unlink()
     for part in (SPLITS, LOGS):
-        shutil.rmtree(folder / part)
+        shutil.rmtree(folder / part, ignore_errors=True)
     if not keep:
         folder.rmdir()
 
@@ -256,7 +258,7 @@ def _train(
         except KeyboardInterrupt:
             _end(limits.stop, waiting)
             raise Interrupted(
-                "interrupted", found=f"{sum(f.result is not None for f in folds)} folds finished",
+                "interrupted", found=f"{sum(f.result is not None for f in folds)} of {len(folds)} folds finished",
                 todo=f"go on with `histopipe train --resume --out {folds[0].folder.parent}`",
             ) from None  # fmt: skip
         except BaseException:
@@ -282,17 +284,21 @@ def _train_fold(config: TrainConfig, settings: FoldSettings, fold: Fold, limits:
     # Side by side their lines would mix.
     log = place.parent / LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
     outcome = attempt(replace(config, splits=str(splits)), place, limits, log=log)
-    told = f"failed: {outcome.error}" if outcome.error else f"done in {outcome.seconds:.0f} s"
+    told = f"done in {outcome.seconds:.0f} s"
+    if outcome.error is not None:
+        told = f"{'' if limits.stop.asked else 'failed: '}{outcome.error}"
     say(f"fold {number}/{settings.folds}: {told}")
     return outcome
 
 
 def _take_in(folds: list[Fold], fold: Fold, outcome: Outcome | None) -> None:
-    """What became of a fold; an error of settings that no fold can begin with is raised."""
+    """What became of a fold; an error of settings before any fold has begun is raised."""
     if outcome is None:
         return
     error = outcome.error
-    if isinstance(error, UsageError | NothingToDo) and not has_begun(fold.folder):
+    if isinstance(error, UsageError | NothingToDo) and not any(
+        has_begun(it.folder) for it in folds
+    ):
         raise error
     folds[fold.number - 1] = replace(
         fold, result=outcome.result, error=error, reason=str(error) if error else None,
