@@ -109,6 +109,27 @@ def test_what_was_tested_on_others_is_not_compared(runs: Path) -> None:
     assert found.settings["folds"] == (None, None, 2)
 
 
+def test_the_same_patients_in_other_folds_are_compared(
+    runs: Path, small_store: Path, tmp_path: Path
+) -> None:
+    """Every slide is tested whole in both, though beside others."""
+    command = [*COMMAND, "train", str(small_store), "--out", str(tmp_path / "e"), *ARGUMENTS]
+    subprocess.run([*command, "--folds", "2", "--seed", "9"], check=True, capture_output=True)
+    found = compare([runs / "d", tmp_path / "e"], resamples=50)
+    assert found.notes == ((),)
+    assert set(found.differences[0]) >= {"patch", "slide_mean", "patient_mean"}
+    # A slide whose tested patches are others is another one.
+    path = tmp_path / "e" / "fold-1" / "predictions.csv"
+    sides = read_predictions(path)
+    moved = replace(sides["test"], x_l0=sides["test"].x_l0 + 1)
+    write_predictions(
+        path, [({"split": s}, moved if s == "test" else it) for s, it in sides.items()]
+    )
+    other = compare([runs / "d", tmp_path / "e"], resamples=50)
+    assert other.differences == ({},)
+    assert "slide: tested on others (12 and 12, 6 of them the same)" in other.notes[0]
+
+
 def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_path: Path) -> None:
     """As for the same slides tiled at another scale."""
     copy = Path(shutil.copytree(runs / "b", tmp_path / "copy"))

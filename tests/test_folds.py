@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,15 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from histopipe.dataset.dealing import ByFolds
-from histopipe.dataset.split_makers import make_folds
+from histopipe.dataset.split_makers import make_folds, make_splits
 from histopipe.dataset.splits import SplitBy
+from histopipe.dataset.table import pack_keys
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.store.store import Store
 from histopipe.studies.places import share_devices
+from histopipe.training.patch_scores import patch_scores
+from histopipe.training.tally import Predictions
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")
@@ -426,6 +430,93 @@ def test_a_cross_validation_is_not_resumed_as_something_else(run: Run, whole: Pa
     assert "found --folds 5, expected 3" in wrong(run, "--resume", "--out", whole, "--folds", 5)
     assert "found --model" in wrong(run, "--resume", "--out", whole, "--model", "resnet50")
     assert "is not empty" in wrong(run, "--out", whole, "--folds", 3)
+
+
+def test_judged_otherwise_all_folds_are_judged_anew(run: Run, whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "cv"))
+    done = run(
+        "train", "--resume", "--out", folder, "--positive", "n", "--threshold", "sensitivity:0.9"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "begins" not in done.stderr and "going on" not in done.stderr
+    for number in (1, 2, 3):
+        metrics = json.loads((folder / f"fold-{number}" / "metrics.json").read_text())
+        before = json.loads((whole / f"fold-{number}" / "metrics.json").read_text())
+        assert metrics["validation"]["patch"]["sensitivity"] >= 0.9
+        assert metrics["test"]["patch"]["auc"] == pytest.approx(before["test"]["patch"]["auc"])
+        assert metrics["histopipe"] == before["histopipe"]
+    folds = [
+        json.loads((folder / f"fold-{n}" / "metrics.json").read_text())["test"]["patch"][
+            "confusion"
+        ]
+        for n in (1, 2, 3)
+    ]
+    pooled = json.loads((folder / "summary.json").read_text())["pooled"]["patch"]
+    np.testing.assert_array_equal(pooled["confusion"], np.sum(folds, axis=0))
+    assert pooled["sensitivity"] == pytest.approx(pooled["confusion"][0][0] / 60)
+    again = run("train", "--resume", "--out", folder, "--positive", "t", "--threshold", "youden")
+    assert again.returncode == 0, again.stderr
+    assert untimed(folder) == untimed(whole)
+
+
+@pytest.mark.parametrize("damage", ["killed", "empty", "missing"])
+def test_what_a_kill_left_of_a_fold_is_done_again(
+    run: Run, whole: Path, tmp_path: Path, damage: str
+) -> None:
+    """Killed before the fold had a configuration; or its predictions are lost."""
+    folder = Path(shutil.copytree(whole, tmp_path / "cv"))
+    fold = folder / "fold-2"
+    if damage == "killed":
+        shutil.rmtree(fold)
+        fold.mkdir()
+        for name in ("splits.json", "part-splits.json", "part-config.toml"):
+            (fold / name).write_text("{")
+    elif damage == "empty":
+        (fold / "predictions.csv").write_text("")
+    else:
+        (fold / "predictions.csv").unlink()
+    done = run("train", "--resume", "--out", folder)
+    assert done.returncode == 0, done.stderr
+    assert untimed(folder) == untimed(whole)
+    assert (fold / "predictions.csv").read_bytes() == (
+        whole / "fold-2" / "predictions.csv"
+    ).read_bytes()
+
+
+def test_a_plan_that_was_killed_while_it_was_written_is_made_again(
+    run: Run, small_store: Path, whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cv" / "splits").mkdir(parents=True)
+    (tmp_path / "cv" / "part-config.toml").touch()
+    (tmp_path / "cv" / "splits" / "fold-1.json").write_text("{")
+    done = run("train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 3)
+    assert done.returncode == 0, done.stderr
+    assert untimed(tmp_path / "cv") == untimed(whole)
+
+
+def test_slides_of_one_name_in_two_stores_stay_two(tmp_path: Path) -> None:
+    from test_reader import a_store, jpegs  # late: as in conftest
+
+    paths = [
+        a_store(
+            tmp_path / f"{name}.lmdb",
+            {"n1": jpegs(0, 8, 32), f"t{name}": jpegs(8, 16, 32)},
+            patch_size=32,
+        )
+        for name in "ab"
+    ]
+    with Store(paths[0]) as a, Store(paths[1]) as b:
+        splits = make_splits([a, b], split_by="patch", seed=1)
+        rows = np.repeat(np.arange(4), 2)
+        keys = pack_keys(np.tile([0, 1], 4), np.zeros(8, np.int64), rows)
+        predicted = Predictions(
+            keys, np.zeros(8, np.int32), np.full((8, 2), 0.5, np.float32), loss=0.0, seconds=1.0,
+            input_wait=0.0,
+        )  # fmt: skip
+        found = patch_scores(predicted, [a, b], splits)
+        assert found.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
+        assert found.slide.tolist() == [0] * 4 + [1] * 4
+        assert found.x_l0.tolist() == a.index(0)["x_l0"].tolist() * 2
 
 
 def test_the_recorded_configuration_runs_the_same_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import signal
 import subprocess
@@ -69,6 +70,8 @@ def test_a_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
         ({"dropout": {"low": 0.0, "high": 0.1, "log": True}}, "low above 0"),
         ({"dropout": {"low": 0.1, "high": 0.5, "log": True, "step": 0.1}}, "not both"),
         ({"dropout": {"low": 0.1, "high": 0.5, "step": -0.1}}, "expected low below high"),
+        ({"dropout": {"low": 0.1, "high": math.inf}}, "expected low below high"),
+        ({"batch_size": {"low": 4, "high": 64, "step": 100}}, "a step within them"),
         ({"dropout": {"low": "a", "high": "b"}}, r"dropout\.low: found 'a', expected a number"),
         ({"batch_size": {"low": 0.5, "high": 8}}, r"batch_size\.low: found 0\.5"),
         ({"augment": {"low": 1, "high": 2}}, r"augment\.low: found 1, expected a number"),
@@ -105,8 +108,12 @@ def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path).get_all_studies() == []
     with pytest.raises(UsageError, match="--storage cannot be opened: found"):
         open_storage("sqlite:////no/such/folder/study.db", tmp_path)
-    with pytest.raises(UsageError, match="--storage cannot be opened: found"):
-        open_storage("nonsense://host/db", tmp_path)
+    for url in ("nonsense://host/db", "redis://localhost:1/0"):
+        with pytest.raises(UsageError, match="--storage cannot be opened: found"):
+            open_storage(url, tmp_path).get_all_studies()
+    for path in (tmp_path, tmp_path / "none" / "study.journal"):
+        with pytest.raises(UsageError, match="found a folder, or none to put it in"):
+            open_storage(str(path), tmp_path)
 
 
 def test_without_optuna_it_says_what_to_install(
@@ -301,7 +308,9 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     config = tomllib.loads((tmp_path / "search" / "best.toml").read_text())
     assert config["learning_rate"] == float(best["learning_rate"])
     assert config["epochs"] == 2 and config["augment"] == best["augment"].split(",")
-    done = run("train", "--config", "search/best.toml", "--out", "best", "--json")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = run("train", "--config", "../search/best.toml", "--out", "best", "--json", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
     trained = json.loads(done.stdout)
     # The same splits, so the same validation as in the search; and test patches.

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from histopipe.studies.comparison import Comparison, Difference
+    from histopipe.studies.comparison import Comparison
+    from histopipe.studies.pairing import Difference
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})

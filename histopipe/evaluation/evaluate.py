@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.splits import Side
 from histopipe.errors import UsageError
 from histopipe.evaluation.metrics import Metrics, bootstrap_draws, metrics_of
 from histopipe.evaluation.scores import (
@@ -128,6 +129,12 @@ def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thres
         scores = scores_of(validation, level, how, top_k=settings.top_k, positive=positive)
         chosen[name_of(level, how)] = choose_threshold(scores, positive, settings.threshold)
     return chosen
+
+
+def judge(scores: Mapping[Side, PatchScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
+    """How good a model's predictions of each side are, with thresholds chosen on validation."""
+    thresholds = choose_thresholds(scores["validation"], settings)
+    return {side: evaluate([(patches, thresholds)], settings) for side, patches in scores.items()}
 
 
 Part = tuple[PatchScores, Thresholds]

@@ -15,6 +15,8 @@ RULE = re.compile(
 )
 """What `--threshold` may be."""
 EVEN = 0.5
+FALLBACK = f"threshold {EVEN}"
+"""How a note begins that says why none was chosen."""
 
 
 def check_rule(rule: str) -> None:
@@ -56,7 +58,7 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
         return float(match["fixed"]), None
     truth = scores.label == positive
     if truth.all() or not truth.any():
-        return EVEN, f"threshold {EVEN}: one class only in validation, none could be chosen"
+        return EVEN, f"{FALLBACK}: one class only in validation, none could be chosen"
     passed, found, thresholds = roc_curve(
         truth, scores.probability[:, positive], drop_intermediate=False
     )

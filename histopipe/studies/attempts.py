@@ -98,6 +98,7 @@ def attempt(
             alone=True, host_bytes=host_bytes,
         )  # fmt: skip
         result, failed = None, None
+        run_folder.clear_leftovers(folder)
         try:
             result = supervise(config, folder, resume=has_begun(folder), watch=watch)
         except HistopipeError as error:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import (
@@ -18,35 +17,22 @@ from histopipe.evaluation.evaluate import (
     JudgeSettings,
     Part,
     evaluate,
-    joined,
     name_of,
     positive_class,
 )
-from histopipe.evaluation.metrics import FIGURES, bootstrap_draws, decide, interval_of
-from histopipe.evaluation.scores import Aggregation, Level, Scores, with_common_patients
-from histopipe.evaluation.statistics import Statistics
+from histopipe.evaluation.metrics import bootstrap_draws
+from histopipe.evaluation.scores import (
+    Level,
+    with_common_patients,
+)
 from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
 from histopipe.studies.cross_validation import FoldSettings, is_cross_validation
 from histopipe.studies.fold_summary import read_parts
+from histopipe.studies.pairing import Difference, differences_of, tested_items
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import is_finished, read_result
 from histopipe.training.settings_file import read_config
-
-_PART_BITS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A figure of one run less that of another, on the same patients.
-
-    Attributes:
-        value: None where one of them is not defined.
-        interval: 95 %, from resampling the patients of both at once.
-    """
-
-    value: float | None
-    interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,89 +192,21 @@ def _against(
     paired = list(zip(parts, thresholds, strict=True))
     here, there = paired[: len(first.parts)], paired[len(first.parts) :]
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
+    same_stores = sorted(first.uuids) == sorted(other.uuids)
     found: dict[str, dict[str, Difference]] = {}
     notes: dict[Level, str] = {}
     for level, how in LEVELS:
-        ours = _items(here, level, how, first.judging, positive)
-        theirs = _items(there, level, how, other.judging, positive)
-        if level == "patch" and first.uuids != other.uuids:
+        ours = tested_items(here, level, how, first.judging, positive, by_patches=same_stores)
+        theirs = tested_items(there, level, how, other.judging, positive, by_patches=same_stores)
+        if level == "patch" and not same_stores:
             notes[level] = "patches of other stores"
-        elif not ours.same_as(theirs):
+        elif ours.keys != theirs.keys or ours.repeats:
             common = len(set(ours.keys) & set(theirs.keys))
             notes[level] = (
                 f"{level}: tested on others ({len(ours.keys)} and {len(theirs.keys)}, {common} of them the same)"
             )
+        elif not np.array_equal(ours.scores.label, theirs.scores.label):
+            notes[level] = f"{level}: labelled otherwise"
         elif ours.keys:
-            found[name_of(level, how)] = _differences(ours, theirs, positive, draws)
+            found[name_of(level, how)] = differences_of(ours, theirs, positive, draws)
     return found, tuple(notes.values())
-
-
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """What a run was tested on at one level, in the order of its keys."""
-
-    keys: list[tuple[Any, ...]]
-    scores: Scores
-    decided: NDArray[np.intp]
-
-    def same_as(self, other: _Items) -> bool:
-        return self.keys == other.keys and np.array_equal(self.scores.label, other.scores.label)
-
-
-def _items(
-    parts: Sequence[Part],
-    level: Level,
-    how: Aggregation,
-    judging: JudgeSettings,
-    positive: int | None,
-) -> _Items:
-    scores, threshold, _ = joined(parts, level, how, judging)
-    decided = decide(scores, positive, threshold)
-    keys = [
-        _key(parts[item >> _PART_BITS], item >> _PART_BITS, item & ((1 << _PART_BITS) - 1), level)
-        for item in scores.item.tolist()
-    ]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    taken = replace(
-        scores, label=scores.label[order], probability=scores.probability[order],
-        patient=scores.patient[order], item=scores.item[order],
-    )  # fmt: skip
-    return _Items([keys[i] for i in order], taken, decided[order])
-
-
-def _key(part: Part, number: int, item: int, level: Level) -> tuple[Any, ...]:
-    """What tells an item from all others, in any run. Parts of one slide in several folds are several items."""
-    scores, _ = part
-    if level == "patch":
-        return scores.slides[scores.slide[item]], int(scores.x_l0[item]), int(scores.y_l0[item])
-    return (scores.slides if level == "slide" else scores.patients)[item], number
-
-
-def _differences(
-    ours: _Items, theirs: _Items, positive: int | None, draws: NDArray[np.float64]
-) -> dict[str, Difference]:
-    first = Statistics(ours.scores, ours.decided, positive)
-    # Whose an item is may be said otherwise there; it is resampled as here.
-    scores = replace(theirs.scores, patient=ours.scores.patient)
-    other = Statistics(scores, theirs.decided, positive)
-    patients = len(np.unique(ours.scores.patient))
-    whole = np.ones((1, first.patients))
-    drawn = draws[:, : first.patients]
-    values = _less(other, first, whole)
-    resampled = _less(other, first, drawn) if len(draws) and patients > 1 else None
-    return {
-        name: Difference(
-            float(values[name][0]) if np.isfinite(values[name][0]) else None,
-            interval_of(resampled[name], patients)
-            if resampled is not None and np.isfinite(values[name][0])
-            else None,
-        )
-        for name in FIGURES
-    }
-
-
-def _less(
-    a: Statistics, b: Statistics, weights: NDArray[np.float64]
-) -> dict[str, NDArray[np.float64]]:
-    ours, theirs = a.figures(weights), b.figures(weights)
-    return {name: ours[name] - theirs[name] for name in FIGURES}

@@ -18,13 +18,14 @@ from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
+from histopipe.studies.judging import judged_anew
 from histopipe.studies.places import share_devices
 from histopipe.training import run_folder
 from histopipe.training.cluster import in_cluster
 from histopipe.training.config import TrainConfig, flag
 from histopipe.training.plan import new_folds
 from histopipe.training.progress import say
-from histopipe.training.result import is_finished, read_result
+from histopipe.training.result import is_finished
 from histopipe.training.settings_file import changed, known, read_config
 from histopipe.training.supervise import sigterm_interrupts
 from histopipe.training.watch import Stop
@@ -55,7 +56,8 @@ class FoldSettings:
         least = {"folds": 0, "fold_timeout": 0, "retries": 0, "parallel_folds": 1}
         for name, bound in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not bound <= value < inf:
+            kinds = (int, float) if name == "fold_timeout" else (int,)
+            if type(value) not in kinds or not bound <= value < inf:
                 raise UsageError(flag(name), found=value, expected=f"{bound} or more")
         if self.folds == 1:
             raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
@@ -157,13 +159,15 @@ def run_folds(
             "--folds trains on one machine", found="several workers (TF_CONFIG or Slurm)",
             todo="start it outside of them",
         )  # fmt: skip
-    run_folder.check(folder, resume=resume, ignored=SPLITS)
+    run_folder.check(folder, resume=resume, ignored=(SPLITS, f"part-{run_folder.CONFIG}"))
     devices = share_devices(config.devices, settings.parallel_folds)
     was_there = folder.exists()
     made = () if resume else _make_folds(config, settings.folds)
     with run_folder.held(folder):
+        if not resume and has_begun(folder):
+            raise UsageError(f"{folder}: another run has begun there meanwhile")
         _write_plan(config, settings, folder, made)
-        folds = [_as_found(folder, number) for number in range(1, settings.folds + 1)]
+        folds = [_as_found(config, folder, number) for number in range(1, settings.folds + 1)]
         try:
             _train(config, settings, folds, devices)
         except (UsageError, NothingToDo):
@@ -216,14 +220,15 @@ def _unmake(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _as_found(folder: Path, number: int) -> Fold:
-    """A fold as it is before anything is done."""
+def _as_found(config: TrainConfig, folder: Path, number: int) -> Fold:
+    """A fold as it is before anything is done; a finished one judged as this cross-validation wants it."""
     place = folder / f"fold-{number}"
-    try:
-        result = read_result(place) if is_finished(place) else None
-    except DamagedStore as error:
-        say(f"warning: {error}")
-        result = None
+    result = None
+    if is_finished(place):
+        try:
+            result = judged_anew(place, config)
+        except (DamagedStore, UsageError) as error:
+            say(f"warning: fold {number}: {error}; it is judged anew")
     return Fold(number, place, result, None if result else "not done", attempts=0)
 
 
@@ -257,6 +262,10 @@ def _train(
                 _take_in(folds, waiting[future], future.result())
         except KeyboardInterrupt:
             _end(limits.stop, waiting)
+            for future, fold in waiting.items():
+                outcome = future.result()
+                if outcome is not None and outcome.result is not None:
+                    _take_in(folds, fold, outcome)
             raise Interrupted(
                 "interrupted", found=f"{sum(f.result is not None for f in folds)} of {len(folds)} folds finished",
                 todo=f"go on with `histopipe train --resume --out {folds[0].folder.parent}`",

@@ -17,6 +17,7 @@ from histopipe.evaluation.metrics import FIGURES
 from histopipe.evaluation.predictions_file import read_predictions, write_predictions
 from histopipe.evaluation.scores import with_common_patients
 from histopipe.evaluation.table import aligned, evaluation_lines, number
+from histopipe.evaluation.thresholds import FALLBACK
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import TrainResult
@@ -54,7 +55,7 @@ class Fold:
             "fold": self.number,
             "status": "done" if done else ("failed" if self.error else "not done"),
             "reason": self.reason,
-            "attempts": self.attempts,
+            "attempts": self.attempts or None,
             "epochs": done.epochs if done else None,
             "best_epoch": done.best_epoch if done else None,
             "seconds": done.seconds if done else self.seconds,
@@ -165,7 +166,10 @@ def figures_of(evaluation: Evaluation) -> dict[str, float]:
 
 def thresholds_of(evaluation: Evaluation) -> Thresholds:
     """The thresholds that predictions were judged by."""
-    return {level: (metrics.threshold, None) for level, metrics in evaluation.named()}
+    return {
+        level: (metrics.threshold, next((n for n in metrics.notes if n.startswith(FALLBACK)), None))
+        for level, metrics in evaluation.named()
+    }
 
 
 def _figures(fold: Fold) -> dict[str, float]:

@@ -6,6 +6,7 @@ import dataclasses
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,9 +145,16 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
     log, step = value.get("log", False), value.get("step")
     if not isinstance(log, bool) or (log and step is not None):
         raise UsageError(what, found=dict(value), expected="log = true, or a step, not both")
-    if not value["low"] < value["high"] or (log and value["low"] <= 0) or (step or 1) <= 0:
+    low, high = value["low"], value["high"]
+    if (
+        not -inf < low < high < inf
+        or (log and low <= 0)
+        or not 0 < (step or high - low) <= high - low
+    ):
         raise UsageError(
-            what, found=dict(value), expected="low below high" + (", low above 0" if log else "")
+            what,
+            found=dict(value),
+            expected="low below high" + (", low above 0" if log else ", a step within them"),
         )
     if isinstance(_FIELDS[name].default, float):
         return Range(float(value["low"]), float(value["high"]), log, step)

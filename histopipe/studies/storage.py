@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.files import network_filesystem
 
 if TYPE_CHECKING:
@@ -45,24 +45,34 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
     Raises:
         UsageError: SQLite on a network filesystem, or a storage that cannot be opened.
     """
-    optuna = load_optuna()
-    journal = optuna.storages.journal
-    if url is not None and "://" in url and not url.startswith("redis"):
-        _refuse_shared_sqlite(url)
-        try:
-            return optuna.storages.RDBStorage(url)  # type: ignore[no-any-return]
-        except Exception as error:
-            raise UsageError(
-                "--storage cannot be opened", found=str(error).split("\n")[0],
-                expected="a database server that is up, and its driver installed",
-            ) from error  # fmt: skip
+    path = Path(url) if url is not None and "://" not in url else folder / JOURNAL
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(
+            f"--storage {url}", found="a folder, or none to put it in", expected="a file"
+        )
+    _refuse_shared_sqlite(url or "")
+    try:
+        storage: optuna.storages.BaseStorage = _opened(url, path)
+    except HistopipeError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            "--storage cannot be opened", found=str(error).split("\n")[0],
+            expected="a database server that is up, and its driver installed",
+        ) from error  # fmt: skip
+    return storage
+
+
+def _opened(url: str | None, path: Path) -> Any:
+    storages = load_optuna().storages
     if url is not None and url.startswith("redis"):
-        return optuna.storages.JournalStorage(journal.JournalRedisBackend(url))  # type: ignore[no-any-return]
-    path = folder / JOURNAL if url is None else Path(url)
+        return storages.JournalStorage(storages.journal.JournalRedisBackend(url))
+    if url is not None and "://" in url:
+        return storages.RDBStorage(url)
     lock = KernelLock(path.with_name(f"{path.name}.flock"))
     _end_whole(path, lock)
-    backend = journal.JournalFileBackend(str(path), lock_obj=lock)
-    return optuna.storages.JournalStorage(backend)  # type: ignore[no-any-return]
+    backend = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+    return storages.JournalStorage(backend)
 
 
 class KernelLock:

@@ -117,8 +117,18 @@ def result_of(
     best = max(done, key=lambda it: (sign * it[0], -it[1].number))[1] if done else None
     config = None
     if best is not None:
-        config = replace(base, splits=str(folder / run_folder.SPLITS), **best.settings)
+        config = _from_anywhere(replace(base, **best.settings), folder)
     return TuneResult(folder, found, best, config)
+
+
+def _from_anywhere(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same with absolute paths, and the search's own splits: `best.toml` may be run in another folder."""
+    return replace(
+        config, splits=str((folder / run_folder.SPLITS).resolve()),
+        stores=tuple(str(Path(path).resolve()) for path in config.stores),
+        labels=None if config.labels is None else str(Path(config.labels).resolve()),
+        weights=str(Path(config.weights).resolve()) if Path(config.weights).is_file() else config.weights,
+    )  # fmt: skip
 
 
 def write_tune_result(result: TuneResult) -> None:

@@ -17,7 +17,7 @@ from histopipe._version import __version__
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.splits import SIDES, Side, Splits
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory
-from histopipe.evaluation.evaluate import positive_class
+from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.files import appearing
@@ -29,7 +29,6 @@ from histopipe.training.config import TrainConfig
 from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.devices import make_strategy
 from histopipe.training.history import epoch_line, history_row, is_better
-from histopipe.training.judge import judge, patch_scores
 from histopipe.training.loop import Trainer, Wishes
 from histopipe.training.memory import (
     MicroBatch,
@@ -41,6 +40,7 @@ from histopipe.training.memory import (
 from histopipe.training.metrics import patch_metrics
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
+from histopipe.training.patch_scores import patch_scores
 from histopipe.training.pauses import Pauses
 from histopipe.training.progress import say
 from histopipe.training.report import Report

@@ -10,7 +10,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ _DYING_SECONDS = 5.0
 """What a training that was killed may take to let go of its folder."""
 
 
-def check(folder: Path, *, resume: bool, ignored: str = "") -> None:
+def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
     """Whether a run may go into a folder, before anything is made.
 
     Args:
@@ -45,12 +45,19 @@ def check(folder: Path, *, resume: bool, ignored: str = "") -> None:
         if not (folder / CONFIG).exists():
             raise UsageError(f"{folder} holds no run to resume", expected=f"a {CONFIG} in it")
     elif folder.exists() and (
-        not folder.is_dir() or any(path.name != ignored for path in folder.iterdir())
+        not folder.is_dir() or any(path.name not in ignored for path in folder.iterdir())
     ):
         raise UsageError(
             f"{folder} exists and is not empty",
             todo="pass --resume to go on with it, or choose another --out",
         )
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a run that was killed before it had a configuration has left; nothing is in it that could be gone on with."""
+    if not (folder / CONFIG).exists():
+        for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):
+            (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager

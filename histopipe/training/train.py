@@ -49,7 +49,7 @@ def train_here(
     """
     cluster = find_cluster()
     if cluster.chief:
-        run_folder.check(folder, resume=resume, ignored="" if cluster.alone else SIGNS)
+        run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (SIGNS,))
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
         check_patch_sizes(stores)

@@ -1,23 +1,17 @@
-"""The best model's predictions as columns, and what they are worth."""
+"""The best model's predictions as columns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
-from histopipe.dataset.splits import Side, Splits
+from histopipe.dataset.splits import Splits
 from histopipe.dataset.table import unpack_keys
-from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, choose_thresholds, evaluate
 from histopipe.evaluation.scores import PatchScores
 from histopipe.store.store import Store
 from histopipe.training.tally import Predictions
-
-
-def judge(scores: Mapping[Side, PatchScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
-    """How good predictions of each side are, with thresholds chosen on validation."""
-    thresholds = choose_thresholds(scores["validation"], settings)
-    return {side: evaluate([(patches, thresholds)], settings) for side, patches in scores.items()}
 
 
 def patch_scores(predictions: Predictions, stores: Sequence[Store], splits: Splits) -> PatchScores:
@@ -28,6 +22,7 @@ def patch_scores(predictions: Predictions, stores: Sequence[Store], splits: Spli
     patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
     begins = np.flatnonzero(np.diff(ordinals, prepend=-1) | np.diff(slides, prepend=-1))
     ends = [*begins[1:].tolist(), len(rows)]
+    ids = Counter(slide.id for slide in splits.slides)
     slide_names: dict[str, int] = {}
     patient_names: dict[str, int] = {}
     slide, patient = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
@@ -35,7 +30,10 @@ def patch_scores(predictions: Predictions, stores: Sequence[Store], splits: Spli
     for begin, end in zip(begins.tolist(), ends, strict=True):
         here, place = slice(begin, end), (int(ordinals[begin]), int(slides[begin]))
         store = stores[place[0]]
-        slide[here] = _number(slide_names, store.records[place[1]].id)
+        name = store.records[place[1]].id
+        # Two stores may each have a slide "1".
+        name = name if ids[name] == 1 else f"{name}@{store.uuid[:8]}"
+        slide[here] = _number(slide_names, name)
         patient[here] = _number(patient_names, patient_of[place])
         index = store.index(place[1])
         corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)

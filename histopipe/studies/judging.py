@@ -1,0 +1,41 @@
+"""Finished runs judged by other settings, from their predictions: no model is needed for that."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from histopipe.evaluation.evaluate import judge
+from histopipe.evaluation.predictions_file import read_predictions
+from histopipe.training import run_folder
+from histopipe.training.config import TrainConfig
+from histopipe.training.result import METRICS, TrainResult, read_result
+from histopipe.training.settings_file import known, read_config
+
+
+def judged_anew(folder: Path, wanted: TrainConfig) -> TrainResult:
+    """The result of a finished run, judged as another configuration has it, and written down so.
+
+    Args:
+        folder: the run's.
+        wanted: whose positive class, threshold, top k and resamples count.
+
+    Raises:
+        UsageError, DamagedStore: its files cannot be read.
+    """
+    result = read_result(folder)
+    scores = read_predictions(folder / run_folder.PREDICTIONS)
+    own = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
+    if own.judging == wanted.judging:
+        return result
+    judged = replace(result, metrics=judge(scores, wanted.judging))
+    now = replace(
+        own, positive=wanted.positive, threshold=wanted.threshold, top_k=wanted.top_k,
+        resamples=wanted.resamples,
+    )  # fmt: skip
+    facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    run_folder.write_metrics(folder, {**facts, **judged.to_json()})
+    # Last: until then it is judged anew.
+    run_folder.write_text(folder / run_folder.CONFIG, now.to_toml())
+    return judged

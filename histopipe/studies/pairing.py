@@ -1,0 +1,125 @@
+"""Two runs on what both were tested on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.evaluation.evaluate import JudgeSettings, Part, joined
+from histopipe.evaluation.metrics import FIGURES, decide, interval_of
+from histopipe.evaluation.scores import Aggregation, Level, PatchScores, Scores
+from histopipe.evaluation.statistics import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A figure of one run less that of another, on the same patients.
+
+    Attributes:
+        value: None where one of them is not defined.
+        interval: 95 %, from resampling the patients of both at once.
+    """
+
+    value: float | None
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What a run was tested on at one level, in the order of its keys, which tell it from all else in any run."""
+
+    keys: list[tuple[Any, ...]]
+    scores: Scores
+    decided: NDArray[np.intp]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a key stands for several, as a slide that is divided among folds."""
+        return len(set(self.keys)) < len(self.keys)
+
+
+def tested_items(
+    parts: Sequence[Part],
+    level: Level,
+    how: Aggregation,
+    judging: JudgeSettings,
+    positive: int | None,
+    *,
+    by_patches: bool,
+) -> Items:
+    """What was tested. Slides and patients of the same stores are the same if their patches are, else if their names are."""
+    scores, threshold, _ = joined(parts, level, how, judging)
+    decided = decide(scores, positive, threshold)
+    named = [_names(part, level, by_patches=by_patches) for part, _ in parts]
+    keys = [named[item >> 32][item & 0xFFFFFFFF] for item in scores.item.tolist()]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    taken = replace(
+        scores, label=scores.label[order], probability=scores.probability[order],
+        patient=scores.patient[order], item=scores.item[order],
+    )  # fmt: skip
+    return Items([keys[i] for i in order], taken, decided[order])
+
+
+def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
+    """A key for each patch, or slide or patient that there is a name for."""
+    patches = [
+        (scores.slides[slide], x, y)
+        for slide, x, y in zip(
+            scores.slide.tolist(), scores.x_l0.tolist(), scores.y_l0.tolist(), strict=True
+        )
+    ]
+    if level == "patch":
+        return patches
+    names = scores.slides if level == "slide" else scores.patients
+    if not by_patches:
+        return [(name,) for name in names]
+    whose = (scores.slide if level == "slide" else scores.patient).tolist()
+    members: list[list[tuple[Any, ...]]] = [[] for _ in names]
+    for number, patch in zip(whose, patches, strict=True):
+        members[number].append(patch)
+    return [
+        (name, hashlib.sha256(repr(sorted(of_it)).encode()).hexdigest())
+        for name, of_it in zip(names, members, strict=True)
+    ]
+
+
+def differences_of(
+    ours: Items, theirs: Items, positive: int | None, draws: NDArray[np.float64]
+) -> dict[str, Difference]:
+    """Their figures less ours, with intervals from resampling the patients of both at once.
+
+    Args:
+        ours, theirs: of the same items.
+        positive: number of the positive class; None for more than two.
+        draws: (R, P) how often each patient was drawn.
+    """
+    first = Statistics(ours.scores, ours.decided, positive)
+    # Whose an item is may be said otherwise there; it is resampled as here.
+    scores = replace(theirs.scores, patient=ours.scores.patient)
+    other = Statistics(scores, theirs.decided, positive)
+    patients = len(np.unique(ours.scores.patient))
+    whole = np.ones((1, first.patients))
+    drawn = draws[:, : first.patients]
+    values = _less(other, first, whole)
+    resampled = _less(other, first, drawn) if len(draws) and patients > 1 else None
+    return {
+        name: Difference(
+            float(values[name][0]) if np.isfinite(values[name][0]) else None,
+            interval_of(resampled[name], patients)
+            if resampled is not None and np.isfinite(values[name][0])
+            else None,
+        )
+        for name in FIGURES
+    }
+
+
+def _less(
+    a: Statistics, b: Statistics, weights: NDArray[np.float64]
+) -> dict[str, NDArray[np.float64]]:
+    ours, theirs = a.figures(weights), b.figures(weights)
+    return {name: ours[name] - theirs[name] for name in FIGURES}
