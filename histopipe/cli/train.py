@@ -216,10 +216,11 @@ def command(
     Splits are written before training; the best model on validation is kept and judged on the held-out test patches.
     --folds 5 does all that for every fifth of the patients in turn.
 
-    The classic recipe: --optimizer adagrad --learning-rate 2e-4 --dropout 0.15 --class-weights balanced.
-
     \b
     Example: histopipe train patches.lmdb --model resnet50 --split-by patient
+    The classic recipe:
+      histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
+        --dropout 0.15 --class-weights balanced
     """  # fmt: skip
     folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
