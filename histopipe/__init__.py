@@ -19,6 +19,7 @@ from histopipe.errors import HistopipeError
 
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
+    from histopipe.embedding.embed import embed
     from histopipe.store.store import Store, StoreSet, open_store
     from histopipe.studies.comparison import compare
     from histopipe.studies.cross_validation import cross_validate
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "compare",
     "cross_validate",
+    "embed",
     "load_dataset",
     "open_store",
     "train",
@@ -43,6 +45,7 @@ _HOME = {
     "StoreSet": "histopipe.store.store",
     "compare": "histopipe.studies.comparison",
     "cross_validate": "histopipe.studies.cross_validation",
+    "embed": "histopipe.embedding.embed",
     "load_dataset": "histopipe.dataset.loader",
     "open_store": "histopipe.store.store",
     "train": "histopipe.training.supervise",

@@ -24,10 +24,10 @@ RANKS = {
             ["tiling"],
             ["store"],
             ["ingest"],
-            ["dataset"],
+            ["dataset", "features"],
             ["evaluation"],
             ["training"],
-            ["studies"],
+            ["embedding", "studies"],
             ["reports"],
             ["cli"],
         ]
@@ -39,8 +39,10 @@ HOMES = {
     "pydicom": {"slides"},
     "tifffile": {"slides"},
     "lmdb": {"store"},
-    "tensorflow": {"dataset", "training", "reports"},
-    "keras": {"dataset", "training", "reports"},
+    "tensorflow": {"dataset", "training", "embedding", "reports"},
+    "keras": {"dataset", "training", "embedding", "reports"},
+    "h5py": {"features"},
+    "onnxruntime": {"embedding"},
     "optuna": {"studies"},
 }
 
@@ -115,6 +117,7 @@ def test_public_names() -> None:
         "__version__",
         "compare",
         "cross_validate",
+        "embed",
         "load_dataset",
         "open_store",
         "train",

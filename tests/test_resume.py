@@ -240,7 +240,7 @@ def test_two_trainings_do_not_share_a_folder(run: Run, small_store: Path, tmp_pa
         config = (tmp_path / "run" / "config.toml").read_bytes()
         done = run("train", "--resume", "--out", "run", "--epochs", 99)
         assert done.returncode == 2, done.stderr
-        assert "another process is training there" in done.stderr
+        assert "another process is at work there" in done.stderr
         assert (tmp_path / "run" / "config.toml").read_bytes() == config
     finally:
         child.kill()

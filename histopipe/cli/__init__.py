@@ -21,6 +21,7 @@ COMMANDS = MappingProxyType(
         "ingest": "Tile slides into a store.",
         "info": "Tell what a store holds.",
         "train": "Train a patch model on a store.",
+        "embed": "Compute features of every patch of a store.",
         "tune": "Search for settings that do better on validation.",
         "compare": "Hold runs against each other.",
         "stains": "Measure how each slide of a store is stained.",

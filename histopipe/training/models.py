@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from histopipe.training.dropout import SampleDropout
 from histopipe.training.memory import is_out_of_memory
 
 SMALL_CNN = "small-cnn"
+LOGITS = "logits"
+"""Name of the last layer with weights, in training and in what is saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +85,33 @@ def build_model(
         keras.config.set_dtype_policy(usual)
 
 
+def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
+    """A network of `keras.applications` without its last layer: (B, H, H, 3) uint8 RGB to (B, D) features.
+
+    Args:
+        name: in any spelling.
+        patch_size: side of the images.
+        weights: "none", "imagenet", or a weights file.
+
+    Raises:
+        UsageError: no such network, weights that cannot be had or do not fit, or patches too small for it.
+    """
+    image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
+    others = "a run's folder", "an ONNX file"
+    return keras.Model(image, _application(name, image, weights, *others), name="encoder")
+
+
 def _build(name: str, patch_size: int, classes: int, dropout: float, weights: str) -> PatchModel:
     image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
     seed = keras.Input((), dtype="int64", name="seed")
     features = (
-        _small_cnn(image, weights) if name == SMALL_CNN else _application(name, image, weights)
+        _small_cnn(image, weights)
+        if name == SMALL_CNN
+        else _application(name, image, weights, SMALL_CNN)
     )
     # Also where the rest is of 16 bits: what is summed and judged needs more.
     last = keras.config.dtype_policy().variable_dtype
-    head = keras.layers.Dense(classes, dtype=last, name="logits")
+    head = keras.layers.Dense(classes, dtype=last, name=LOGITS)
     training = head(SampleDropout(dropout)(features, seed))
     serving = keras.layers.Softmax(dtype=last, name="probability")(
         head(keras.layers.Dropout(dropout)(features))
@@ -115,15 +137,18 @@ def _small_cnn(image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
     return keras.layers.Dense(64, activation="relu")(x)
 
 
-def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
-    build = _find_application(name)
+def _application(
+    name: str, image: keras.KerasTensor, weights: str, *others: str
+) -> keras.KerasTensor:
+    build = _find_application(name, others)
     try:
-        backbone = build(
-            include_top=False,
-            weights="imagenet" if weights == "imagenet" else None,
-            input_shape=tuple(image.shape[1:]),
-            pooling="avg",
-        )
+        with contextlib.redirect_stdout(sys.stderr):  # where Keras tells of a download
+            backbone = build(
+                include_top=False,
+                weights="imagenet" if weights == "imagenet" else None,
+                input_shape=tuple(image.shape[1:]),
+                pooling="avg",
+            )
         if weights not in ("none", "imagenet"):
             backbone.load_weights(weights)
     except Exception as error:  # Keras raises a bare Exception where a download fails
@@ -133,7 +158,7 @@ def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.Ker
         if weights == "imagenet":
             todo = (
                 "imagenet weights are fetched once over the network; without one, put the file that "
-                f"Keras names into {Path(keras.config.keras_home()) / 'models'}, or give it as --weights FILE"
+                f"this names into {_keras_home() / 'models'}, or give it as --weights FILE"
             )
         raise UsageError(
             f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
@@ -143,13 +168,18 @@ def _application(name: str, image: keras.KerasTensor, weights: str) -> keras.Ker
     return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
 
 
-def _find_application(name: str) -> Callable[..., keras.Model]:
+def _keras_home() -> Path:
+    """Where Keras keeps what it fetches, by the rule of its documentation; it has no public name for it."""
+    return Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+
+
+def _find_application(name: str, others: Sequence[str]) -> Callable[..., keras.Model]:
     plain = {_plain(n): n for n in dir(keras.applications) if n[0].isupper()}
     found = plain.get(_plain(name))
     if found is None:
         raise UsageError(
             f"--model {name}", found="no such model",
-            expected=f"{SMALL_CNN}, {', '.join(sorted(plain.values()))}",
+            expected=", ".join([*others, *sorted(plain.values())]),
         )  # fmt: skip
     build: Callable[..., keras.Model] = getattr(keras.applications, found)
     return build

@@ -18,6 +18,7 @@ def load_quietly(module: str) -> Any:
     Raises:
         MachineShort: it is not installed, or does not load.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         with _quiet():
             return importlib.import_module(module)

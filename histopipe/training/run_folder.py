@@ -111,7 +111,7 @@ def _lock(folder_fd: int, folder: Path) -> None:
     while not lock_if_free(folder_fd):
         if time.monotonic() > patience:
             raise UsageError(
-                f"{folder}: another process is training there",
+                f"{folder}: another process is at work there",
                 todo="wait for it to end, or choose another --out",
             )
         time.sleep(0.1)

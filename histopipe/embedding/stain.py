@@ -1,0 +1,33 @@
+"""Stain normalisation of batches in numpy, on the processor that loads them. Needs TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.dataset.augmentation import to_uint8
+from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.stain import StainNormaliser
+from histopipe.store.store import Store
+
+
+def numpy_normaliser(
+    stores: Sequence[Store], method: StainNorm
+) -> Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]:
+    """What gives (B, H, W, 3) uint8 images of keys (B,) the reference's stain.
+
+    Raises:
+        NothingToDo: a slide's stain has not been measured.
+    """
+    with tf.device("CPU"):
+        normalise = StainNormaliser(stores, method)
+
+    def normalised(images: NDArray[np.uint8], keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+        with tf.device("CPU"):
+            pixels: NDArray[np.uint8] = to_uint8(normalise(images, tf.constant(keys))).numpy()
+        return pixels
+
+    return normalised

@@ -1,0 +1,69 @@
+"""A folder of feature files, and what made them: features of two encoders must not end up in one folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.files import appearing
+
+SUFFIX = ".h5"
+_FACTS = "features.json"
+
+
+def feature_path(folder: Path, slide_id: str) -> Path:
+    """Where a slide's features lie.
+
+    Raises:
+        DamagedStore: the id, which may come from a stranger's store, points out of the folder.
+    """
+    path = folder / f"{slide_id}{SUFFIX}"
+    if ".." in path.parts or not path.is_relative_to(folder):
+        raise DamagedStore(f"slide id {slide_id!r}", expected="a path within the folder")
+    return path
+
+
+def feature_files(folder: Path) -> dict[str, Path]:
+    """The feature files of a folder by slide id, in the order of these.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is no folder", expected="one of feature files")
+    found = {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for path in folder.rglob(f"*{SUFFIX}")
+        if path.is_file() and not path.name.startswith(("part-", "."))
+    }
+    return dict(sorted(found.items()))
+
+
+def pin_encoder(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Write down what makes a folder's features, or hold it against what made those that are there.
+
+    Raises:
+        UsageError: they were made by something else.
+        DamagedStore: what is written there cannot be read.
+    """
+    path = folder / _FACTS
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        with appearing(path) as part:
+            part.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        return
+    except (OSError, ValueError) as error:
+        raise DamagedStore(f"{path} is damaged", found=str(error)) from error
+    names = sorted({*there, *facts}) if isinstance(there, dict) else []
+    differing = [name for name in names if there.get(name) != facts.get(name)]
+    if differing or not names:
+        raise UsageError(
+            f"{folder} holds features that were made otherwise",
+            found="; ".join(f"{name} {there[name]}" for name in differing if name in there),
+            expected="; ".join(f"{name} {facts[name]}" for name in differing if name in facts),
+            todo="choose another --out",
+        )

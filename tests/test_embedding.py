@@ -1,0 +1,389 @@
+"""Features on disk: those of the network on the same pixels, whatever the devices, and whole or not there."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import onnx
+import pytest
+import simplejpeg
+from conftest import COMMAND, INTERRUPTIBLE, Run, two_at_a_time
+from onnx import TensorProto, helper, numpy_helper
+from PIL import Image
+from test_reader import a_store, flip_a_byte, jpegs
+
+import histopipe
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.features.feature_file import read_coords, read_features, read_header
+from histopipe.features.folder import feature_files, feature_path
+from histopipe.store.store import Store
+
+NETWORK = ["--model", "mobilenet", "--weights", "none"]
+SIZE = 24
+
+
+def features_of(folder: Path) -> dict[str, np.ndarray]:
+    return {name: read_features(read_header(path)) for name, path in feature_files(folder).items()}
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, bytes]]:
+    found = {}
+    for name, path in feature_files(folder).items():
+        header = read_header(path)
+        coords = read_coords(header)
+        assert coords is not None
+        found[name] = (read_features(header).tobytes(), coords.tobytes())
+    return found
+
+
+def pixels_of(store: Path) -> dict[str, np.ndarray]:
+    with Store(store) as opened:
+        return {
+            record.id: np.stack(
+                [simplejpeg.decode_jpeg(opened.value(n, row)) for row in range(record.planned)]
+            )
+            for n, record in opened.complete.items()
+        }
+
+
+def make_onnx(path: Path, *, rows: int | str = "N", output: str = "pooled") -> np.ndarray:
+    """A convolution, a ReLU and a mean as an ONNX file; returns the convolution's weights (8, 3, 4, 4)."""
+    weights = np.random.default_rng(1).normal(size=(8, 3, 4, 4)).astype(np.float32)
+    nodes = [
+        helper.make_node("Conv", ["x", "w"], ["maps"], strides=[4, 4]),
+        helper.make_node("Relu", ["maps"], ["bent"]),
+        helper.make_node("GlobalAveragePool", ["bent"], ["pooled"]),
+    ]
+    shapes = {"pooled": [rows, 8, 1, 1], "maps": [rows, 8, SIZE // 4, SIZE // 4]}
+    graph = helper.make_graph(
+        nodes, "encoder",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [rows, 3, SIZE, SIZE])],
+        [helper.make_tensor_value_info(output, TensorProto.FLOAT, shapes[output])],
+        [numpy_helper.from_array(weights, "w")],
+    )  # fmt: skip
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, path)
+    path.with_suffix(".json").write_text(json.dumps(TOLD))
+    return weights
+
+
+TOLD: dict[str, Any] = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "size": SIZE}
+
+
+@pytest.fixture(scope="module")
+def a_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    histopipe.train(small_store, out=folder, epochs=1, batch_size=16)
+    return folder
+
+
+def test_they_are_those_of_keras_on_the_same_pixels(
+    small_store: Path, a_run: Path, tmp_path: Path
+) -> None:
+    import keras
+
+    from histopipe.training.models import build_encoder
+
+    trained = keras.models.load_model(a_run / "model.keras")
+    inside = keras.Model(trained.input, trained.get_layer("logits").input)
+    keras.utils.set_random_seed(1)
+    named = build_encoder("mobilenet", patch_size=32, weights="none")
+    given: dict[str, tuple[dict[str, Any], Any]] = {
+        "run": ({"model": a_run}, inside),
+        "named": ({"model": "MobileNet", "weights": "none"}, named),
+    }
+    for name, (arguments, network) in given.items():
+        result = histopipe.embed(small_store, out=tmp_path / name, batch_size=16, **arguments)
+        assert len(result.done) == 12
+        assert (result.patches, result.kept, result.failed) == (120, (), {})
+        assert 0 <= result.input_wait <= result.seconds
+        found = features_of(tmp_path / name)
+        for slide, pixels in pixels_of(small_store).items():
+            expected = network.predict(pixels, verbose=0)
+            assert expected.std() > 0
+            np.testing.assert_allclose(found[slide], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_devices_do_not_matter(small_store: Path, tmp_path: Path) -> None:
+    devices = ["cpu", "cpu:2", "cpu:3"]
+
+    def embed(name: str) -> subprocess.CompletedProcess[str]:
+        command = [*COMMAND, "embed", str(small_store), *NETWORK, "--out", str(tmp_path / name)]
+        command += ["--devices", name, "--batch-size", "7"]
+        return subprocess.run(command, text=True, capture_output=True, check=True)
+
+    two_at_a_time(embed, devices)
+    one, *others = (features_of(tmp_path / name) for name in devices)
+    for other in others:
+        for slide, values in one.items():
+            np.testing.assert_allclose(other[slide], values, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_stopped_and_gone_on_with_equals_uninterrupted(
+    small_store: Path, tmp_path: Path, number: signal.Signals, run: Run
+) -> None:
+    arguments = ["embed", small_store, *NETWORK, "--batch-size", 2, "--json"]
+    done = run(*arguments, "--out", "whole")
+    assert done.returncode == 0, done.stderr
+    command = [*INTERRUPTIBLE, *map(str, arguments), "--out", str(tmp_path / "parts")]
+    with subprocess.Popen(
+        command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("2/12"):
+                process.send_signal(number)
+                break
+        assert process.wait(60) == (-9 if number is signal.SIGKILL else 130)
+    assert 2 <= len(feature_files(tmp_path / "parts")) < 12
+    again = run(*arguments, "--out", "parts")
+    told = json.loads(again.stdout)
+    assert again.returncode == 0
+    assert len(told["kept"]) >= 2
+    assert len(told["kept"]) + len(told["done"]) == 12
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert not list((tmp_path / "parts").rglob("part-*"))
+
+
+@pytest.mark.parametrize(("rows", "devices"), [("N", "cpu"), (5, "auto"), ("N", "cpu:2")])
+def test_onnx_files_get_the_pixels_that_their_json_asks_for(
+    small_store: Path, tmp_path: Path, rows: int | str, devices: str
+) -> None:
+    weights = make_onnx(tmp_path / "encoder.onnx", rows=rows)
+    arguments: dict[str, Any] = {
+        "model": tmp_path / "encoder.onnx",
+        "devices": devices,
+        "batch_size": 8,
+    }
+    result = histopipe.embed(small_store, out=tmp_path / "f", **arguments)
+    half = histopipe.embed(small_store, out=tmp_path / "h", precision="float16", **arguments)
+    assert (result.dimension, result.patches, half.patches) == (8, 120, 120)
+    found, halves = features_of(tmp_path / "f"), features_of(tmp_path / "h")
+    for slide, pixels in pixels_of(small_store).items():
+        resized = [
+            np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BILINEAR))
+            for p in pixels
+        ]
+        inputs = (np.stack(resized) / 255 - TOLD["mean"]) / TOLD["std"]
+        blocks = inputs.reshape(-1, SIZE // 4, 4, SIZE // 4, 4, 3)
+        maps = np.einsum("nyaxbc,fcab->nyxf", blocks, weights)
+        expected = np.maximum(maps, 0).mean(axis=(1, 2))
+        np.testing.assert_allclose(found[slide], expected, rtol=1e-4, atol=1e-5)
+        assert halves[slide].dtype == np.float16
+        assert (halves[slide] == found[slide].astype(np.float16)).all()
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (None, "encoder.json is missing: an ONNX file does not say how pixels become its input"),
+        ("{", "encoder.json cannot be read"),
+        ([], "encoder.json: mean, size, std"),
+        (TOLD | {"std": [1, 0, 1]}, "encoder.json: std"),
+        (TOLD | {"mean": 0.5}, "encoder.json: mean"),
+        (TOLD | {"size": "24"}, "encoder.json: size"),
+        (TOLD | {"interpolation": "area"}, "encoder.json: interpolation"),
+        (TOLD | {"means": 1}, "encoder.json: means"),
+        (TOLD | {"size": 32}, "encoder.onnx: its input"),
+    ],
+)
+def test_onnx_without_what_it_needs_is_refused(
+    small_store: Path, tmp_path: Path, told: Any, expected: str
+) -> None:
+    make_onnx(tmp_path / "encoder.onnx")
+    beside = tmp_path / "encoder.json"
+    if told is None:
+        beside.unlink()
+    else:
+        beside.write_text(told if isinstance(told, str) else json.dumps(told))
+    with pytest.raises(UsageError) as error:
+        histopipe.embed(small_store, model=tmp_path / "encoder.onnx", out=tmp_path / "f")
+    assert expected in str(error.value)
+    assert not (tmp_path / "f").exists()
+
+
+def test_onnx_files_that_are_no_encoders_are_refused(small_store: Path, tmp_path: Path) -> None:
+    make_onnx(tmp_path / "maps.onnx", output="maps")
+    (tmp_path / "text.onnx").write_text("hello")
+    (tmp_path / "text.json").write_text(json.dumps(TOLD))
+    for name, expected in (
+        ("maps", "its first output: found shape (1, 8, 6, 6)"),
+        ("text", "text.onnx cannot be loaded"),
+        ("none", "none.onnx does not exist"),
+    ):
+        with pytest.raises(UsageError) as error:
+            histopipe.embed(small_store, model=tmp_path / f"{name}.onnx", out=tmp_path / "f")
+        assert expected in str(error.value)
+
+
+@pytest.fixture
+def onnx_file(tmp_path: Path) -> Path:
+    make_onnx(tmp_path / "encoder.onnx")
+    return tmp_path / "encoder.onnx"
+
+
+def test_a_damaged_patch_costs_its_slide_or_itself(
+    tmp_path: Path, onnx_file: Path, run: Run
+) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"n1": jpegs(0, 9), "t1": jpegs(9, 5), "t2": jpegs(14, 6)})
+    flip_a_byte(store, 1, 3)
+    arguments = ["embed", "s.lmdb", "--model", onnx_file, "--batch-size", 2]
+    failed = run(*arguments, "--out", "f")
+    assert failed.returncode == 3
+    assert "failed: t1: " in failed.stdout
+    assert "patch 3: it is not what was written" in failed.stdout
+    assert set(feature_files(tmp_path / "f")) == {"n1", "t2"}
+    skipped = run(*arguments, "--out", "f", "--on-error", "skip")
+    assert skipped.returncode == 0, skipped.stderr
+    assert "1 damaged patches left out" in skipped.stdout
+    header = read_header(feature_files(tmp_path / "f")["t1"])
+    coords = read_coords(header)
+    assert coords is not None
+    assert coords[:, 0].tolist() == [0, 10, 20, 40]
+    assert len(read_features(header)) == header.rows == 4
+
+
+def test_files_that_do_not_belong_are_made_again_or_refused(
+    tmp_path: Path, onnx_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "f"
+    first = a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 9), "t1": jpegs(9, 5)})
+    histopipe.embed(first, model=onnx_file, out=folder)
+    whole = contents(folder)
+    # What a copy that was broken off leaves.
+    with feature_path(folder, "n1").open("r+b") as file:
+        file.truncate(1500)
+    again = histopipe.embed(first, model=onnx_file, out=folder)
+    assert (again.done, again.kept) == (("n1",), ("t1",))
+    assert contents(folder) == whole
+    # Slides that were ingested anew.
+    other = a_store(tmp_path / "b.lmdb", {"n1": jpegs(40, 9), "t1": jpegs(9, 5)})
+    with Store(first) as a, Store(other) as b:
+        assert a.uuid != b.uuid
+    changed = histopipe.embed(other, model=onnx_file, out=folder)
+    assert changed.done == ("n1",)
+    assert "the store holds other patches of this slide now" in capsys.readouterr().err
+    # Another encoder, another precision, another tool's file.
+    with pytest.raises(UsageError, match="holds features that were made otherwise"):
+        histopipe.embed(other, model=onnx_file, out=folder, precision="float16")
+    (tmp_path / "g").mkdir()
+    with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:
+        file["features"] = np.zeros((9, 8), np.float32)
+    with pytest.raises(UsageError, match="was made by another tool"):
+        histopipe.embed(other, model=onnx_file, out=tmp_path / "g")
+    with pytest.raises(UsageError, match="slides of one id in several stores"):
+        histopipe.embed([first, other], model=onnx_file, out=tmp_path / "h")
+
+
+def test_a_flipped_byte_is_found_when_features_are_read(tmp_path: Path, onnx_file: Path) -> None:
+    store = a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 9)})
+    histopipe.embed(store, model=onnx_file, out=tmp_path / "f")
+    header = read_header(feature_path(tmp_path / "f", "n1"))
+    rows = np.array([0, 3, 8])
+    assert (read_features(header, rows) == read_features(header)[rows]).all()
+    assert header.offset is not None
+    with header.path.open("r+b") as file:
+        file.seek(header.offset + 7)
+        byte = file.read(1)
+        file.seek(header.offset + 7)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(DamagedStore, match="the features are not what was written"):
+        read_features(header)
+
+
+def test_an_id_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    assert feature_path(tmp_path, "a/b.c") == tmp_path / "a" / "b.c.h5"
+    for name in ("../x", "/etc/x", "a/../../x"):
+        with pytest.raises(DamagedStore, match="slide id"):
+            feature_path(tmp_path, name)
+
+
+def test_real_slides_are_described_as_others_read_them(
+    data: Path, tmp_path: Path, onnx_file: Path, run: Run
+) -> None:
+    slide = data / "slides" / "CMU-1-Small-Region.svs"
+    assert run("ingest", slide, "--patch-size", 240, "--mag", 20).returncode == 0
+    assert run("embed", "patches.lmdb", "--model", onnx_file, "--out", "f/h5_files").returncode == 0
+    with h5py.File(tmp_path / "f" / "h5_files" / "CMU-1-Small-Region.h5") as file:
+        features, coords = file["features"][:], file["coords"][:]
+        told = dict(file["coords"].attrs)
+        assert file["features"].attrs["name"] == "CMU-1-Small-Region"
+        assert file.attrs["patient"] == "CMU-1-Small-Region"
+    assert features.shape == (len(coords), 8)
+    assert features.dtype == np.float32
+    with Store(tmp_path / "patches.lmdb") as store:
+        index = store.index(0)
+        assert coords.tolist() == np.stack([index["x_l0"], index["y_l0"]], 1).tolist()
+    assert {
+        "patch_size": 240, "patch_size_level0": 240, "level0_magnification": 20,
+        "target_magnification": 20, "overlap": 0, "level0_width": 2220, "level0_height": 2967,
+        "patch_level": 0, "name": "CMU-1-Small-Region",
+    }.items() <= told.items()  # fmt: skip
+
+
+def test_memory_that_runs_out_is_met_with_smaller_pieces(
+    small_store: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import tensorflow as tf
+
+    from histopipe.embedding.keras_encoder import KerasEncoder
+
+    whole = KerasEncoder._piece
+
+    def short(self: Any, parts: Any) -> Any:
+        if len(parts[0]) > 3:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+        return whole(self, parts)
+
+    arguments: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 8}
+    histopipe.embed(small_store, out=tmp_path / "a", **arguments)
+    monkeypatch.setattr(KerasEncoder, "_piece", short)
+    histopipe.embed(small_store, out=tmp_path / "b", **arguments)
+    assert "going on with 2 patches a device at once" in capsys.readouterr().err
+    for slide, values in features_of(tmp_path / "a").items():
+        found = features_of(tmp_path / "b")[slide]
+        np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_wrong_is_told_before_anything_is_made(
+    small_store: Path, a_run: Path, made_store: Path, onnx_file: Path, tmp_path: Path, run: Run
+) -> None:
+    cases: list[tuple[list[object], int, str]] = [
+        (["--model", "nonsense"], 2, "expected a run's folder, an ONNX file, ConvNeXtBase"),
+        (["--model", a_run, "--weights", "none"], 2, "which has its own"),
+        (["--model", onnx_file, "--devices", "gpu"], 2, "an onnxruntime without CUDA"),
+        (["--model", onnx_file, "--batch-size", 0], 2, "batch_size"),
+        (["--model", "mobilenet", "--stain-norm", "macenko", "--weights", "none"], 4, "histopipe stains"),
+        (["--model", "mobilenet"], 2, "imagenet weights are fetched once over the network"),
+    ]  # fmt: skip
+    environment = os.environ | {
+        "https_proxy": "http://127.0.0.1:9",
+        "KERAS_HOME": str(tmp_path / "k"),
+    }
+
+    def embed(number: int) -> subprocess.CompletedProcess[str]:
+        return run("embed", small_store, "--out", f"f{number}", *cases[number][0], env=environment)
+
+    for number, done in two_at_a_time(embed, range(len(cases))).items():
+        _, code, expected = cases[number]
+        assert done.returncode == code, done.stderr
+        assert expected in done.stderr
+        assert not list(tmp_path.glob(f"f{number}/**/*.h5"))
+    other = run("embed", made_store, "--model", a_run, "--out", "g")
+    assert other.returncode == 2
+    assert "was trained on other patches: found 32 pixels, expected 128" in other.stderr
+    nothing = run("embed", "none.lmdb", "--model", onnx_file, "--out", "g")
+    assert nothing.returncode == 4
+    gc.collect()
