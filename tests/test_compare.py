@@ -143,7 +143,7 @@ def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_pat
 def test_a_cross_validation_is_compared_as_a_whole(runs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(runs / "d", tmp_path / "copy"))
     found = compare([runs / "d", copy], resamples=50)
-    assert found.runs[0].test.patch.count == 120
+    assert found.runs[0].test.finest.count == 120
     assert found.differences[0]["patient_mean"]["auc"].value == 0
     (copy / "fold-2" / "metrics.json").unlink()
     part = compare([runs / "d", copy], resamples=50)

@@ -311,7 +311,7 @@ def test_whose_patches_have_several_labels_is_left_out_and_counted() -> None:
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
     found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
     assert "1 with patches of several labels left out" in found.slide["mean"].notes
-    assert found.patch.notes == ()
+    assert found.finest.notes == ()
     assert found.patient["mean"].notes[0] == "no t here"
 
 
@@ -389,8 +389,8 @@ def test_pooled_folds_are_decided_by_their_own_thresholds() -> None:
     settings = JudgeSettings(resamples=20)
     parts = with_common_patients([patches(1, "abcdef"), patches(2, "ghijkl")])
     chosen = [{"patch": (value, None)} for value in (0.2, 0.8)]
-    pooled = evaluate(list(zip(parts, chosen, strict=True)), settings).patch
-    each = [evaluate([pair], settings).patch for pair in zip(parts, chosen, strict=True)]
+    pooled = evaluate(list(zip(parts, chosen, strict=True)), settings).finest
+    each = [evaluate([pair], settings).finest for pair in zip(parts, chosen, strict=True)]
     assert pooled.threshold is None
     np.testing.assert_array_equal(pooled.confusion, np.sum([m.confusion for m in each], axis=0))
     assert (pooled.count, pooled.patients) == (288, 12)

@@ -570,7 +570,7 @@ class Recorder(Batches):
         self.asked.append(steps)
         return super().advise(steps, parts)
 
-    def load(self, step: int, replica: int = 0) -> Any:
+    def values(self, step: int, replica: int = 0) -> Any:
         with self.stores[0].reading() as reading:
             for key in self.locate(step, replica)[0].keys.tolist():
                 reading.value(key >> 32, key & 0xFFFFFFFF)
@@ -748,7 +748,7 @@ LEAK = r"""
 import gc, re, sys
 from pathlib import Path
 from histopipe.dataset.batches import Batches
-from histopipe.dataset.loader import BatchSource
+from histopipe.dataset.source import BatchSource
 from histopipe.dataset.sampling import Shuffled
 from histopipe.dataset.selection import select
 from histopipe.dataset.table import PatchTable

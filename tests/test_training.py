@@ -406,7 +406,7 @@ from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.table import PatchTable
 from histopipe.dataset.batches import Batches
-from histopipe.dataset.loader import BatchSource
+from histopipe.dataset.source import BatchSource
 import tensorflow as tf
 path = Path(sys.argv[1])
 one_slide(path, [b"no image"] * 9).close()

@@ -44,9 +44,9 @@ import simplejpeg
 import tensorflow as tf
 
 from histopipe.dataset.batches import Batches, aligned_empty
-from histopipe.dataset.loader import BatchSource
 from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
+from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable
 from histopipe.geometry import Mpp
 from histopipe.ingest.encode import png

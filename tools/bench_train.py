@@ -24,9 +24,9 @@ import tensorflow as tf
 
 from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds
 from histopipe.dataset.batches import Batches
-from histopipe.dataset.loader import BatchSource
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import select
+from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable
 from histopipe.store.store import Store
 from histopipe.training.config import TrainConfig
@@ -56,8 +56,11 @@ class Ours:
             augmentations=("flips",), xla=options.xla,
         )  # fmt: skip
         self._trainer = Trainer(
-            Steps(strategy, model, optimizer, settings), stores=[store], seed=SEED
-        )
+            Steps(strategy, model, optimizer, settings), seed=SEED,
+            make_batches=lambda table, order, replicas: Batches(
+                [store], table, batch_size=config.batch_size, order=order, replicas=replicas
+            ),
+        )  # fmt: skip
         table = PatchTable(select([store]))
         self._batches = self._trainer.batches(table, make_order(table, seed=SEED))
         self._batches.steps_per_epoch = min(options.steps, self._batches.steps_per_epoch)

@@ -54,13 +54,32 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     "--allow-extra-rows", is_flag=True, help="Ignore rows of --labels that name no slide."
 )
 @click.option(
+    "--mil",
+    type=click.Path(),
+    help="Learn of whole bags of features in this folder (see `histopipe embed`), not of patches.",
+)
+@click.option(
+    "--bag",
+    type=click.Choice(["slide", "patient"]),
+    default="slide",
+    help="With --mil: what a bag is of.",
+)
+@click.option(
+    "--pooling",
+    type=click.Choice(["gated", "attention", "mean", "max"]),
+    default="gated",
+    help="With --mil: how a bag's patches become one; gated is attention with a gate.",
+)
+@click.option(
     "--model", default="small-cnn", help="small-cnn, or a keras.applications name such as resnet50."
 )
 @click.option(
     "--weights", default="none", help="none, imagenet, or a weights file for the backbone."
 )
 @click.option("--epochs", type=int, default=20, help="Passes over the training patches, at most.")
-@click.option("--batch-size", type=int, default=64, help="Patches a step, over all devices.")
+@click.option(
+    "--batch-size", type=int, help="Patches a step, over all devices.  [default: 64; of bags, 1]"
+)
 @click.option(
     "--seed", type=int, default=1, help="Of split, order, weights, augmentation and dropout."
 )
@@ -99,7 +118,9 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     default="adam",
     help="What turns gradients into steps.",
 )
-@click.option("--learning-rate", type=float, default=1e-3, help="Of the optimizer.")
+@click.option(
+    "--learning-rate", type=float, help="Of the optimizer.  [default: 1e-3; on bags, 2e-4]"
+)
 @click.option("--weight-decay", type=float, default=0.004, help="Of --optimizer adamw.")
 @click.option(
     "--schedule",
@@ -129,8 +150,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 @click.option(
     "--augment",
     type=Names(),
-    default="flips",
-    help="none, or a list of flips (the eight positions of a square), crop, stain, colour.",
+    help="none, or a list of flips (the eight positions of a square), crop, stain, colour.  [default: flips; of bags, none]",
 )
 @click.option(
     "--stain-norm",
@@ -211,18 +231,21 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 def command(
     stores: tuple[str, ...], out: Path | None, resume: bool, as_json: bool, **settings: Any
 ) -> None:
-    """Train a patch model on STORES (patches.lmdb if none is named).
+    """Train a patch model on STORES (patches.lmdb if none is named), or with --mil a slide model on features.
 
     Splits are written before training; the best model on validation is kept and judged on the held-out test patches.
     --folds 5 does all that for every fifth of the patients in turn.
 
     \b
-    Example: histopipe train patches.lmdb --model resnet50 --split-by patient
+    Examples:
+      histopipe train patches.lmdb --model resnet50 --split-by patient
+      histopipe train --mil features --labels labels.csv --epochs 40
     The classic recipe:
       histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
         --dropout 0.15 --class-weights balanced
     """  # fmt: skip
-    folder = out or Path("runs") / f"{settings['model']}-{datetime.now():%Y%m%d-%H%M%S}"
+    kind = f"mil-{settings['pooling']}" if settings["mil"] else settings["model"]
+    folder = out or Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     if resume:
         if out is None:
             raise UsageError("--resume needs --out", expected="the folder of a run")
@@ -232,6 +255,7 @@ def command(
     else:
         named = click.get_current_context().default_map or {}
         paths = stores or tuple(named.get("stores", ()))
+        settings = {name: value for name, value in settings.items() if value is not None}
         settings |= {"stores": paths} if paths else {}
     _train(folder, settings, resume=resume, as_json=as_json)
 

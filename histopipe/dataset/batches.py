@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.sampling import Order
-from histopipe.dataset.table import Located, PatchTable, unpack_keys
+from histopipe.dataset.schedule import Field, Schedule
+from histopipe.dataset.table import PatchTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading
@@ -49,7 +50,7 @@ class Batch:
     columns: dict[Column, NDArray[Any]] = field(default_factory=dict)
 
 
-class Batches:
+class Batches(Schedule):
     """Batches of a table of patches, in a given order.
 
     Args:
@@ -74,6 +75,10 @@ class Batches:
         (64, 256, 256, 3)
     """
 
+    parallel_calls: int | None = None
+    prefetch = 2  # a batch is megabytes: enough to ride out one slow read, not to fill memory
+    read_ahead: int | None = None
+
     def __init__(
         self,
         stores: Sequence[Store],
@@ -86,37 +91,22 @@ class Batches:
         columns: Sequence[Column] = (),
         check: bool = True,
     ) -> None:
-        if batch_size < replicas:
-            raise UsageError(
-                "batch_size", found=batch_size, expected=f"{replicas} or more: one patch a replica"
-            )
+        super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
         if on_error not in get_args(OnError):
             raise UsageError("on_error", found=repr(on_error), expected="'raise' or 'skip'")
         if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
             expected = f"a list of some of {', '.join(get_args(Column))}"
             raise UsageError("columns", found=repr(columns), expected=expected)
-        self.stores, self.table, self.columns = stores, table, tuple(columns)
-        self.batch_size, self.replicas = batch_size, replicas
-        self.order = order
+        self.stores, self.columns = stores, tuple(columns)
         self.patch_size = stores[0].patch_size
-        self.steps_per_epoch = -(-len(self.order) // batch_size)
+        self.fields = (
+            Field("image", np.uint8, (self.patch_size, self.patch_size, 3)),
+            Field("label", np.int32), Field("weight", np.float32), Field("key", np.int64),
+            *(Field(name, _TYPES[name]) for name in self.columns),
+        )  # fmt: skip
         self.skipped: dict[int, str] = {}
         self._skip, self._check = on_error == "skip", check
         self._lock = threading.Lock()
-
-    def rows(self, replica: int) -> range:
-        """Which rows of every batch are a replica's."""
-        return replica_rows(self.batch_size, self.replicas, replica)
-
-    def locate(self, step: int, replica: int | None = None) -> tuple[Located, NDArray[np.float32]]:
-        """Which patches a step has, or a replica's part of it, and their weights (B,), without reading a pixel."""
-        epoch, step = divmod(step, self.steps_per_epoch)
-        rows = range(self.batch_size) if replica is None else self.rows(replica)
-        place = step * self.batch_size + np.arange(rows.start, rows.stop)
-        real = place < len(self.order)
-        # The order goes on into rows of weight 0: real pixels keep batch statistics sane.
-        place %= len(self.order)
-        return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
 
     def load(self, step: int, replica: int = 0) -> Batch:
         """A step's batch.
@@ -151,6 +141,12 @@ class Batches:
                         images[i], weights[i] = 0, 0
                         self._note(int(keys[i]), str(problem))
         return Batch(images, located.labels, weights, keys, columns)
+
+    def values(self, step: int, replica: int) -> tuple[Any, ...]:
+        """The fields of `load`."""
+        batch = self.load(step, replica)
+        columns = (batch.columns[name] for name in self.columns)
+        return batch.image, batch.label, batch.weight, np.asarray(batch.key), *columns
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Ask for some parts of steps to be read from disk; returns at once, with the bytes asked for."""
@@ -202,15 +198,6 @@ def _gathered(
     first = np.flatnonzero(np.append(True, slides[1:] != slides[:-1]))
     parts = zip(slides[first].tolist(), np.split(rows, first[1:]), strict=True)
     return np.concatenate([reading.column(slide, name)[part] for slide, part in parts])
-
-
-def replica_rows(batch_size: int, replicas: int, replica: int) -> range:
-    """Which rows of every batch are a replica's.
-
-    Together they are exactly the batch: a row more, even one of weight 0, would show in the statistics of batch
-    normalisation, and N replicas would not equal one.
-    """
-    return range(replica * batch_size // replicas, (replica + 1) * batch_size // replicas)
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from histopipe.dataset.slide_source import SlideSource
 from histopipe.slides.tables import SlideNames, read_labels
-from histopipe.store.store import Store
 
 Labels = dict[str, tuple[str | None, str | None, str | None]]
 """Label, patient and site by slide id."""
 
 
-def labels_from(path: str | None, stores: Sequence[Store], *, allow_extra: bool) -> Labels | None:
+def labels_from(
+    path: str | None, stores: Sequence[SlideSource], *, allow_extra: bool
+) -> Labels | None:
     """What a labels file says of the slides of stores; None without one.
 
     Args:

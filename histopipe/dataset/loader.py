@@ -1,25 +1,19 @@
-"""Batches as a `tf.data.Dataset`. TensorFlow supplies threads, order and prefetch, and nothing else."""
+"""A dataset of patches, from paths to a `tf.data.Dataset`."""
 
 from __future__ import annotations
 
-import atexit
-import os
-import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from histopipe.dataset.arguments import check_whole, check_whole_or_none, shard_of, store_paths
 from histopipe.dataset.batches import Batches, Column, OnError
 from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.read_ahead import ReadAhead
 from histopipe.dataset.sampling import Balance, make_order
 from histopipe.dataset.selection import Classes, Labels, select
+from histopipe.dataset.source import BatchSource
 from histopipe.dataset.splits import Side, read_splits
 from histopipe.dataset.table import PatchTable
 from histopipe.errors import UsageError
@@ -29,7 +23,6 @@ from histopipe.store.store import Store, check_patch_sizes
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_FIELDS = ("image", "label", "weight", "key")
 _PREFETCH = 2
 
 
@@ -173,146 +166,3 @@ def _labels(
         return labels
     names = SlideNames(record.id for store in stores for record in store.slides)
     return {name: row.label for name, row in read_labels(Path(labels), names).items()}
-
-
-_sources: weakref.WeakSet[BatchSource] = weakref.WeakSet()
-
-
-@atexit.register
-def _settle_all() -> None:
-    for source in list(_sources):
-        source.settle()
-
-
-class BatchSource:
-    """Serves batches to tf.data and remembers what went wrong.
-
-    An exception inside a tf.data function loses its type, and the iterator would go on behind it with a batch missing. So
-    the first failure is kept in `failure`, and every later batch fails with it too.
-
-    Args:
-        batches: what is served.
-        parts: which parts of each step, in turn; all of them if not given.
-    """
-
-    def __init__(self, batches: Batches, parts: Sequence[int] | None = None) -> None:
-        self.batches = batches
-        self.parts = tuple(parts if parts is not None else range(batches.replicas))
-        self.failure: Exception | None = None
-        self._ahead: ReadAhead | None = None
-        self._lock = threading.Lock()
-        self._running = 0
-        _sources.add(self)
-
-    def dataset(
-        self,
-        first_step: int,
-        last_step: int,
-        *,
-        parallel_calls: int | None = None,
-        prefetch: int = _PREFETCH,
-        read_ahead: int | None = None,
-    ) -> tf.data.Dataset:
-        """Steps `first_step` to `last_step` - 1, one element a step and part, parts in turn.
-
-        Args:
-            parallel_calls: batches decoded at once; one a core if not given.
-            prefetch: steps kept ready. A batch is megabytes: enough to ride out one slow read, not to fill memory.
-            read_ahead: see `ReadAhead`.
-
-        Raises:
-            UsageError: this process was forked after TensorFlow had run.
-        """
-        # Late: everything above works without TensorFlow.
-        import tensorflow as tf
-
-        _refuse_fork()
-        batches, parts = self.batches, len(self.parts)
-        side = batches.patch_size
-        sizes = {len(batches.rows(part)) for part in self.parts}
-        rows = sizes.pop() if len(sizes) == 1 else None  # replicas may differ by a row
-        column_types = {"x_l0": tf.int32, "y_l0": tf.int32, "slide": tf.string}
-        fields = (*_FIELDS, *batches.columns)
-        shapes = ((rows, side, side, 3), *[(rows,)] * (len(fields) - 1))
-        types = (
-            tf.uint8, tf.int32, tf.float32, tf.int64,
-            *(column_types[name] for name in batches.columns),
-        )  # fmt: skip
-        self._ahead = ReadAhead(batches, self.parts, last_step, read_ahead)
-        # TensorFlow keeps every such function for ever, and would keep the stores open with it.
-        source = weakref.ref(self)
-
-        def load_numpy(element: Any) -> tuple[Any, ...]:
-            alive = source()
-            if alive is None:
-                raise RuntimeError("the dataset is gone")
-            return alive.load(int(element))
-
-        def load(element: tf.Tensor) -> dict[str, tf.Tensor]:
-            # Not stateful: it is a pure function, and op determinism would run it one at a time.
-            values = tf.numpy_function(load_numpy, [element], types, stateful=False)
-            for value, shape in zip(values, shapes, strict=True):
-                value.set_shape(shape)
-            return dict(zip(fields, values, strict=True))
-
-        calls = parallel_calls or len(os.sched_getaffinity(0))
-        dataset = tf.data.Dataset.range(first_step * parts, last_step * parts)
-        dataset = dataset.map(load, num_parallel_calls=calls, deterministic=True)
-        dataset.source = (
-            self  # which thus lives as long as the dataset, its iterators and what is made of it
-        )
-        dataset = dataset.prefetch(prefetch * parts)
-        options = tf.data.Options()
-        # Nothing here is left to tune, and ending an iterator would wait for the tuner's sleep: up to 7 s an epoch.
-        options.autotune.enabled = False
-        return dataset.with_options(options)
-
-    def settle(self) -> None:
-        """Fail all that is still to be loaded, and wait for what is under way.
-
-        Called for every source when Python ends: TensorFlow waits for loads under way, and these would wait for Python's lock,
-        which is gone by then. A program that ended with an iterator half-way was seen to hang so, every time.
-        """
-        self.failure = self.failure or RuntimeError("the iterator was dropped")
-        if self._ahead is not None:
-            self._ahead.close()
-        quiet = 0
-        while quiet < 3:
-            quiet = quiet + 1 if self._running == 0 else 0
-            time.sleep(0.01)
-
-    def load(self, element: int) -> tuple[Any, ...]:
-        """The fields of one element of `dataset`.
-
-        Raises:
-            Exception: what went wrong with this one or any before.
-        """
-        if self.failure is not None or self._ahead is None:
-            raise self.failure or RuntimeError("no dataset has been made")
-        with self._lock:
-            self._running += 1
-        try:
-            step, part = divmod(element, len(self.parts))
-            batch = self._ahead.load(step, self.parts[part])
-        except Exception as error:
-            with self._lock:
-                self.failure = self.failure or error
-            raise
-        finally:
-            with self._lock:
-                self._running -= 1
-        columns = (batch.columns[name] for name in self.batches.columns)
-        return batch.image, batch.label, batch.weight, np.asarray(batch.key), *columns
-
-
-def _refuse_fork() -> None:
-    """TensorFlow's threads do not come along into a forked process, which then waits for them for ever."""
-    from tensorflow.python.eager import context  # the one place that tells whether it has run
-
-    running = context.context()._initialized
-    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-    if running and not any(name.startswith("tf_") for name in names):
-        raise UsageError(
-            "TensorFlow ran before this process was forked, and would wait for ever for its threads",
-            todo="start processes by spawn or forkserver: multiprocessing.get_context('spawn')",
-        )

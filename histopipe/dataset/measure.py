@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from histopipe.dataset.batches import Batches, decode
-from histopipe.dataset.loader import BatchSource
 from histopipe.dataset.sampling import Shuffled
 from histopipe.dataset.selection import select
+from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable, unpack_keys
 from histopipe.store.store import Store
 

@@ -7,8 +7,9 @@ import resource
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-from histopipe.dataset.batches import Batch, Batches
+from histopipe.dataset.schedule import Loadable
 
 STEPS_AHEAD = 16
 _KEPT_UP = 256
@@ -30,7 +31,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        batches: Batches,
+        batches: Loadable,
         parts: Sequence[int],
         last_step: int,
         steps: int | None = None,
@@ -44,17 +45,17 @@ class ReadAhead:
         self._window_steps = -(-batches.order.window // batches.batch_size) + 1
         self.asked_bytes = 0
 
-    def load(self, step: int, part: int) -> Batch:
-        """As `Batches.load`."""
+    def load(self, step: int, part: int) -> tuple[Any, ...]:
+        """The fields of a step's part."""
         if self._asker is None:
-            return self._batches.load(step, part)
+            return self._batches.values(step, part)
         if step < self._wanted_until:
             self._ask_from(step + 1)
         before = _major_faults()
-        batch = self._batches.load(step, part)
+        values = self._batches.values(step, part)
         if _major_faults() > before:
             self._wanted_until = max(self._wanted_until, step + _KEPT_UP)
-        return batch
+        return values
 
     def close(self) -> None:
         """Ask no more."""

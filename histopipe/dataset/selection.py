@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import Side, SlideSplit, Splits
 from histopipe.dataset.table import MAX_STORES, UNLABELLED, SlideRows
 from histopipe.errors import UsageError
 from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store
 
 Classes = Sequence[str] | Mapping[str, int]
 Labels = Mapping[str, str | None]
@@ -50,7 +50,7 @@ def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, in
 
 
 def select(
-    stores: Sequence[Store],
+    stores: Sequence[SlideSource],
     *,
     classes: Classes | None = None,
     labels: Labels | None = None,
@@ -101,7 +101,7 @@ _Part = tuple[tuple[int, int], NDArray[np.int32] | None]
 
 
 def _labels(
-    stores: Sequence[Store], labels: Labels | None, splits: Splits | None, held: _Held
+    stores: Sequence[SlideSource], labels: Labels | None, splits: Splits | None, held: _Held
 ) -> dict[tuple[int, int], str | None]:
     """The label of each slide by store and number."""
     if labels is not None:
@@ -119,11 +119,11 @@ def _labels(
     return {key: record.label for key, record in held.items()}
 
 
-def _whole(stores: Sequence[Store], held: _Held) -> list[_Part]:
+def _whole(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
     return [(key, _readable(stores[key[0]], key[1])) for key in held]
 
 
-def _readable(store: Store, slide: int) -> NDArray[np.int32] | None:
+def _readable(store: SlideSource, slide: int) -> NDArray[np.int32] | None:
     """Rows that hold a patch, or None if all do. Only a slide with damage has its index read for that."""
     if not store.records[slide].unreadable:
         return None

@@ -10,18 +10,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.dealing import ByFolds, ByFractions, Dealing
+from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, SplitBy, Splits, patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
 
 
 def make_splits(
-    stores: Sequence[Store],
+    stores: Sequence[SlideSource],
     *,
     split_by: SplitBy,
     seed: int,
@@ -52,7 +52,7 @@ def make_splits(
 
 
 def make_folds(
-    stores: Sequence[Store],
+    stores: Sequence[SlideSource],
     folds: int,
     *,
     split_by: SplitBy,
@@ -86,7 +86,7 @@ def make_folds(
 
 
 def labelled_slides(
-    stores: Sequence[Store],
+    stores: Sequence[SlideSource],
     labels: Mapping[str, tuple[str | None, str | None, str | None]] | None,
 ) -> list[SlideSplit]:
     """Every labelled slide with patches, on no side yet.
@@ -109,7 +109,7 @@ def labelled_slides(
 
 def divide(
     slides: list[SlideSplit],
-    stores: Sequence[Store],
+    stores: Sequence[SlideSource],
     dealing: Dealing,
     *,
     split_by: SplitBy,
@@ -148,7 +148,7 @@ def class_names_of(slides: Sequence[SlideSplit]) -> list[str]:
 
 def _described(
     ordinal: int,
-    store: Store,
+    store: SlideSource,
     number: int,
     labels: Mapping[str, tuple[str | None, str | None, str | None]] | None,
 ) -> SlideSplit | None:
@@ -231,7 +231,7 @@ def _by_patch(slides: list[SlideSplit], dealing: Dealing) -> list[SlideSplit]:
 
 def _by_region(
     slides: list[SlideSplit],
-    stores: Sequence[Store],
+    stores: Sequence[SlideSource],
     dealing: Dealing,
     region: Micrometres,
 ) -> list[SlideSplit]:
@@ -265,7 +265,7 @@ def _scan(slide: SlideSplit) -> str:
 
 
 def _squares(
-    slide: SlideSplit, store: Store, region: Micrometres
+    slide: SlideSplit, store: SlideSource, region: Micrometres
 ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """The square of each patch's centre, (N, 2), and the squares of every point within a patch width of the patch.
 
@@ -292,7 +292,7 @@ def _squares(
     return place, near
 
 
-def _without_unreadable(slide: SlideSplit, stores: Sequence[Store]) -> SlideSplit:
+def _without_unreadable(slide: SlideSplit, stores: Sequence[SlideSource]) -> SlideSplit:
     store = stores[slide.store]
     if not store.records[slide.slide].unreadable:
         return slide

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.slide_source import SlideSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.files import appearing
-from histopipe.store.store import Store
 
 Side = Literal["train", "validation", "test"]
 SIDES: tuple[Side, ...] = ("train", "validation", "test")
@@ -128,7 +128,7 @@ def write_splits(splits: Splits, path: Path) -> None:
         part.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def read_splits(path: Path, stores: Sequence[Store]) -> Splits:
+def read_splits(path: Path, stores: Sequence[SlideSource]) -> Splits:
     """Read `splits.json` and hold it against the stores.
 
     Raises:
@@ -150,7 +150,7 @@ def read_splits(path: Path, stores: Sequence[Store]) -> Splits:
     return splits
 
 
-def patches_crc(store: Store, slide: int) -> int:
+def patches_crc(store: SlideSource, slide: int) -> int:
     """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())
 
@@ -166,7 +166,7 @@ def _from_json(value: Mapping[str, Any]) -> Splits:
     )
 
 
-def _check_against_stores(splits: Splits, stores: Sequence[Store], path: Path) -> None:
+def _check_against_stores(splits: Splits, stores: Sequence[SlideSource], path: Path) -> None:
     uuids = tuple(store.uuid for store in stores)
     if uuids != splits.uuids:
         raise DamagedStore(

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import replica_rows
+from histopipe.dataset.schedule import replica_rows
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.training import run_folder
 from histopipe.training.devices import make_strategy

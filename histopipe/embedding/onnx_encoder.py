@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.batches import replica_rows
+from histopipe.dataset.schedule import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.training.config import DEVICES
 

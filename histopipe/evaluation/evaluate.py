@@ -30,6 +30,15 @@ LEVELS: tuple[tuple[Level, Aggregation], ...] = (
 """What is judged; patches are not aggregated."""
 
 
+def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
+    """What can be judged by predictions of one level: that, and what is above it. A few slides are put together by their mean alone."""
+    if level == "patch":
+        return LEVELS
+    return tuple(
+        (it, "mean") for it in (("slide", "patient") if level == "slide" else ("patient",))
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeSettings:
     """What an evaluation goes by.
@@ -54,13 +63,18 @@ class Evaluation:
     """How good predictions are.
 
     Attributes:
-        patch: of the patches.
+        patch: of the patches; None where whole slides or patients were predicted.
         slide, patient: of slides and patients, by how their patches' probabilities were put together.
     """
 
-    patch: Metrics
+    patch: Metrics | None
     slide: Mapping[Aggregation, Metrics]
     patient: Mapping[Aggregation, Metrics]
+
+    @property
+    def finest(self) -> Metrics:
+        """Of what was predicted: patches, slides or patients."""
+        return self.patch or self.slide.get("mean") or self.patient["mean"]
 
     def named(self) -> Iterator[tuple[str, Metrics]]:
         """("patch", …), ("slide_mean", …) and so on."""
@@ -78,7 +92,7 @@ class Evaluation:
     def to_json(self) -> dict[str, Any]:
         """For a JSON file."""
         return {
-            "patch": self.patch.to_json(),
+            **({"patch": self.patch.to_json()} if self.patch else {}),
             "slide": {how: metrics.to_json() for how, metrics in self.slide.items()},
             "patient": {how: metrics.to_json() for how, metrics in self.patient.items()},
         }
@@ -90,7 +104,8 @@ class Evaluation:
             {how: Metrics.from_json(it) for how, it in value[level].items()}
             for level in ("slide", "patient")
         )
-        return cls(Metrics.from_json(value["patch"]), slide, patient)
+        patch = Metrics.from_json(value["patch"]) if "patch" in value else None
+        return cls(patch, slide, patient)
 
 
 Thresholds = Mapping[str, tuple[float | None, str | None]]
@@ -125,7 +140,7 @@ def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thres
     if positive is None:
         return {}
     chosen: dict[str, tuple[float | None, str | None]] = {}
-    for level, how in LEVELS:
+    for level, how in levels_of(validation.level):
         scores = scores_of(validation, level, how, top_k=settings.top_k, positive=positive)
         chosen[name_of(level, how)] = choose_threshold(scores, positive, settings.threshold)
     return chosen
@@ -152,7 +167,7 @@ def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
     positive = positive_class(first.classes, settings.positive)
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
     found: dict[str, Metrics] = {}
-    for level, how in LEVELS:
+    for level, how in levels_of(first.level):
         scores, threshold, notes = joined(parts, level, how, settings)
         if len(scores.label):
             found[name_of(level, how)] = metrics_of(
@@ -191,4 +206,4 @@ def evaluation_of(found: Mapping[str, Metrics]) -> Evaluation:
         {how: found[f"{level}_{how}"] for how in AGGREGATIONS if f"{level}_{how}" in found}
         for level in ("slide", "patient")
     )
-    return Evaluation(found["patch"], slide, patient)
+    return Evaluation(found.get("patch"), slide, patient)

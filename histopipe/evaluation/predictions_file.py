@@ -1,4 +1,4 @@
-"""`predictions.csv`: one row a patch, by slide id and level-0 corner."""
+"""`predictions.csv`: one row a patch, by slide id and level-0 corner; or one a slide or patient, if bags were predicted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import numpy as np
 
 from histopipe.dataset.splits import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.scores import PatchScores
+from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.files import appearing
 
-_FACTS = ("slide", "patient", "x_l0", "y_l0", "label", "predicted")
+_FACTS: Mapping[Level, tuple[str, ...]] = {
+    "patch": ("slide", "patient", "x_l0", "y_l0", "label", "predicted"),
+    "slide": ("slide", "patient", "label", "predicted"),
+    "patient": ("patient", "label", "predicted"),
+}
 
 
 def write_predictions(
@@ -32,7 +36,7 @@ def write_predictions(
         header: list[str] = []
         for facts, scores in parts:
             if not header:
-                header = [*facts, *_FACTS, *(f"p_{name}" for name in scores.classes)]
+                header = [*facts, *_FACTS[scores.level], *(f"p_{name}" for name in scores.classes)]
                 writer.writerow(header)
             writer.writerows(_rows(facts, scores))
 
@@ -40,10 +44,16 @@ def write_predictions(
 def _rows(facts: Mapping[str, object], scores: PatchScores) -> Iterable[list[object]]:
     likeliest = scores.probability.argmax(axis=1)
     for i in range(len(scores.label)):
+        told = {
+            "slide": scores.slides[scores.slide[i]],
+            "patient": scores.patients[scores.patient[i]],
+            "x_l0": scores.x_l0[i],
+            "y_l0": scores.y_l0[i],
+            "label": scores.classes[scores.label[i]],
+            "predicted": scores.classes[likeliest[i]],
+        }
         yield [
-            *facts.values(), scores.slides[scores.slide[i]], scores.patients[scores.patient[i]],
-            scores.x_l0[i], scores.y_l0[i], scores.classes[scores.label[i]],
-            scores.classes[likeliest[i]],
+            *facts.values(), *(told[name] for name in _FACTS[scores.level]),
             # Nine digits: a float32 comes back as it was.
             *(f"{p:.9g}" for p in scores.probability[i].tolist()),
         ]  # fmt: skip
@@ -60,12 +70,12 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
             header = next(reader)
-            classes = _classes(header)
+            level, classes = _level_and_classes(header)
             columns: dict[str, _Columns] = {}
             for row in reader:
                 side = row[0]
                 if side not in columns:
-                    columns[side] = _Columns(classes)
+                    columns[side] = _Columns(level, classes)
                 columns[side].add(row[1:])
             return {side: columns[side].scores() for side in SIDES if side in columns}
     except FileNotFoundError as error:
@@ -76,18 +86,20 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
 
 
-def _classes(header: Sequence[str]) -> tuple[str, ...]:
-    known = ("split", *_FACTS)
-    if tuple(header[: len(known)]) != known:
-        raise ValueError(f"columns {', '.join(header)}")
-    return tuple(name.removeprefix("p_") for name in header[len(known) :])
+def _level_and_classes(header: Sequence[str]) -> tuple[Level, tuple[str, ...]]:
+    for level, facts in _FACTS.items():
+        known = ("split", *facts)
+        if tuple(header[: len(known)]) == known:
+            return level, tuple(name.removeprefix("p_") for name in header[len(known) :])
+    raise ValueError(f"columns {', '.join(header)}")
 
 
 class _Columns:
     """Rows on their way into arrays."""
 
-    def __init__(self, classes: Sequence[str]) -> None:
-        self._classes = tuple(classes)
+    def __init__(self, level: Level, classes: Sequence[str]) -> None:
+        self._level, self._classes = level, tuple(classes)
+        self._facts = _FACTS[level]
         self._numbers = {name: number for number, name in enumerate(classes)}
         self._slides: dict[str, int] = {}
         self._patients: dict[str, int] = {}
@@ -95,13 +107,16 @@ class _Columns:
         self._probabilities = array("f")
 
     def add(self, row: Sequence[str]) -> None:
-        slide, patient, x, y, label, _, *probabilities = row
+        told = dict(zip(self._facts, row, strict=False))
+        probabilities = row[len(self._facts) :]
         if len(probabilities) != len(self._classes):
             raise ValueError(f"{len(probabilities)} probabilities for {len(self._classes)} classes")
-        self._codes.append(self._slides.setdefault(slide, len(self._slides)))
-        self._codes.append(self._patients.setdefault(patient, len(self._patients)))
-        self._codes.append(self._numbers[label])
-        self._places.extend((int(x), int(y)))
+        self._codes.append(
+            self._slides.setdefault(told.get("slide", told["patient"]), len(self._slides))
+        )
+        self._codes.append(self._patients.setdefault(told["patient"], len(self._patients)))
+        self._codes.append(self._numbers[told["label"]])
+        self._places.extend((int(told.get("x_l0", 0)), int(told.get("y_l0", 0))))
         self._probabilities.extend(map(float, probabilities))
 
     def scores(self) -> PatchScores:
@@ -113,4 +128,5 @@ class _Columns:
             probability=np.frombuffer(self._probabilities, np.float32).reshape(
                 -1, len(self._classes)
             ),
+            level=self._level,
         )  # fmt: skip

@@ -16,15 +16,16 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 @dataclass(frozen=True, slots=True)
 class PatchScores:
-    """What a model says of patches.
+    """What a model says of patches; or, if it looks at bags of them, of whole slides or patients.
 
     Attributes:
         classes: names, by number.
         slides, patients: names, by number.
         slide, patient: (N,) int32, whose patch it is.
-        x_l0, y_l0: (N,) int64, its corner in level-0 pixels.
+        x_l0, y_l0: (N,) int64, its corner in level-0 pixels; 0 for what is no patch.
         label: (N,) int32 class numbers.
         probability: (N, C) float32.
+        level: what a row is of; a patient's row has the patient's name for its slide, too.
     """
 
     classes: tuple[str, ...]
@@ -36,6 +37,7 @@ class PatchScores:
     y_l0: NDArray[np.int64]
     label: NDArray[np.int32]
     probability: NDArray[np.float32]
+    level: Level = "patch"
 
 
 @dataclass(frozen=True, slots=True)

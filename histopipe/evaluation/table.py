@@ -45,8 +45,9 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     rows = [[title, "n", *WITH_INTERVALS.values(), *PLAIN.values()]]
     notes: dict[str, list[str]] = {}
     for name, metrics in evaluation.named():
-        label = name.replace("_", " ", 1)
         level, _, how = name.partition("_")
+        # Of bags, there is one way to put them together.
+        label = name.replace("_", " ", 1) if evaluation.patch else level
         if level == "patient" and metrics == evaluation.slide.get(cast(Aggregation, how)):
             continue
         cells = [with_interval(metrics, figure) for figure in WITH_INTERVALS]
@@ -59,6 +60,6 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
         for note, where in notes.items()
     ]
-    if not any(row[0].startswith("  patient") for row in rows):
+    if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
         told.append("  patients: the same as slides, each has one")
     return aligned(rows) + told

@@ -17,6 +17,7 @@ from histopipe.evaluation.evaluate import (
     JudgeSettings,
     Part,
     evaluate,
+    levels_of,
     name_of,
     positive_class,
 )
@@ -195,7 +196,9 @@ def _against(
     same_stores = sorted(first.uuids) == sorted(other.uuids)
     found: dict[str, dict[str, Difference]] = {}
     notes: dict[Level, str] = {}
-    for level, how in LEVELS:
+    units = {here[0][0].level, there[0][0].level}
+    common_levels = [it for it in LEVELS if all(it in levels_of(unit) for unit in units)]
+    for level, how in common_levels:
         ours = tested_items(here, level, how, first.judging, positive, by_patches=same_stores)
         theirs = tested_items(there, level, how, other.judging, positive, by_patches=same_stores)
         if level == "patch" and not same_stores:

@@ -7,7 +7,6 @@ import queue
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
-from histopipe.store.store import Store, check_patch_sizes
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
 from histopipe.studies.judging import judged_anew
@@ -23,7 +21,7 @@ from histopipe.studies.places import share_devices
 from histopipe.training import run_folder
 from histopipe.training.cluster import in_cluster
 from histopipe.training.config import TrainConfig, flag
-from histopipe.training.plan import new_folds
+from histopipe.training.plan import new_folds, opened_sources
 from histopipe.training.progress import say
 from histopipe.training.result import is_finished
 from histopipe.training.settings_file import changed, known, read_config
@@ -197,10 +195,8 @@ def _write_plan(
 
 
 def _make_folds(config: TrainConfig, folds: int) -> tuple[Splits, ...]:
-    with ExitStack() as stack:
-        stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
-        check_patch_sizes(stores)
-        made = new_folds(config, stores, folds)
+    with opened_sources(config) as sources:
+        made = new_folds(config, sources, folds)
     for number, splits in enumerate(made, 1):
         for side, counts in splits.count().items():
             missing = [name for name in splits.classes if not counts[name]]

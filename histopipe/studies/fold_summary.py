@@ -101,9 +101,10 @@ class CrossValidation:
 
     def lines(self) -> list[str]:
         """A table with a line a fold, then the pooled figures."""
-        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} AUC" for name in _SHOWN),
+        shown = [name for name in _SHOWN if not self.mean or f"{name}_accuracy" in self.mean]
+        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} AUC" for name in shown),
                  "bal. acc.", "s", "host MB", "GPU MB"]]  # fmt: skip
-        columns = [*(f"{name}_auc" for name in _SHOWN), "patch_balanced_accuracy"]
+        columns = [*(f"{name}_auc" for name in shown), f"{shown[0]}_balanced_accuracy"]
         for fold in self.folds:
             facts, found = fold.facts(), _figures(fold)
             rows.append([

@@ -76,7 +76,7 @@ def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple
     if level == "patch":
         return patches
     names = scores.slides if level == "slide" else scores.patients
-    if not by_patches:
+    if not by_patches or scores.level != "patch":
         return [(name,) for name in names]
     whose = (scores.slide if level == "slide" else scores.patient).tolist()
     members: list[list[tuple[Any, ...]]] = [[] for _ in names]

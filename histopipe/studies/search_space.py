@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOT_SEARCHED = frozenset(
     [
-        "stores", "labels", "allow_extra_rows", "split_by", "fractions", "region_um", "splits", "allow_leaks", "seed",
+        "stores", "mil", "bag", "labels", "allow_extra_rows", "split_by", "fractions", "region_um", "splits", "allow_leaks", "seed",
         "on_error", "positive", "threshold", "top_k", "resamples", "save_minutes", "tensorboard", "devices",
         "communication", "worker_timeout", "log_device_placement", "deterministic",
     ]

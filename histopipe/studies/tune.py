@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,6 @@ import numpy as np
 
 from histopipe.dataset.splits import DROPPED, SIDES, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
-from histopipe.store.store import Store, check_patch_sizes
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.storage import load_optuna
@@ -21,7 +19,7 @@ from histopipe.studies.study import TRIALS, Metric, Pruner, Sampler, Study, Stud
 from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
-from histopipe.training.plan import new_splits
+from histopipe.training.plan import new_splits, opened_sources
 from histopipe.training.progress import say
 from histopipe.training.result import TrainResult, is_finished, read_result
 from histopipe.training.settings_file import known
@@ -212,9 +210,9 @@ class Search:
 
 
 def validation_value(result: TrainResult, metric: str) -> float | None:
-    """The best model's figure on the validation patches."""
-    patch = result.metrics["validation"].patch
-    return {"auc": patch.auc, "accuracy": patch.accuracy, "loss": patch.log_loss}[metric]
+    """The best model's figure on the validation patches, or bags."""
+    found = result.metrics["validation"].finest
+    return {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}[metric]
 
 
 def _forget_state(folder: Path) -> None:
@@ -228,10 +226,8 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
     whole, without_test = folder / run_folder.SPLITS, folder / TRIALS / run_folder.SPLITS
     if whole.exists() and without_test.exists():
         return
-    with ExitStack() as stack:
-        stores = [stack.enter_context(Store(Path(path))) for path in base.stores]
-        check_patch_sizes(stores)
-        splits = new_splits(base, stores)
+    with opened_sources(base) as sources:
+        splits = new_splits(base, sources)
     write_splits(_without_test(splits), without_test)
     write_splits(splits, whole)
 

@@ -125,7 +125,8 @@ def _from_anywhere(config: TrainConfig, folder: Path) -> TrainConfig:
     """The same with absolute paths, and the search's own splits: `best.toml` may be run in another folder."""
     return replace(
         config, splits=str((folder / run_folder.SPLITS).resolve()),
-        stores=tuple(str(Path(path).resolve()) for path in config.stores),
+        stores=config.stores if config.mil else tuple(str(Path(path).resolve()) for path in config.stores),
+        mil=None if config.mil is None else str(Path(config.mil).resolve()),
         labels=None if config.labels is None else str(Path(config.labels).resolve()),
         weights=str(Path(config.weights).resolve()) if Path(config.weights).is_file() else config.weights,
     )  # fmt: skip

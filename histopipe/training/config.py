@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -15,12 +16,14 @@ from histopipe.dataset.splits import SplitBy
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.thresholds import check_rule
+from histopipe.features.kinds import BagOf
 
 Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
 ClassWeights = Literal["none", "balanced"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 Schedule = Literal["constant", "cosine"]
 Communication = Literal["auto", "ring", "nccl"]
+Pooling = Literal["gated", "attention", "mean", "max"]
 
 
 DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
@@ -39,6 +42,24 @@ _LEAST = {
 }
 _MOST_SEED = (1 << 32) - 1
 _ABOVE_0 = ("learning_rate", "region_um", "save_minutes", "worker_timeout")
+PATCHES_ONLY = (
+    "stores",
+    "model",
+    "weights",
+    "region_um",
+    "augment",
+    "stain_norm",
+    "shuffle_block",
+    "xla",
+)
+"""Settings that a training on bags has no use for."""
+BAGS_ONLY = ("bag", "pooling")
+BAG_DEFAULTS: Mapping[str, Any] = {
+    "batch_size": 1,
+    "learning_rate": 2e-4,
+    "augment": ("none",),
+}
+"""What a training on bags has where a training on patches has another default."""
 _BELOW = {"dropout": 1.0, "label_smoothing": 1.0, "clip_norm": inf, "weight_decay": inf}
 
 
@@ -52,7 +73,10 @@ class TrainConfig:
         allow_extra_rows: ignore rows of that file that name no slide.
         model: "small-cnn" or the name of a `keras.applications` model.
         weights: "none", "imagenet", or a weights file for the backbone.
-        epochs, batch_size, seed: as everywhere; the batch is global, over all replicas.
+        mil: a folder of feature files: learn of whole bags of them, by their labels, and not of patches.
+        bag: what a bag is of: "slide" or "patient".
+        pooling: how a bag's patches become one: "gated" or plain "attention", "mean" or "max".
+        epochs, batch_size, seed: as everywhere; the batch is global, over all replicas, of patches or bags.
         split_by, fractions, region_um: how patches are split into train, validation and test.
         splits: a splits.json to use instead of making one.
         allow_leaks: train although a patient or slide is on several sides.
@@ -67,7 +91,7 @@ class TrainConfig:
         augment: "none", or of flips, crop, colour and stain those that training patches go through.
         stain_norm: give every slide the stain of one reference; the saved model then wants such patches.
         balance: draw classes, slides or patients equally often in training.
-        max_per_slide: training patches of a slide in an epoch, at most; 0 for all.
+        max_per_slide: training patches of a slide, or bag, in an epoch, at most; 0 for all.
         shuffle_block: shuffle blocks of so many neighbours, for slow disks; 0 shuffles all patches.
         on_error: "skip" goes on without a patch that is damaged in the store.
         patience: epochs without a better validation AUC before stopping; 0 never stops.
@@ -96,6 +120,9 @@ class TrainConfig:
     allow_extra_rows: bool = False
     model: str = "small-cnn"
     weights: str = "none"
+    mil: str | None = None
+    bag: BagOf = "slide"
+    pooling: Pooling = "gated"
     epochs: int = 20
     batch_size: int = 64
     seed: int = 1
@@ -170,6 +197,7 @@ class TrainConfig:
                 expected="none, or a list without doubles",
             )  # fmt: skip
         self._check_devices()
+        self._check_bags()
         if self.warmup_steps and self.schedule == "constant":
             raise UsageError(
                 "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
@@ -198,6 +226,26 @@ class TrainConfig:
                 "--fractions", found=self.fractions,
                 expected="train,validation,test that add up to 1, the first two above 0",
             )  # fmt: skip
+
+    def _check_bags(self) -> None:
+        """Whether all settings are of what is learnt from."""
+        without = PATCHES_ONLY if self.mil is not None else BAGS_ONLY
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        plain = {**fields, **(BAG_DEFAULTS if self.mil is not None else {})}
+        for name in without:
+            value = getattr(self, name)
+            if value not in (plain[name], fields[name]):
+                found = f"--mil {self.mil}" if self.mil is not None else "no --mil"
+                raise UsageError(
+                    "STORES" if name == "stores" else flag(name), found=found,
+                    expected="patches" if self.mil is not None else "--mil with a folder of features",
+                    todo="leave it out",
+                )  # fmt: skip
+        if self.mil is not None and self.split_by in ("region", "patch"):
+            raise UsageError(
+                f"--split-by {self.split_by} divides slides, and --mil learns of whole ones",
+                todo="split by patient, site or slide",
+            )
 
     def _check_devices(self) -> None:
         match = DEVICES.fullmatch(self.devices)
@@ -231,7 +279,12 @@ class TrainConfig:
         # Late: this package is imported where tomli-w may not be.
         import tomli_w
 
-        values = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        without = BAGS_ONLY if self.mil is None else PATCHES_ONLY
+        values = {
+            name: value
+            for name, value in dataclasses.asdict(self).items()
+            if value is not None and name not in without
+        }
         return tomli_w.dumps(values | further)
 
 

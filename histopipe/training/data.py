@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.selection import select
+from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import Side, Splits, site_by_label
 from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
@@ -16,20 +17,26 @@ from histopipe.training.config import TrainConfig
 from histopipe.training.progress import say
 
 
-def tell_splits(splits: Splits, stores: Sequence[Store]) -> None:
-    """What the model will see, before the long wait."""
+def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, unit: str) -> None:
+    """What the model will see, before the long wait.
+
+    Args:
+        splits: the sides.
+        sources: what they are of.
+        holders, unit: what their slides, and the items of these, are called.
+    """
     for side, counts in splits.count().items():
         say(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
     if splits.split_by == "patch":
         say("warning: split by patch: neighbours of training patches are in the test set, so its")
         say("figures say that the pipeline learns, not how good the model is on another slide")
-    left_out = sum(len(store.complete) for store in stores) - len(splits.slides)
+    left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
     if left_out:
-        say(f"{left_out} complete slides left out: they have no label, or no patch")
+        say(f"{left_out} {holders} left out: they have no label, or no patch")
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
         say(
-            f"{dropped} patches left out (unreadable, too near another side's, or kept from a search)"
+            f"{dropped} {unit} left out (unreadable, too near another side's, or kept from a search)"
         )
     sites = site_by_label(splits.slides)
     if len(sites) > 1:
@@ -39,13 +46,13 @@ def tell_splits(splits: Splits, stores: Sequence[Store]) -> None:
 
 
 def patch_table(
-    config: TrainConfig, stores: Sequence[Store], splits: Splits, side: Side
+    config: TrainConfig, sources: Sequence[SlideSource], splits: Splits, side: Side
 ) -> PatchTable | None:
-    """The patches of one side; None for a test set that was not asked for. Only training is capped."""
+    """The patches, or bags, of one side; None for a test set that was not asked for. Only training is capped."""
     if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
         return None
-    cap = config.max_per_slide if side == "train" else 0
-    chosen = select(stores, splits=splits, side=side)
+    cap = config.max_per_slide if side == "train" and config.mil is None else 0
+    chosen = select(sources, splits=splits, side=side)
     return PatchTable(chosen, max_per_slide=cap or None, seed=config.seed)
 
 

@@ -28,6 +28,7 @@ def history_row(
     trained: Predictions,
     learning_rate: float,
     seconds: float,
+    unit: str,
 ) -> dict[str, Any]:
     """One epoch's figures.
 
@@ -38,6 +39,7 @@ def history_row(
         trained: the predictions that `train` is of.
         learning_rate: behind the last step.
         seconds: for all of the epoch.
+        unit: what was learnt from: "patches" or "bags".
     """
     return {
         "epoch": epoch,
@@ -48,7 +50,7 @@ def history_row(
         "val_accuracy": validation.accuracy,
         "val_auc": validation.auc,
         "learning_rate": learning_rate,
-        "patches_per_s": train.patches / trained.seconds,
+        f"{unit}_per_s": train.patches / trained.seconds,
         "input_wait": trained.input_wait / trained.seconds,
         "seconds": seconds,
     }
@@ -56,10 +58,11 @@ def history_row(
 
 def epoch_line(row: dict[str, Any], epochs: int, *, better: bool) -> str:
     """The same on a terminal."""
+    unit = "patches" if "patches_per_s" in row else "bags"
     auc, val_auc = (f"{v:.4f}" if v is not None else "-" for v in (row["auc"], row["val_auc"]))
     return (
         f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  auc {auc}  "
         f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  auc {val_auc}  "
-        f"{row['patches_per_s']:.0f} patches/s, {row['input_wait']:.0%} waiting for input"
+        f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s, {row['input_wait']:.0%} waiting for input"
         + ("  *best" if better else "")
     )

@@ -18,11 +18,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import epoch_seed
-from histopipe.dataset.batches import Batches, OnError, replica_rows
-from histopipe.dataset.loader import BatchSource
 from histopipe.dataset.sampling import Order, Sequential
+from histopipe.dataset.schedule import replica_rows
+from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable
-from histopipe.store.store import Store
 from histopipe.training.cluster import COMPUTING, READING, Cluster
 from histopipe.training.memory import MicroBatch
 from histopipe.training.progress import EpochProgress
@@ -49,10 +48,9 @@ class Trainer:
 
     Args:
         steps: what a step computes.
-        stores: where the patches are.
+        make_batches: of a table in an order, in a part for each of so many replicas.
         seed: of augmentation and dropout.
-        on_error: what a damaged patch does.
-        micro_batch: makes, from the rows of a replica, how many of them are computed at once; all if not given.
+        micro_batch: makes, from what a replica could compute at once, what it does; all if not given.
         cluster: the workers; this process alone if not given.
 
     Attributes:
@@ -64,33 +62,28 @@ class Trainer:
         self,
         steps: Steps,
         *,
-        stores: Sequence[Store],
+        make_batches: Callable[[PatchTable, Order, int], Any],
         seed: int,
-        on_error: OnError = "raise",
         micro_batch: Callable[[int], MicroBatch] = MicroBatch,
         cluster: Cluster | None = None,
     ) -> None:
         self.steps, self._strategy = steps, steps.strategy
         self._cluster = cluster or Cluster()
-        self._stores, self._seed = stores, seed
+        self._make_batches, self._seed = make_batches, seed
         self._batch_size = steps.settings.batch_size
-        self._on_error = on_error
         self._replicas = self._strategy.num_replicas_in_sync
         self._own = self._cluster.own_part(self._replicas)
         self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
-        self.micro_batch = micro_batch(self._rows)
+        self.micro_batch = micro_batch(steps.whole(self._rows))
         self.skipped: dict[int, str] = {}
 
-    def batches(self, table: PatchTable, order: Order) -> Batches:
+    def batches(self, table: PatchTable, order: Order) -> Any:
         """Batches of a table, in a part for each replica."""
-        return Batches(
-            self._stores, table, order=order, batch_size=self._batch_size,
-            replicas=self._replicas, on_error=self._on_error,
-        )  # fmt: skip
+        return self._make_batches(table, order, self._replicas)
 
     def train_epoch(
         self,
-        batches: Batches,
+        batches: Any,
         epoch: int,
         title: str,
         tally: Tally,
@@ -151,7 +144,7 @@ class Trainer:
 
     def gathered(self, tally: Tally) -> NDArray[np.float32]:
         """The results so far of all workers, (S, B, C + 2) float32. All of them must call it."""
-        classes = self.steps.model.serving.output_shape[-1]
+        classes = self.steps.classes
         rows = sum(len(self._rows_of(replica)) for replica in self._own)
         values = np.asarray(tally.values, np.float32).reshape(-1, rows, classes + 2)
         return self._cluster.gathered(self._strategy, values)
@@ -194,7 +187,7 @@ class Trainer:
 
     def _run(
         self,
-        batches: Batches,
+        batches: Any,
         first: int,
         step: Callable[[Any], tuple[Any, Wishes]],
         title: str,
@@ -239,7 +232,7 @@ class Trainer:
             ]
         )
 
-    def _timed(self, batches: Batches, first: int, last: int) -> Generator[tuple[Any, float]]:
+    def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Each step's batch, one part a replica, with the seconds it was waited for.
 
         From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options

@@ -36,6 +36,11 @@ class PatchModel:
     serving: keras.Model
 
     @property
+    def classes(self) -> int:
+        """How many it tells apart."""
+        return int(self.serving.output_shape[-1])
+
+    @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
         """Its layers of batch normalisation, however deep."""
         layers = self.training._flatten_layers()

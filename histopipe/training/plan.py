@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from histopipe.dataset.labels import labels_from
+from histopipe.dataset.labels import Labels, labels_from
+from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.split_makers import make_folds, make_splits
 from histopipe.dataset.splits import Splits, read_splits
 from histopipe.errors import UsageError
+from histopipe.features.bag_set import BagSet
 from histopipe.geometry import Micrometres
-from histopipe.store.store import Store
+from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 
 
+@contextmanager
+def opened_sources(config: TrainConfig) -> Iterator[Sequence[SlideSource]]:
+    """What a training learns from: its stores, or its bags.
+
+    Raises:
+        HistopipeError: they cannot be read, or do not fit together.
+    """
+    if config.mil is not None:
+        labels = None if config.labels is None else Path(config.labels)
+        yield [
+            BagSet(
+                Path(config.mil), bag=config.bag, labels=labels, allow_extra=config.allow_extra_rows
+            )
+        ]
+        return
+    with ExitStack() as stack:
+        stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
+        check_patch_sizes(stores)
+        yield stores
+
+
 def run_splits(
-    config: TrainConfig, stores: Sequence[Store], folder: Path, *, resume: bool
+    config: TrainConfig, sources: Sequence[SlideSource], folder: Path, *, resume: bool
 ) -> Splits:
     """The run's splits: read if it goes on, else as its settings say."""
-    return read_splits(folder / run_folder.SPLITS, stores) if resume else new_splits(config, stores)
+    return (
+        read_splits(folder / run_folder.SPLITS, sources) if resume else new_splits(config, sources)
+    )
 
 
-def new_splits(config: TrainConfig, stores: Sequence[Store]) -> Splits:
+def new_splits(config: TrainConfig, sources: Sequence[SlideSource]) -> Splits:
     """Splits as the settings say: read if they are given, else made.
 
     Raises:
         UsageError: a patient or slide is on several sides.
     """
     if config.splits is not None:
-        splits = read_splits(Path(config.splits), stores)
+        splits = read_splits(Path(config.splits), sources)
     else:
         splits = make_splits(
-            stores,
+            sources,
             split_by=config.split_by,
             seed=config.seed,
-            labels=labels_from(config.labels, stores, allow_extra=config.allow_extra_rows),
+            labels=_labels(config, sources),
             fractions=_three(config.fractions),
             region=Micrometres(config.region_um),
         )
@@ -50,17 +76,26 @@ def new_splits(config: TrainConfig, stores: Sequence[Store]) -> Splits:
     return splits
 
 
-def new_folds(config: TrainConfig, stores: Sequence[Store], folds: int) -> tuple[Splits, ...]:
+def new_folds(
+    config: TrainConfig, sources: Sequence[SlideSource], folds: int
+) -> tuple[Splits, ...]:
     """Splits for each fold of a cross-validation, as the settings say."""
     return make_folds(
-        stores,
+        sources,
         folds,
         split_by=config.split_by,
         seed=config.seed,
-        labels=labels_from(config.labels, stores, allow_extra=config.allow_extra_rows),
+        labels=_labels(config, sources),
         fractions=_three(config.fractions),
         region=Micrometres(config.region_um),
     )
+
+
+def _labels(config: TrainConfig, sources: Sequence[SlideSource]) -> Labels | None:
+    """Labels of a file in place of the recorded ones; bags were made with them."""
+    if config.mil is not None:
+        return None
+    return labels_from(config.labels, sources, allow_extra=config.allow_extra_rows)
 
 
 def _three(fractions: tuple[float, ...]) -> tuple[float, float, float]:

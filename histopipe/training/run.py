@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -15,18 +15,16 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.sampling import make_order
-from histopipe.dataset.splits import SIDES, Side, Splits
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, OutOfMemory
+from histopipe.dataset.splits import Side
+from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.files import appearing
-from histopipe.store.store import Store
 from histopipe.training import board, run_folder
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.cluster import Cluster
 from histopipe.training.config import TrainConfig
-from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.devices import make_strategy
 from histopipe.training.history import epoch_line, history_row, is_better
 from histopipe.training.loop import Trainer, Wishes
@@ -38,14 +36,11 @@ from histopipe.training.memory import (
     remembered_micro_batch,
 )
 from histopipe.training.metrics import patch_metrics
-from histopipe.training.models import build_model
-from histopipe.training.optimizer import make_optimizer
-from histopipe.training.patch_scores import patch_scores
 from histopipe.training.pauses import Pauses
 from histopipe.training.progress import say
 from histopipe.training.report import Report
 from histopipe.training.result import TrainResult
-from histopipe.training.steps import Steps, StepSettings
+from histopipe.training.steps import Steps
 from histopipe.training.tally import (
     Predictions,
     Tally,
@@ -53,6 +48,7 @@ from histopipe.training.tally import (
     predictions,
     step_losses,
 )
+from histopipe.training.task import Task
 
 
 class Run:
@@ -61,7 +57,7 @@ class Run:
     Args:
         config: every setting.
         folder: where it goes.
-        stores, splits: what it trains on.
+        task: what it learns from and with.
         cluster: the workers.
         report: told how it goes.
     """
@@ -71,19 +67,14 @@ class Run:
         config: TrainConfig,
         folder: Path,
         *,
-        stores: Sequence[Store],
-        splits: Splits,
+        task: Task,
         cluster: Cluster,
         report: Report,
     ) -> None:
-        self._config, self._folder, self._stores, self._splits = config, folder, stores, splits
+        self._config, self._folder, self._task = config, folder, task
         self._cluster, self._report = cluster, report
-        positive_class(splits.classes, config.positive)  # or an error, before the long wait
-        tables = {side: patch_table(config, stores, splits, side) for side in SIDES}
-        self._tables = {side: table for side, table in tables.items() if table is not None}
-        for side in ("train", "validation"):
-            if side not in self._tables:
-                raise NothingToDo(f"no patch for {side}")
+        self._splits, self._tables = task.splits, task.tables
+        positive_class(task.splits.classes, config.positive)  # or an error, before the long wait
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
@@ -105,23 +96,9 @@ class Run:
         self._state, self._tally = TrainState(), Tally()
 
     def _make_trainer(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> Trainer:
-        config = self._config
-        with strategy.scope():
-            model = build_model(
-                config.model, patch_size=self._stores[0].patch_size,
-                classes=len(self._splits.classes), dropout=config.dropout, weights=config.weights,
-                precision=config.precision,
-            )  # fmt: skip
-            optimizer = make_optimizer(config, steps_per_epoch)
-        settings = StepSettings(
-            batch_size=config.batch_size, class_weight=class_weight(config, self._splits),
-            augmentations=config.augmentations, normalise=stain_normaliser(config, self._stores),
-            label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
-            scale_loss=config.precision == "mixed_float16", xla=config.xla,
-        )  # fmt: skip
-        steps = Steps(strategy, model, optimizer, settings)
+        steps = self._task.steps(strategy, steps_per_epoch)
         return Trainer(
-            steps, stores=self._stores, seed=config.seed, on_error=config.on_error,
+            steps, make_batches=self._task.batches, seed=self._config.seed,
             cluster=self._cluster, micro_batch=partial(self._micro_batch, steps),
         )  # fmt: skip
 
@@ -195,7 +172,7 @@ class Run:
             history_row(
                 number, train_metrics, metrics, trained=trained,
                 learning_rate=self._trainer.steps.learning_rate,
-                seconds=time.monotonic() - started,
+                seconds=time.monotonic() - started, unit=self._task.unit,
             )
         )  # fmt: skip
         losses = step_losses(state.values)
@@ -277,11 +254,10 @@ class Run:
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         self._trainer.steps.model.serving.set_weights(best.get_weights())
         sides: tuple[Side, ...] = ("validation", "test")
-        scores = {
-            side: patch_scores(self._predict(side, self._pause_judging), self._stores, self._splits)
-            for side in sides
-            if side in self._tables
+        found = {
+            side: self._predict(side, self._pause_judging) for side in sides if side in self._tables
         }
+        scores = {side: self._task.scores(predictions) for side, predictions in found.items()}
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history)
         result = TrainResult(
@@ -290,6 +266,7 @@ class Run:
             host_bytes=host_bytes, gpu_bytes=gpu_bytes,
         )  # fmt: skip
         if self._cluster.chief:
+            self._task.write_more(self._folder, self._trainer.steps, list(found.values()))
             self._write_results(scores, result)
         return result
 

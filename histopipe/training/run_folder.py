@@ -123,7 +123,7 @@ def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
     Settings that may differ between the workers of a cluster, such as where their stores lie, do not count.
     """
     local = {
-        "stores", "labels", "splits", "weights", "devices",
+        "stores", "mil", "labels", "splits", "weights", "devices",
         "log_device_placement", "save_minutes", "tensorboard", "worker_timeout",
     }  # fmt: skip
     facts = {k: v for k, v in dataclasses.asdict(config).items() if k not in local}

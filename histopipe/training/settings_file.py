@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.training.config import TrainConfig, fits, flag, like
+from histopipe.training.config import BAG_DEFAULTS, TrainConfig, fits, flag, like
 
 MAY_CHANGE = (
     "epochs", "patience", "devices", "on_error", "accumulate", "save_minutes", "tensorboard",
@@ -19,7 +19,7 @@ MAY_CHANGE = (
 
 
 def known(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings, lists as tuples.
+    """The same settings, lists as tuples; where bags are learnt from, with the defaults of that.
 
     Raises:
         UsageError: there is no such setting.
@@ -30,7 +30,9 @@ def known(settings: dict[str, Any]) -> dict[str, Any]:
         raise UsageError(
             "unknown settings", found=", ".join(unknown), expected=", ".join(sorted(names))
         )
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    defaults = BAG_DEFAULTS if settings.get("mil") is not None else {}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return {**defaults, **given}
 
 
 def resumed(folder: Path, changes: dict[str, Any]) -> TrainConfig:

@@ -19,6 +19,7 @@ from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
 from histopipe.dataset.kinds import Augmentation
 from histopipe.dataset.stain import StainNormaliser
 from histopipe.errors import UsageError
+from histopipe.training.bag_model import BagModel
 from histopipe.training.loss_scale import LossScale
 from histopipe.training.models import PatchModel
 
@@ -63,7 +64,7 @@ class Steps:
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        model: PatchModel,
+        model: PatchModel | BagModel,
         optimizer: keras.Optimizer,
         settings: StepSettings,
     ) -> None:
@@ -85,6 +86,15 @@ class Steps:
             if settings.scale_loss:
                 self._scale = LossScale()
         _take_sums(optimizer)
+
+    @property
+    def classes(self) -> int:
+        """How many the model tells apart."""
+        return int(self.model.classes)
+
+    def whole(self, rows: int) -> int:
+        """What is computed at once of a replica's rows if memory is no matter."""
+        return rows
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -185,7 +195,7 @@ class Steps:
         if so_far is not None:
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
             total += weights
-        return (gradients, state, total), _results(probability, losses, weight)
+        return (gradients, state, total), results(probability, losses, weight)
 
     def _differentiate(  # noqa: PLR0917 - a pure function of all it depends on
         self,
@@ -203,7 +213,7 @@ class Steps:
             logits, state = self.model.training.stateless_call(
                 values, state, [images, seeds], training=True
             )
-            losses = _cross_entropy(label, logits, self.settings.label_smoothing)
+            losses = cross_entropy(label, logits, self.settings.label_smoothing)
             # By the batch size, which is the same everywhere: float16 has no room for sums.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
             loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
@@ -213,8 +223,8 @@ class Steps:
     def _predict_replica(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = _micro_batch(part, start, size)
         probability = self.model.serving(to_uint8(self._normalised(part)), training=False)
-        losses = _cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
-        return _results(probability, losses, self._weight(part))
+        losses = cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
+        return results(probability, losses, self._weight(part))
 
     def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, wishes: tf.Tensor) -> Any:
         """The mean gradient over all replicas, clipped; whether it is finite; and all wishes."""
@@ -275,12 +285,13 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
     return piece | {"weight": tf.where(places < rows, piece["weight"], 0.0)}
 
 
-def _results(probability: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+def results(probability: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """(B, C + 2) float32: probabilities, loss, weight."""
     parts = [tf.cast(x, tf.float32) for x in (probability, losses[:, None], weight[:, None])]
     return tf.concat(parts, axis=1)
 
 
-def _cross_entropy(label: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
+def cross_entropy(label: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
     """(B,) softmax cross-entropy against labels of which a share is spread over all classes."""
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
     if not smoothing:

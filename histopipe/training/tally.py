@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import Batches
+from histopipe.dataset.schedule import Schedule
 from histopipe.errors import UsageError
 
 
@@ -78,7 +78,7 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: Batches,
+    batches: Schedule,
     first: int,
     values: NDArray[np.float32],
     *,

@@ -11,16 +11,16 @@ from pathlib import Path
 import tensorflow as tf
 
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
-from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder
 from histopipe.training.cluster import SIGNS, Cluster, find_cluster
 from histopipe.training.config import TrainConfig
 from histopipe.training.data import tell_splits
 from histopipe.training.memory import is_full_disk, is_out_of_memory
-from histopipe.training.plan import run_splits
+from histopipe.training.plan import opened_sources, run_splits
 from histopipe.training.report import Report, unreported
 from histopipe.training.result import TrainResult
 from histopipe.training.run import Run
+from histopipe.training.task import task_of
 
 
 def train_here(
@@ -51,16 +51,16 @@ def train_here(
     if cluster.chief:
         run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (SIGNS,))
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
-        check_patch_sizes(stores)
-        splits = run_splits(config, stores, folder, resume=resume)
+        sources = stack.enter_context(opened_sources(config))
+        splits = run_splits(config, sources, folder, resume=resume)
+        task = task_of(config, sources, splits)
         if cluster.chief:
-            tell_splits(splits, stores)
+            tell_splits(splits, sources, task.holders, task.unit)
         stack.enter_context(cluster.signs(folder))
         stack.enter_context(_full_disk_told(folder))
         stack.enter_context(_lost_workers_told(cluster, folder))
         stack.enter_context(_lost_memory_told())
-        run = Run(config, folder, stores=stores, splits=splits, cluster=cluster, report=report)
+        run = Run(config, folder, task=task, cluster=cluster, report=report)
         if cluster.chief:
             # All that can be wrong with the settings has been found by now: the folder begins to exist.
             stack.enter_context(run_folder.opened(folder, config, splits, resume=resume))

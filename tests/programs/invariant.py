@@ -16,6 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from histopipe.dataset.batches import Batches
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.table import PatchTable
@@ -92,7 +93,10 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
         label_smoothing=config.label_smoothing,
     )  # fmt: skip
     trainer = Trainer(
-        Steps(strategy, model, optimizer, settings), stores=[store], seed=config.seed,
+        Steps(strategy, model, optimizer, settings), seed=config.seed,
+        make_batches=lambda table, order, replicas: Batches(
+            [store], table, batch_size=BATCH, order=order, replicas=replicas
+        ),
         cluster=cluster, micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
     )  # fmt: skip
     batches = trainer.batches(table, make_order(table, seed=config.seed))

@@ -1,0 +1,133 @@
+"""Batches of bags: whole bags end to end, none filled up to the length of another."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.batches import OnError
+from histopipe.dataset.hashing import combine
+from histopipe.dataset.order import permuted
+from histopipe.dataset.sampling import Order
+from histopipe.dataset.schedule import Field, Schedule
+from histopipe.dataset.table import PatchTable
+from histopipe.errors import DamagedStore
+from histopipe.features.bag_set import Bag, BagSet
+from histopipe.features.feature_file import read_features
+
+_DRAW = 301
+_log = logging.getLogger("histopipe")
+
+
+class BagBatches(Schedule):
+    """Batches of bags, in a given order.
+
+    Args:
+        bags: where they are.
+        table: which of them.
+        batch_size, order, replicas: as for patches.
+        on_error: "skip" gives a bag that is damaged the weight 0; "raise" stops there.
+        most: patches of a bag in an epoch, other ones in each; 0 for all.
+        seed: of that draw.
+
+    Attributes:
+        skipped: why, by key, for every bag that has been skipped so far.
+    """
+
+    # A bag may be a gigabyte: one is at work, one is ready, one is being read.
+    parallel_calls: int | None = 1
+    prefetch = 1
+    read_ahead: int | None = 0
+
+    def __init__(
+        self,
+        bags: BagSet,
+        table: PatchTable,
+        *,
+        batch_size: int,
+        order: Order,
+        replicas: int = 1,
+        on_error: OnError = "raise",
+        most: int = 0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
+        self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
+        self.dtype = np.result_type(*(h.dtype for bag in bags.bags for h in bag.headers))
+        self.skipped: dict[int, str] = {}
+        self.fields = (
+            Field("features", self.dtype, (bags.dimension,), ragged=True),
+            Field("end", np.int64), Field("label", np.int32), Field("weight", np.float32),
+            Field("key", np.int64),
+        )  # fmt: skip
+
+    def values(self, step: int, replica: int) -> tuple[Any, ...]:
+        """Features (R, D) of all bags of a step's part end to end; and of each bag: the row behind its last, label, weight, key.
+
+        Raises:
+            DamagedStore: a bag is damaged, and is not to be skipped.
+        """
+        located, weights = self.locate(step, replica)
+        keys = np.asarray(located.keys)
+        parts = []
+        for i, number in enumerate(located.slides.tolist()):
+            found = (
+                self._read(number, step // self.steps_per_epoch, keys[i]) if weights[i] else None
+            )
+            if found is None:
+                # What weighs nothing need not be read.
+                weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
+            parts.append(found)
+        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return features, ends, located.labels, weights, keys
+
+    def advise(self, steps: range, parts: Sequence[int]) -> int:
+        """Nothing is asked for ahead: a bag is read in one piece, which the system does by itself."""
+        return 0
+
+    def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
+        try:
+            return read_bag(self._bags.bags[number], self.dtype, self._drawn(number, epoch))
+        except DamagedStore as error:
+            if not self._skip:
+                raise
+            if int(key) not in self.skipped:
+                _log.warning("skipped: %s", error)
+            self.skipped[int(key)] = str(error)
+            return None
+
+    def _drawn(self, number: int, epoch: int) -> NDArray[np.int64] | None:
+        """Which rows of a bag an epoch has, rising; None for all."""
+        size = self._bags.bags[number].rows
+        if not 0 < self._most < size:
+            return None
+        # A round of epochs goes through one permutation, so that all come up within as few as can be.
+        rounds, begin = divmod(epoch, -(-size // self._most))
+        places = (begin * self._most + np.arange(self._most)) % size
+        return np.sort(permuted(places, size, combine(self._seed, _DRAW, number, rounds)))
+
+
+def read_bag(
+    bag: Bag, dtype: np.dtype[Any], rows: NDArray[np.int64] | None = None
+) -> NDArray[np.floating]:
+    """(R, D) features of a bag's slides end to end.
+
+    Args:
+        bag: the bag.
+        dtype: wanted.
+        rows: (R,) rising numbers of those wanted; all if not given.
+
+    Raises:
+        DamagedStore: a file is damaged.
+    """
+    begins = np.cumsum([0, *(header.rows for header in bag.headers)])
+    parts = []
+    for header, begin, end in zip(bag.headers, begins, begins[1:], strict=False):
+        own = None if rows is None else rows[(rows >= begin) & (rows < end)] - begin
+        parts.append(read_features(header, own).astype(dtype, copy=False))
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,0 +1,142 @@
+"""Attention-based multiple-instance learning: a bag of features into class probabilities, and the share of each patch in them.
+
+Source:
+    M. Ilse, J. M. Tomczak and M. Welling, "Attention-based Deep Multiple Instance Learning" (2018): attention as in its
+    equation 8, gated as in equation 9; mean and max pooling as its baselines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from histopipe.dataset.augmentation import hash31
+from histopipe.training.config import Pooling, Precision
+from histopipe.training.dropout import SampleDropout
+from histopipe.training.models import LOGITS
+
+_HIDDEN, _ATTENTION = 512, 256
+"""Widths as CLAM's "small" model has them."""
+
+
+class BagModel:
+    """A network over bags.
+
+    Args:
+        pooling: how a bag's patches become one.
+        dimension: features of a patch.
+        classes: how many.
+        dropout: share of each patch's hidden features dropped in training.
+        precision: Keras' dtype policy of all layers but the last.
+
+    Attributes:
+        serving: features (B, N, D) float32 to {"probability": (B, C)} and, with attention, {"attention": (B, N)}, of stock layers
+            only: what `model.keras` holds.
+        training: the same; its weights are what is trained.
+    """
+
+    def __init__(
+        self,
+        pooling: Pooling,
+        *,
+        dimension: int,
+        classes: int,
+        dropout: float,
+        precision: Precision = "float32",
+    ) -> None:
+        usual = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(precision)
+        try:
+            self._build(pooling, dimension, classes, dropout)
+        finally:
+            keras.config.set_dtype_policy(usual)
+        self.pooling: Pooling = pooling
+        self.classes = classes
+        self.batch_norms: list[keras.layers.BatchNormalization] = []
+        self.hidden_width = _HIDDEN
+        self._drop = SampleDropout(dropout)
+
+    def _build(self, pooling: Pooling, dimension: int, classes: int, dropout: float) -> None:
+        # What is summed and judged needs more than 16 bits.
+        self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
+        layers = keras.layers
+        features = keras.Input((None, dimension), name="features")
+        self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
+        hidden = layers.Dropout(dropout)(self._hidden(features))
+        self._score, outputs = None, {}
+        if pooling in ("attention", "gated"):
+            self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
+            self._gate = None
+            inner = self._tanh(hidden)
+            if pooling == "gated":
+                self._gate = layers.Dense(_ATTENTION, activation="sigmoid", name="attention_gate")
+                inner = layers.Multiply()([inner, self._gate(hidden)])
+            self._score = layers.Dense(1, dtype=last, name="attention_score")
+            shares = layers.Softmax(axis=1, dtype=last)(self._score(inner))
+            pooled = layers.Flatten(dtype=last)(layers.Dot(axes=1, dtype=last)([shares, hidden]))
+            outputs["attention"] = layers.Reshape((-1,), dtype=last, name="attention")(shares)
+        elif pooling == "mean":
+            pooled = layers.GlobalAveragePooling1D(dtype=last)(hidden)
+        else:
+            pooled = layers.GlobalMaxPooling1D(dtype=last)(hidden)
+        self._logits = layers.Dense(classes, dtype=last, name=LOGITS)
+        softmax = layers.Softmax(dtype=last, name="probability")
+        outputs["probability"] = softmax(self._logits(pooled))
+        self.serving = self.training = keras.Model(features, outputs, name=f"mil_{pooling}")
+
+    def save(self, path: Path) -> None:
+        """Write the network, for any backend of Keras."""
+        self.serving.save(path)
+
+    @property
+    def patch_weights(self) -> list[keras.Variable]:
+        """The weights that `patches` computes with."""
+        last = {id(weight) for weight in self.last_weights}
+        return [w for w in self.training.trainable_variables if id(w) not in last]
+
+    @property
+    def last_weights(self) -> list[keras.Variable]:
+        """The weights that `logits` computes with."""
+        weights: list[keras.Variable] = self._logits.trainable_variables
+        return weights
+
+    def patches(
+        self,
+        weights: Sequence[tf.Tensor],
+        features: tf.Tensor,
+        rows: tf.Tensor,
+        seed: tf.Tensor | None,
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """What becomes of single patches before they are pooled.
+
+        Args:
+            weights: values of `patch_weights`.
+            features: (n, D) of any float type.
+            rows: (n,) int64, their places in the bag.
+            seed: () int64 of the bag in this epoch; None outside of training.
+
+        Returns:
+            Hidden features (n, H) and attention scores (n,), both of `sum_dtype`; scores are 0 where there is no attention.
+        """
+        with keras.StatelessScope(zip(self.patch_weights, weights, strict=True)):
+            hidden = self._hidden(features)
+            if seed is not None:
+                seeds = hash31(hash31(rows, 5) ^ seed, 6)
+                hidden = self._drop(hidden, seeds, training=True)
+            if self._score is None:
+                scores = tf.zeros(tf.shape(hidden)[:1], self.sum_dtype)
+            else:
+                inner = self._tanh(hidden)
+                if self._gate is not None:
+                    inner *= self._gate(hidden)
+                scores = self._score(inner)[:, 0]
+        return tf.cast(hidden, self.sum_dtype), scores
+
+    def logits(self, weights: Sequence[tf.Tensor], pooled: tf.Tensor) -> tf.Tensor:
+        """(1, C) from values of `last_weights` and a bag's (H,) pooled features."""
+        with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
+            logits: tf.Tensor = self._logits(pooled[None])
+        return logits

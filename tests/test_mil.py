@@ -1,0 +1,439 @@
+"""Learning of whole bags: the mathematics against the plain way, and a training as of patches in every other respect."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+import simplejpeg
+from conftest import COMMAND, Run, two_at_a_time
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_embedding import make_onnx
+from test_reader import a_store
+
+import histopipe
+from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.selection import select
+from histopipe.dataset.table import PatchTable
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.features.bag_batches import BagBatches
+from histopipe.features.bag_set import BagSet
+
+DIMENSION = 12
+POOLINGS = ("gated", "attention", "mean", "max")
+
+
+def write_bag(
+    path: Path, values: np.ndarray, coords: np.ndarray | None = None, **facts: Any
+) -> None:
+    """A feature file as other tools write it: in chunks, with nothing of ours."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        file.create_dataset("features", data=values, chunks=True if values.size else None)
+        if coords is not None:
+            file["coords"] = coords
+            file["coords"].attrs["patch_size_level0"] = 512
+        file.attrs.update(facts)
+
+
+def a_bag(number: int, rows: int, *, positive: bool) -> np.ndarray:
+    """(rows, D) noise; in a positive bag every tenth row, and the first, points somewhere else."""
+    values = np.random.default_rng(number).normal(size=(rows, DIMENSION)).astype(np.float32)
+    if positive:
+        values[::10] += 3 * np.linspace(-1, 1, DIMENSION, dtype=np.float32)
+    return values
+
+
+@pytest.fixture(scope="module")
+def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty bags of 7 to 66 patches, half of them positive, and their labels.csv."""
+    folder = tmp_path_factory.mktemp("bags") / "features"
+    rows = [("slide", "label", "patient")]
+    for i in range(20):
+        size = 7 + 59 * i % 60
+        corners = np.stack([256 * np.arange(size), 512 * np.ones(size, int)], axis=1)
+        write_bag(folder / f"s{i}.h5", a_bag(i, size, positive=i % 2 == 1), corners)
+        rows.append((f"s{i}", "np"[i % 2], f"P{i // 4}{i % 2}"))
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+ARGUMENTS: dict[str, Any] = {
+    "epochs": 3, "fractions": (0.6, 0.2, 0.2), "patience": 0, "resamples": 20,
+    "deterministic": True,
+}  # fmt: skip
+
+
+def flags(folder: Path, **settings: Any) -> list[str]:
+    found = ["--mil", str(folder), "--labels", str(folder / "labels.csv")]
+    for name, value in (ARGUMENTS | settings).items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        found += [f"--{name.replace('_', '-')}"] + ([] if value is True else [text])
+    return found
+
+
+def weights_of(run: Path) -> dict[str, np.ndarray]:
+    with np.load(run / "resume.npz") as file:
+        return {name: file[name] for name in file.files}
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+@given(
+    rows=st.integers(1, 12), size=st.integers(1, 15), seed=st.integers(0, 99), dropped=st.booleans()
+)
+@settings(max_examples=8)
+def test_pieces_give_the_gradients_of_the_whole(
+    pooling: Any, rows: int, size: int, seed: int, dropped: bool
+) -> None:
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel
+    from histopipe.training.pooling import patch_gradients, pool
+
+    keras.utils.set_random_seed(seed)
+    model = BagModel(pooling, dimension=4, classes=3, dropout=0.4, precision="float64")
+    features = np.random.default_rng(seed).normal(size=(rows, 4))
+    own = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
+    last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
+    bag_seed = tf.constant(seed, tf.int64) if dropped else None
+
+    def plain() -> Any:
+        hidden, scores = model.patches(
+            own, tf.constant(features), tf.range(rows, dtype=tf.int64), bag_seed
+        )
+        if pooling == "max":
+            return tf.reduce_max(hidden, axis=0)
+        if pooling == "mean":
+            return tf.reduce_mean(hidden, axis=0)
+        return tf.reduce_sum(tf.nn.softmax(scores)[:, None] * hidden, axis=0)
+
+    with tf.GradientTape() as tape:
+        tape.watch([*own, *last])
+        value = plain()
+        loss = tf.tensordot(model.logits(last, value)[0], tf.constant([1, -2, 0.5], tf.float64), 1)
+    expected = tape.gradient(loss, own, unconnected_gradients="zero")
+    found = pool(model, own, tf.constant(features), tf.constant(size), bag_seed)
+    np.testing.assert_allclose(found.value, value, rtol=1e-10, atol=1e-12)
+    with tf.GradientTape() as tape:
+        tape.watch(found.value)
+        loss = tf.tensordot(
+            model.logits(last, found.value)[0], tf.constant([1, -2, 0.5], tf.float64), 1
+        )
+    outer = tape.gradient(loss, found.value)
+    gradients = patch_gradients(
+        model, own, tf.constant(features), tf.constant(size), bag_seed, found, outer
+    )
+    for ours, theirs in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+    if not dropped and rows > 1:  # what is saved says the same; Keras warns of a softmax over one
+        told = model.serving(features[None].astype(np.float32))
+        probability = tf.nn.softmax(model.logits(last, found.value))
+        np.testing.assert_allclose(told["probability"], probability, rtol=1e-4, atol=1e-6)
+        assert ("attention" in told) == (pooling in ("gated", "attention"))
+
+
+def made_of_textures(folder: Path, slides: int, patches: int) -> Path:
+    """Slides of one texture, each in a colour of its own; of every other one, one patch in twenty has another texture."""
+    rng = np.random.default_rng(7)
+    coarse, fine = np.indices((24, 24)).sum(0) // 6 % 2, np.indices((24, 24)).sum(0) // 2 % 2
+    values = {}
+    for slide in range(slides):
+        colour = rng.integers(90, 200, 3)
+        kinds = np.zeros(patches, bool)
+        if slide % 2:
+            kinds[rng.permutation(patches)[: patches // 20]] = True
+        images = []
+        for kind in kinds:
+            pattern = (fine if kind else coarse) * rng.integers(20, 40)
+            noise = rng.normal(0, 12, (24, 24, 3))
+            pixels = colour + pattern[:, :, None] + noise
+            images.append(simplejpeg.encode_jpeg(np.uint8(np.clip(pixels, 0, 255)), quality=95))
+        values[f"{'nt'[slide % 2]}{slide:02}"] = images
+        np.save(folder / f"{slide}.npy", kinds)
+    return a_store(folder / "textures.lmdb", values, patch_size=24)
+
+
+def test_it_finds_the_few_patches_that_matter(tmp_path: Path) -> None:
+    """Sixty slides; a positive one has 5 % of positive patches. About a minute."""
+    store = made_of_textures(tmp_path, 60, 100)
+    make_onnx(tmp_path / "encoder.onnx")
+    histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
+    common: dict[str, Any] = {
+        "mil": tmp_path / "features", "fractions": (0.5, 0.2, 0.3), "epochs": 40, "patience": 0,
+        "learning_rate": 1e-3, "resamples": 0,
+    }  # fmt: skip
+
+    def train(pooling: str) -> Any:
+        settings = common | {"mil": str(common["mil"]), "pooling": pooling}
+        return histopipe.train(out=tmp_path / pooling, **settings)
+
+    results = two_at_a_time(train, ["gated", "mean"])
+    auc = {name: result.metrics["test"].slide["mean"].auc for name, result in results.items()}
+    assert auc["gated"] is not None
+    assert auc["mean"] is not None
+    assert auc["gated"] > 0.9
+    assert auc["mean"] < auc["gated"] - 0.1
+    predicted = pd.read_csv(tmp_path / "gated" / "predictions.csv")
+    tested = predicted[(predicted["split"] == "test") & (predicted["label"] == "t")]["slide"]
+    assert len(tested) == 9
+    for slide in tested:
+        told = pd.read_csv(tmp_path / "gated" / "attention" / f"{slide}.csv")
+        positive = np.load(tmp_path / f"{int(slide[1:])}.npy")
+        assert told["attention"].sum() == pytest.approx(1, abs=1e-6)
+        assert told["x_l0"].tolist() == list(range(0, 1000, 10))
+        assert told["attention"][positive].mean() > 5 * told["attention"][~positive].mean()
+
+
+@pytest.fixture(scope="module")
+def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mil") / "run"
+    subprocess.run([*COMMAND, "train", *flags(bags), "--out", str(folder)], check=True)
+    return folder
+
+
+def test_the_model_opens_in_plain_keras_and_says_the_same(trained: Path, bags: Path) -> None:
+    import keras
+
+    model = keras.models.load_model(trained / "model.keras")
+    predicted = pd.read_csv(trained / "predictions.csv")
+    assert list(predicted) == ["split", "slide", "patient", "label", "predicted", "p_n", "p_p"]
+    assert set(predicted["split"]) == {"validation", "test"}
+    for row in predicted.itertuples():
+        with h5py.File(bags / f"{row.slide}.h5") as file:
+            told = model.predict(file["features"][:][None], verbose=0)
+        np.testing.assert_allclose(told["probability"][0], [row.p_n, row.p_p], rtol=1e-4, atol=1e-6)
+        attention = pd.read_csv(trained / "attention" / f"{row.slide}.csv")
+        np.testing.assert_allclose(
+            told["attention"][0], attention["attention"], rtol=1e-4, atol=1e-7
+        )
+        assert set(attention["size_l0"]) == {512}
+    metrics = json.loads((trained / "metrics.json").read_text())
+    assert set(metrics["test"]) == {"slide", "patient"}
+    assert metrics["test"]["slide"]["mean"]["count"] == 4
+    history = pd.read_csv(trained / "history.csv")
+    assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
+
+
+def test_replicas_do_not_matter(bags: Path, tmp_path: Path) -> None:
+    cases = {
+        "three": {"devices": "cpu:3", "batch_size": 4},
+        "one": {"devices": "cpu", "batch_size": 4},
+    }  # fmt: skip
+
+    def train(name: str) -> Any:
+        out = tmp_path / name
+        command = [*COMMAND, "train", *flags(bags, **cases[name]), "--out", str(out)]
+        subprocess.run(command, check=True)
+        return pd.read_csv(out / "history.csv"), weights_of(out)
+
+    found = two_at_a_time(train, cases)
+    (one, ours), (three, theirs) = found["one"], found["three"]
+    for column in ("loss", "val_loss"):
+        np.testing.assert_allclose(one[column], three[column], rtol=1e-5, atol=1e-5)
+    for name, value in ours.items():
+        if value.dtype == np.float32 and value.ndim == 2:
+            gap = np.linalg.norm(value - theirs[name])
+            assert gap <= 1e-4 * np.linalg.norm(value) + 1e-7, name
+
+
+def killed_at(line: str, command: list[str]) -> None:
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for text in process.stderr:
+            if text.startswith(line):
+                process.send_signal(signal.SIGKILL)
+                break
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    killed_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
+    subprocess.run([*COMMAND, "train", "--resume", "--out", str(out)], check=True)
+    expected = weights_of(trained)
+    for name, value in weights_of(out).items():
+        if value.dtype != object and value.ndim == 2:
+            assert value.tobytes() == expected[name].tobytes(), name
+    assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras' own, in this process
+def test_memory_that_runs_out_is_met_with_smaller_pieces(
+    bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import tensorflow as tf
+
+    from histopipe.training.bag_steps import BagSteps
+
+    whole: Callable[..., Any] = BagSteps._bag_gradients
+    calls: list[int] = []
+
+    def short(self: Any, *arguments: Any) -> Any:
+        calls.append(int(arguments[-1]))
+        if calls[-1] > 10_000 and len(calls) > 3:
+            raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
+        return whole(self, *arguments)
+
+    settings = ARGUMENTS | {
+        "mil": str(bags), "labels": str(bags / "labels.csv"), "deterministic": False, "epochs": 1,
+    }  # fmt: skip
+    plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
+    monkeypatch.setattr(BagSteps, "_bag_gradients", short)
+    found = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
+    assert "going on with micro-batches of 8192 patches" in capsys.readouterr().err
+    ours, theirs = plain.metrics["test"].finest, found.metrics["test"].finest
+    assert ours.log_loss == pytest.approx(theirs.log_loss, rel=1e-5)
+
+
+def test_patients_are_bags_of_all_of_their_slides(bags: Path, tmp_path: Path, run: Run) -> None:
+    out = tmp_path / "run"
+    arguments = flags(bags, bag="patient")
+    done = run("train", *arguments, "--out", out)
+    assert done.returncode == 0, done.stderr
+    predicted = pd.read_csv(out / "predictions.csv")
+    assert list(predicted) == ["split", "patient", "label", "predicted", "p_n", "p_p"]
+    assert predicted["patient"].is_unique
+    first = predicted["patient"][0]
+    attention = pd.read_csv(out / "attention" / f"{first}.csv")
+    assert attention["slide"].nunique() == 2
+    with (bags / "labels.csv").open() as file:
+        own = [row["slide"] for row in csv.DictReader(file) if row["patient"] == first]
+    assert list(dict.fromkeys(attention["slide"])) == sorted(own)
+    assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_folds_searches_and_comparisons_work_as_for_patches(
+    bags: Path, trained: Path, tmp_path: Path, run: Run
+) -> None:
+    space = tmp_path / "space.toml"
+    space.write_text(
+        'learning_rate = { low = 1e-4, high = 1e-2, log = true }\npooling = ["gated", "max"]\nepochs = 1\n'
+    )
+    base = tmp_path / "base.toml"
+    base.write_text(f'mil = "{bags}"\nlabels = "{bags / "labels.csv"}"\nresamples = 0\n')
+    calls: dict[str, list[object]] = {
+        "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
+        "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
+    }  # fmt: skip
+    for name, done in two_at_a_time(lambda name: run(*calls[name]), calls).items():
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+    summary = pd.read_csv(tmp_path / "folds" / "summary.csv")
+    assert summary["slide_mean_auc"].notna().sum() == 5
+    assert "patch_auc" not in summary
+    best = run("train", "--config", tmp_path / "search" / "best.toml", "--out", "best")
+    assert best.returncode == 0, best.stderr
+    assert "test (held out)" in best.stdout
+    against = run("compare", trained, tmp_path / "best", "--json")
+    assert against.returncode == 0, against.stderr
+    told = json.loads(against.stdout)
+    assert "learning_rate" in told["settings"]
+    assert set(told["runs"][0]["test"]) == {"slide", "patient"}
+
+
+def batches_of(folder: Path, **settings: Any) -> BagBatches:
+    bags = BagSet(folder)
+    table = PatchTable(select([bags]))
+    return BagBatches(bags, table, batch_size=2, order=Sequential(len(table)), **settings)
+
+
+def test_bags_come_end_to_end_and_nothing_is_filled_up(bags: Path) -> None:
+    batches = batches_of(bags)
+    bag_set = BagSet(bags)
+    for step in range(batches.steps_per_epoch):
+        features, ends, _, weights, keys = batches.values(step, 0)
+        parts = np.split(features, ends[:-1])
+        assert ends[-1] == len(features)
+        assert (weights == 1).all()
+        for part, key in zip(parts, keys.tolist(), strict=True):
+            with h5py.File(bag_set.bags[key >> 32].headers[0].path) as file:
+                assert (part == file["features"][:]).all()
+
+
+def test_a_cap_draws_other_patches_each_epoch_until_all_came_up(bags: Path) -> None:
+    batches = batches_of(bags, most=10, seed=3)
+    seen: dict[int, list[bytes]] = {}
+    for step in range(4 * batches.steps_per_epoch):
+        features, ends, _, _, keys = batches.values(step, 0)
+        for part, key in zip(np.split(features, ends[:-1]), keys.tolist(), strict=True):
+            assert len(part) <= 10
+            seen.setdefault(key >> 32, []).extend(row.tobytes() for row in part)
+    for number, rows in seen.items():
+        size = batches._bags.bags[number].rows
+        assert len(set(rows)) == min(size, 40)
+
+
+def test_damaged_bags_end_the_run_or_weigh_nothing(tmp_path: Path) -> None:
+    for i in range(4):
+        write_bag(tmp_path / f"b{i}.h5", a_bag(i, 9, positive=i % 2 == 1), label="np"[i % 2])
+    batches, skipping = batches_of(tmp_path), batches_of(tmp_path, on_error="skip")
+    (tmp_path / "b1.h5").write_bytes(b"no HDF5 at all")
+    with pytest.raises(DamagedStore, match=r"b1\.h5 cannot be read"):
+        batches.values(0, 0)
+    _, ends, _, weights, _ = skipping.values(0, 0)
+    assert (ends.tolist(), weights.tolist()) == ([9, 10], [1, 0])
+    assert len(skipping.skipped) == 1
+
+
+def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
+    write_bag(tmp_path / "TCGA-AB-1234-01.h5", a_bag(0, 9, positive=False)[None].astype(np.float16))
+    write_bag(tmp_path / "sub" / "TCGA-AB-1234-02.h5", a_bag(1, 5, positive=True))
+    write_bag(tmp_path / "none.h5", np.zeros((0, DIMENSION), np.float32))
+    bags = BagSet(tmp_path)
+    assert [bag.name for bag in bags.bags] == ["TCGA-AB-1234-01", "sub/TCGA-AB-1234-02"]
+    assert [record.patient for record in bags.slides] == ["TCGA-AB-1234"] * 2
+    assert [bag.rows for bag in bags.bags] == [9, 5]
+    assert len(bags.notes) == 1
+
+
+def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
+    write_bag(tmp_path / "a" / "x.h5", np.zeros((3, 4), np.float32))
+    write_bag(tmp_path / "a" / "y.h5", np.zeros((3, 5), np.float32))
+    with pytest.raises(UsageError, match="features of a patch: found 5, expected 4"):
+        BagSet(tmp_path / "a")
+    write_bag(tmp_path / "b" / "x.h5", np.zeros((3, 4), np.int32))
+    with pytest.raises(UsageError, match=r"expected \(patches, features\) float32 or float16"):
+        BagSet(tmp_path / "b")
+    with h5py.File(tmp_path / "b" / "x.h5", "w") as file:
+        file["feats"] = np.zeros((3, 4), np.float32)
+    with pytest.raises(UsageError, match="holds no features: found feats"):
+        BagSet(tmp_path / "b")
+    (tmp_path / "c").mkdir()
+    with pytest.raises(NothingToDo, match="holds no features"):
+        BagSet(tmp_path / "c")
+    with pytest.raises(UsageError, match="is no folder"):
+        BagSet(tmp_path / "d")
+    (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")
+    with pytest.raises(UsageError, match="patient P: found slides labelled a and b"):
+        BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"stores": ("x.lmdb",)}, "STORES: found --mil f"),
+        ({"model": "resnet50"}, "--model: found --mil f"),
+        ({"augment": ("colour",)}, "--augment: found --mil f"),
+        ({"stain_norm": "macenko"}, "--stain-norm: found --mil f"),
+        ({"xla": True}, "--xla: found --mil f"),
+        ({"split_by": "region"}, "--split-by region divides slides"),
+        ({"mil": None, "pooling": "max"}, "--pooling: found no --mil"),
+        ({"mil": None, "bag": "patient"}, "--bag: found no --mil"),
+        ({"pooling": "median"}, "--pooling"),
+    ],
+)
+def test_settings_of_the_other_kind_are_refused(settings: dict[str, Any], expected: str) -> None:
+    with pytest.raises(UsageError) as error:
+        histopipe.train(out="nowhere", **({"mil": "f"} | settings))
+    assert expected in str(error.value)
