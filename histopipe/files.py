@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OCTAL = re.compile(r"\\(\d{3})")
 
 
@@ -29,7 +32,7 @@ class Closing:
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A path beside the wanted one to write to; it takes the wanted name at the end, and is removed after an error.
+    """A path beside the wanted one for a file or folder; it takes the wanted name at the end, and is removed after an error.
 
     Example:
         >>> with appearing(Path("metrics.json")) as part:  # doctest: +SKIP
@@ -40,7 +43,17 @@ def appearing(path: Path) -> Iterator[Path]:
         yield part
         part.rename(path)
     finally:
+        if part.is_dir():
+            shutil.rmtree(part)
         part.unlink(missing_ok=True)
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether an error means that a disk is full. HDF5 and TensorFlow have the reason in their text only."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    text = str(error)
+    return "No space left on device" in text or any(f"errno = {n}" in text for n in _FULL)
 
 
 def lock_if_free(fd: int) -> bool:

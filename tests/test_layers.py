@@ -28,7 +28,7 @@ RANKS = {
             ["features"],
             ["evaluation"],
             ["training"],
-            ["embedding", "studies"],
+            ["embedding", "export", "studies"],
             ["reports"],
             ["cli"],
         ]
@@ -42,8 +42,9 @@ HOMES = {
     "lmdb": {"store"},
     "tensorflow": {"dataset", "training", "embedding", "reports"},
     "keras": {"dataset", "training", "embedding", "reports"},
-    "h5py": {"features"},
+    "h5py": {"features", "ingest"},
     "onnxruntime": {"embedding"},
+    "pyarrow": {"export"},
     "optuna": {"studies"},
 }
 

@@ -19,16 +19,18 @@ from histopipe.errors import ExitCode, HistopipeError
 COMMANDS = MappingProxyType(
     {
         "ingest": "Tile slides into a store.",
+        "import-coords": "Tile slides where CLAM or TRIDENT chose to.",
         "info": "Tell what a store holds.",
         "train": "Train a patch model on a store.",
         "embed": "Compute features of every patch of a store.",
         "tune": "Search for settings that do better on validation.",
+        "export": "Write a store's index or patches for other tools.",
         "compare": "Hold runs against each other.",
         "stains": "Measure how each slide of a store is stained.",
         "bench": "Measure what feeds a training, and name the bottleneck.",
     }
 )
-"""Every command with its line in `histopipe --help`. The module of each has its name."""
+"""Every command with its line in `histopipe --help`. The module of each has its name, with underscores."""
 
 
 class _Commands(click.Group):
@@ -38,7 +40,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"{__name__}.{cmd_name}").command
+        command = importlib.import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)  # noqa: S101 - our own modules, not a user's input
         return command
 

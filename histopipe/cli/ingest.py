@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from histopipe.errors import UsageError
-
-if TYPE_CHECKING:
-    from histopipe.geometry import Mpp
-    from histopipe.ingest.outcome import IngestReport
-    from histopipe.ingest.preview import IngestPreview
-    from histopipe.slides.discovery import SlideFile
-    from histopipe.slides.tables import SlideLabel, SlideNames
-    from histopipe.tiling.spec import TilingSpec
-
-
-class _Share(click.ParamType[float]):
-    """`1%` or `0.01`."""
-
-    name = "share"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        text = str(value).strip()
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            self.fail(f"{text!r} is no share: write 1% or 0.01", param, ctx)
-        return share
+from histopipe.cli.ingestion import run_ingest
+from histopipe.cli.parameters import Share
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -121,7 +93,7 @@ class _Share(click.ParamType[float]):
 )
 @click.option(
     "--max-unreadable",
-    type=_Share(),
+    type=Share(),
     default="1%",
     show_default=True,
     help="Share of a slide's patches that may be lost to damage.",
@@ -156,155 +128,4 @@ def command(
     \b
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
     """  # fmt: skip
-    # Late: `--help` needs none of it.
-    from histopipe.ingest.decide import with_recorded_ids
-    from histopipe.ingest.preview import plan_ingest
-    from histopipe.ingest.progress import choose_progress
-    from histopipe.ingest.request import IngestOptions, recorded, resolved
-    from histopipe.ingest.run import ingest
-    from histopipe.slides.discovery import discover
-    from histopipe.slides.tables import SlideNames
-
-    spec = _spec(flags)
-    if flags["slide_timeout"] != flags["slide_timeout"]:
-        raise UsageError("--slide-timeout", found="nan", expected="seconds")
-    if flags["default_mpp"] is not None:
-        _check_mpp(flags["default_mpp"])
-    records = recorded(out)
-    found = with_recorded_ids(discover(slides), records, resolved)
-    names = SlideNames([s.id for s in found], [record.id for record in records.values()])
-    extra = flags["allow_extra_rows"]
-    options = IngestOptions(
-        workers=flags["workers"],
-        labels=_labels(found, slides, flags["labels"], names, extra),
-        mpps=_mpps(flags["mpp_csv"], names, extra),
-        default_mpp=flags["default_mpp"],
-        allow_mixed_mpp=flags["allow_mixed_mpp"],
-        max_unreadable=flags["max_unreadable"],
-        force=flags["force"],
-        retry_failed=flags["retry_failed"],
-        route=flags["route"],
-        slide_timeout=flags["slide_timeout"],
-        allow_network=flags["allow_network"],
-    )
-    listed = _listed(found, flags["slide_list"], names, extra)
-    progress = choose_progress()
-    try:
-        if plan_only:
-            preview = plan_ingest(listed, out, spec, options, progress)
-        else:
-            report = ingest(listed, out, spec, options, progress)
-    finally:
-        progress.close()
-    if plan_only:
-        _print_plan(preview, as_json=as_json)
-        return preview.exit_code
-    _print(report, as_json=as_json)
-    return report.exit_code
-
-
-def _spec(flags: dict[str, Any]) -> TilingSpec:
-    from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
-
-    scales = {name: flags[name] for name in ("mpp", "mag", "level") if flags[name] is not None}
-    if len(scales) > 1:
-        raise UsageError(
-            "the scale of patches",
-            found=" and ".join(f"--{name}" for name in scales),
-            expected="one of --mpp, --mag and --level",
-        )
-    mpp = magnification_to_mpp(flags["mag"]) if "mag" in scales else scales.get("mpp")
-    if not scales:
-        mpp = magnification_to_mpp(20)
-    return TilingSpec(
-        patch_size=flags["patch_size"],
-        overlap=flags["overlap"],
-        mpp=mpp,
-        level=flags["level"],
-        tissue=flags["tissue"],
-        tissue_threshold=flags["tissue_threshold"],
-        codec=flags["codec"],
-        quality=flags["quality"],
-        subsampling=flags["subsampling"],
-        resample=flags["resample"],
-    )
-
-
-def _check_mpp(value: float) -> None:
-    from histopipe.slides.scale import PLAUSIBLE_MPP
-
-    low, high = PLAUSIBLE_MPP
-    if not low <= value <= high:
-        raise UsageError("--default-mpp", found=value, expected=f"from {low:g} to {high:g}")
-
-
-def _listed(
-    found: list[SlideFile], path: Path | None, names: SlideNames, allow_extra: bool
-) -> list[SlideFile]:
-    from histopipe.slides.tables import read_slide_list
-
-    if path is None:
-        return found
-    listed = read_slide_list(path, names, allow_extra=allow_extra)
-    chosen = [slide for slide in found if slide.id in listed]
-    if not chosen:
-        raise UsageError(
-            f"{path} names none of the slides found", found=f"{len(listed)} other names"
-        )
-    return chosen
-
-
-def _labels(
-    slides: list[SlideFile],
-    arguments: tuple[Path, ...],
-    path: Path | None,
-    names: SlideNames,
-    allow_extra: bool,
-) -> dict[str, SlideLabel]:
-    from histopipe.ingest.labels import label_slides
-    from histopipe.slides.tables import SlideNames, read_labels
-
-    if path is not None:
-        return label_slides(slides, read_labels(path, names, allow_extra=allow_extra))
-    rows = {}
-    for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
-        if (folder / "labels.csv").is_file():
-            # A folder's own labels name its own slides; files named one by one may be few of those.
-            own = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
-            some = allow_extra or folder not in arguments
-            rows.update(read_labels(folder / "labels.csv", own, allow_extra=some))
-    return label_slides(slides, rows or None)
-
-
-def _mpps(path: Path | None, names: SlideNames, allow_extra: bool) -> dict[str, Mpp]:
-    from histopipe.slides.tables import read_mpps
-
-    return {} if path is None else read_mpps(path, names, allow_extra=allow_extra)
-
-
-def _print(report: IngestReport, *, as_json: bool) -> None:
-    from histopipe.ingest.outcome import Status
-    from histopipe.ingest.summary import summary_lines
-
-    if as_json:
-        value = dataclasses.asdict(report) | {"exit_code": int(report.exit_code)}
-        click.echo(json.dumps(value, indent=2, ensure_ascii=False))
-        return
-    for warning in report.warnings:
-        click.echo(f"warning: {warning}", err=True)
-    failed = report.of(Status.FAILED)
-    if failed:
-        click.echo(f"\n{len(failed)} of {len(report.slides)} slides failed:", err=True)
-        for slide in failed:
-            click.echo(f"  {slide.id}: {slide.reason}", err=True)
-    sys.stderr.flush()
-    click.echo("\n".join([str(report.store), *summary_lines(report)]))
-
-
-def _print_plan(preview: IngestPreview, *, as_json: bool) -> None:
-    from histopipe.ingest.preview import preview_lines
-
-    if as_json:
-        click.echo(json.dumps(preview.to_json(), indent=2, ensure_ascii=False))
-        return
-    click.echo("\n".join(preview_lines(preview)))
+    return run_ingest(slides, out, flags, as_json=as_json, plan_only=plan_only)

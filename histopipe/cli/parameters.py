@@ -56,3 +56,22 @@ class Fractions(click.ParamType[tuple[float, ...]]):
             return tuple(float(part) for part in str(value).split(","))
         except ValueError:
             self.fail(f"{value!r}: write 0.7,0.15,0.15", param, ctx)
+
+
+class Share(click.ParamType[float]):
+    """`1%` or `0.01`."""
+
+    name = "share"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The share, 0 to 1."""
+        text = str(value).strip()
+        try:
+            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share <= 1:
+            self.fail(f"{text!r} is no share: write 1% or 0.01", param, ctx)
+        return share

@@ -54,9 +54,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     "--allow-extra-rows", is_flag=True, help="Ignore rows of --labels that name no slide."
 )
 @click.option(
-    "--mil",
-    type=click.Path(),
-    help="Learn of whole bags of features in this folder (see `histopipe embed`), not of patches.",
+    "--mil", type=click.Path(), help="Learn of bags of the features in this folder, not of patches."
 )
 @click.option(
     "--bag",
@@ -68,7 +66,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     "--pooling",
     type=click.Choice(["gated", "attention", "mean", "max"]),
     default="gated",
-    help="With --mil: how a bag's patches become one; gated is attention with a gate.",
+    help="With --mil: how a bag's patches become one; gated: attention with a gate.",
 )
 @click.option(
     "--model", default="small-cnn", help="small-cnn, or a keras.applications name such as resnet50."

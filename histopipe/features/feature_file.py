@@ -6,7 +6,6 @@ coordinates stands in the attributes of `coords`; what is ours, in those of the 
 
 from __future__ import annotations
 
-import errno
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -20,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, MachineShort, UsageError
-from histopipe.files import appearing
+from histopipe.files import appearing, is_full_disk
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
@@ -101,10 +100,8 @@ def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iter
                 yield FeatureWriter(file, rows, dimension, precision)
             with part.open("rb") as written:
                 os.fsync(written.fileno())
-    except OSError as error:
-        # h5py has the number in its text where the disk says no while it closes a file.
-        full = (errno.ENOSPC, errno.EDQUOT)
-        if error.errno in full or any(f"errno = {number}" in str(error) for number in full):
+    except (OSError, RuntimeError) as error:
+        if is_full_disk(error):
             raise MachineShort(
                 f"the disk that holds {path.parent} is full",
                 todo="make room; the same command goes on with the slides that are missing",

@@ -13,6 +13,7 @@ from pathlib import Path
 from histopipe.errors import NothingToDo, SlideError, UsageError
 from histopipe.files import network_filesystem, storable
 from histopipe.geometry import Mpp, same_scale
+from histopipe.ingest.coords import CoordsFile
 from histopipe.ingest.decide import Action, decide
 from histopipe.ingest.labels import labelled
 from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
@@ -48,6 +49,7 @@ class IngestOptions:
         route: the only route to take, or "auto".
         slide_timeout: seconds of work that a slide may take; None takes a generous one that grows with the slide.
         allow_network: let the store lie on a network filesystem.
+        coords: the patches of slides, by id, where another tool has chosen them.
     """
 
     workers: int | None = None
@@ -61,6 +63,7 @@ class IngestOptions:
     route: AskedRoute = "auto"
     slide_timeout: float | None = None
     allow_network: bool = False
+    coords: Mapping[str, CoordsFile] = field(default_factory=dict)
 
     @property
     def worker_count(self) -> int:
@@ -123,7 +126,9 @@ def sort_out(
     for slide in slides:
         before, number = before_by_id.get(slide.id), numbers[slide.id]
         record = labelled(before or new_record(slide), options.labels.get(slide.id))
-        job = SlideJob(number, slide, record, options.mpps.get(slide.id))
+        job = SlideJob(
+            number, slide, record, options.mpps.get(slide.id), coords=options.coords.get(slide.id)
+        )
         outcome = _without_work(job, before, options)
         if outcome is None:
             again = record.state is SlideState.COMPLETE

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from histopipe.errors import RouteUnfit, ScaleError, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingest.chunks import Chunk, chunk_of
+from histopipe.ingest.coords import CoordsFile, plan_imported, sticks_out
 from histopipe.ingest.encode import encode_thumbnail, png
 from histopipe.ingest.route import AskedRoute, RouteChoice, choose_route
 from histopipe.ingest.source import PatchSource, Value
@@ -56,7 +57,8 @@ class Settings:
 class SlideJob:
     """One slide to ingest: its number in the store, its files, its record so far.
 
-    `again` says that it is complete already and is meant to be done once more.
+    `again` says that it is complete already and is meant to be done once more. `coords` are its patches, if another tool has
+    chosen them.
     """
 
     number: int
@@ -64,6 +66,7 @@ class SlideJob:
     record: SlideRecord
     mpp_from_csv: Mpp | None = None
     again: bool = False
+    coords: CoordsFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +138,14 @@ def plan_slide(settings: Settings, job: SlideJob) -> PlannedSlide | SlideFailure
             record = _described(record, slide.info, job.slide.path)
             scale, notes = _scale(settings, job, slide.info)
             mpp = scale.mpp if scale else None
-            choice = choose_level(job.slide.id, slide.info.levels, mpp, spec)
             with closing(NativeLevels(slide, job.slide.files)) as levels:
                 thumbnail = _thumbnail(slide, mpp, levels)
-                plan, pictures = _planned(slide.info, choice, spec, thumbnail)
-                route = choose_route(job.slide.id, plan, spec, settings.route, levels)
-        estimate = _estimate(PatchSource(job.slide.path, choice, route, spec), plan, route)
+                plan, pictures = _planned(job, slide.info, mpp, spec, thumbnail)
+                asked = settings.route
+                if job.coords is not None and sticks_out(plan, slide.info):
+                    asked = "openslide"
+                route = choose_route(job.slide.id, plan, spec, asked, levels)
+        estimate = _estimate(PatchSource(job.slide.path, plan.choice, route, spec), plan, route)
     except (ScaleError, RouteUnfit) as error:
         return SlideFailure(str(error), FailureKind.OPTION, record)
     except SlideError as error:
@@ -228,10 +233,13 @@ def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail
 
 
 def _planned(
-    info: SlideInfo, choice: LevelChoice, spec: TilingSpec, thumbnail: Thumbnail
+    job: SlideJob, info: SlideInfo, mpp: Mpp | None, spec: TilingSpec, thumbnail: Thumbnail
 ) -> tuple[TilingPlan, dict[str, bytes]]:
     """A slide's patches, and the pictures that show where they come from."""
     mask, pictures = None, {"thumb": encode_thumbnail(thumbnail.pixels)}
+    if job.coords is not None:
+        return plan_imported(job.slide.id, info, mpp, job.coords), pictures
+    choice = choose_level(job.slide.id, info.levels, mpp, spec)
     if spec.tissue == "otsu":
         mask = tissue_mask(thumbnail.pixels, thumbnail.mpp)
         pictures["mask"] = png(mask.pixels)

@@ -15,6 +15,7 @@ Tissue = Literal["otsu", "none"]
 Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
 Resample = Literal["fast", "exact"]
+GridKind = Literal["regular", "imported"]
 
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
@@ -41,6 +42,7 @@ class TilingSpec:
         codec: "jpeg" or "png"; "auto" takes a slide's own JPEG tiles where the patches lie on them, else "jpeg".
         quality: JPEG quality, 1 to 100.
         subsampling: JPEG chroma subsampling.
+        grid: "imported" takes the cells that another tool has chosen.
         resample: "fast" lets JPEG tiles be decoded at a half, a quarter or an eighth; "exact" decodes and averages.
 
     Raises:
@@ -57,6 +59,7 @@ class TilingSpec:
     quality: int = 90
     subsampling: Subsampling = "444"
     resample: Resample = "fast"
+    grid: GridKind = "regular"
 
     def __post_init__(self) -> None:
         if (self.mpp is None) == (self.level is None):
@@ -81,7 +84,10 @@ class TilingSpec:
 
     def to_json(self) -> dict[str, Any]:
         """The spec with the versions of its algorithms, as `meta` holds it."""
-        return {**dataclasses.asdict(self), "algorithms": dict(ALGORITHMS)}
+        settings = dataclasses.asdict(self)
+        # Among the algorithms: stores of regular grids say nothing more of them than ever.
+        own = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
+        return {**settings, "algorithms": {**ALGORITHMS, **own}}
 
 
 def magnification_to_mpp(magnification: float) -> Mpp:

@@ -1,0 +1,242 @@
+"""Coordinates that CLAM or TRIDENT have chosen, as the plan of an ingest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import ScaleError, SlideUnreadable, UsageError
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, frozen_array
+from histopipe.slides.slide import SlideInfo
+from histopipe.slides.tables import SlideNames
+from histopipe.tiling.level import LevelChoice
+from histopipe.tiling.plan import TilingPlan
+from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
+
+SUFFIX = ".h5"
+_TRIDENT_SUFFIX = "_patches"
+
+
+@dataclass(frozen=True, slots=True)
+class CoordsFile:
+    """What a file says of one slide's patches.
+
+    Attributes:
+        path: the file.
+        patch_size: side of a patch as it is to be stored, pixels.
+        side_l0: side of its square in level-0 pixels, as TRIDENT has it; None where `level` says it.
+        level: pyramid level that it is read from as it is, as CLAM has it; None where `side_l0` says it.
+        magnification: of the patches, as TRIDENT has it.
+        overlap: pixels that neighbours share, as stored.
+    """
+
+    path: Path
+    patch_size: int
+    side_l0: int | None
+    level: int | None
+    magnification: float | None
+    overlap: int
+
+
+def find_coords(
+    folder: Path, names: SlideNames, *, allow_extra: bool
+) -> tuple[dict[str, CoordsFile], list[str]]:
+    """The files of a folder by slide id, and what to say of those that name none.
+
+    Raises:
+        UsageError: there is none, one names no slide, two name the same, or one is no file of coordinates.
+    """
+    paths = sorted(folder.rglob(f"*{SUFFIX}")) if folder.is_dir() else []
+    if not paths:
+        raise UsageError(
+            f"{folder} holds no coordinates",
+            expected=f"files SLIDE{SUFFIX} or SLIDE{_TRIDENT_SUFFIX}{SUFFIX}",
+        )
+    found: dict[str, CoordsFile] = {}
+    strangers = []
+    for path in paths:
+        written = path.relative_to(folder).with_suffix("").as_posix()
+        slide = names.find(written, where=str(path)) or names.find(
+            written.removesuffix(_TRIDENT_SUFFIX), where=str(path)
+        )
+        if slide is None:
+            strangers.append(path.name)
+        elif slide in found:
+            raise UsageError(
+                f"two files of coordinates for slide {slide}",
+                found=f"{found[slide].path} and {path}",
+            )
+        else:
+            found[slide] = read_header(path)
+    if strangers and not allow_extra:
+        raise UsageError(
+            "coordinates of slides that are not there", found=", ".join(strangers[:3]) + ("…" if strangers[3:] else ""),
+            todo="name all slides, or pass --allow-extra-rows",
+        )  # fmt: skip
+    return found, strangers
+
+
+def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
+    """The spec of a store for them.
+
+    Args:
+        files: of all slides.
+        encoding: settings of a `TilingSpec` that coordinates do not decide.
+
+    Raises:
+        UsageError: they are of several sizes or scales, which no store can hold together.
+    """
+    kinds = {(it.patch_size, it.magnification, it.level, it.overlap): it.path for it in files}
+    if len(kinds) > 1:
+        told = [
+            f"{path.name}: {size} pixels, "
+            + (f"{magnification:g}×" if magnification else f"level {level}")
+            + (f", overlap {overlap}" if overlap else "")
+            for (size, magnification, level, overlap), path in kinds.items()
+        ]
+        raise UsageError(
+            "coordinates of several kinds", found="; ".join(told[:3]), expected="one patch size and scale",
+            todo="import each kind into a store of its own",
+        )  # fmt: skip
+    ((size, magnification, level, overlap),) = kinds
+    return TilingSpec(
+        patch_size=size, overlap=overlap, level=level, tissue="none", grid="imported",
+        mpp=None if magnification is None else magnification_to_mpp(magnification), **encoding,
+    )  # fmt: skip
+
+
+def read_header(path: Path) -> CoordsFile:
+    """What a file says of its patches, without their coordinates.
+
+    Raises:
+        UsageError: it is no file of coordinates, or lacks what says how large a patch is.
+    """
+    import h5py  # late: ingests without such files need not load it
+
+    try:
+        with h5py.File(path, "r") as file:
+            told = dict(file["coords"].attrs)
+    except (OSError, KeyError, RuntimeError, AttributeError) as error:
+        raise UsageError(
+            f"{path} holds no coordinates", found=str(error).split("\n")[0][:200],
+            expected="a dataset 'coords' (patches, 2), as CLAM and TRIDENT write it",
+        ) from error  # fmt: skip
+    try:
+        size = int(told["patch_size"])
+        if {"level0_magnification", "target_magnification"} <= set(told):
+            ratio = float(told["level0_magnification"]) / float(told["target_magnification"])
+            side = int(told.get("patch_size_level0", round(size * ratio)))
+            overlap = int(told.get("overlap", 0))
+            return CoordsFile(path, size, side, None, float(told["target_magnification"]), overlap)
+        if int(told.get("custom_downsample", 1)) != 1:
+            raise UsageError(
+                f"{path}: custom_downsample", found=told["custom_downsample"], expected="none"
+            )
+        return CoordsFile(path, size, None, int(told["patch_level"]), None, 0)
+    except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(
+            f"{path}: the attributes of its coordinates", found=", ".join(sorted(told)) or "none",
+            expected="patch_size with patch_level (CLAM), or with level0_magnification and target_magnification (TRIDENT)",
+        ) from error  # fmt: skip
+
+
+def read_corners(path: Path) -> NDArray[np.int64]:
+    """(N, 2) top left corners in level-0 pixels.
+
+    Raises:
+        SlideUnreadable: the file cannot be read any more.
+    """
+    import h5py  # late: as above
+
+    try:
+        with h5py.File(path, "r") as file:
+            corners = np.asarray(file["coords"][...], np.int64)
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
+    if not corners.size:
+        return corners.reshape(0, 2)
+    if corners.ndim != 2 or corners.shape[1] != 2:
+        raise SlideUnreadable(f"{path}: coords", found=corners.shape, expected="(patches, 2)")
+    return corners
+
+
+def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:
+    """The plan that coordinates are.
+
+    Args:
+        name: slide id, for messages.
+        info: the slide's header.
+        mpp: its level-0 scale; None where unknown.
+        coords: the file.
+
+    Raises:
+        ScaleError: they are too fine for the slide, or lie beside it.
+        SlideUnreadable: the file cannot be read.
+    """
+    choice = _choice(name, info.levels, mpp, coords)
+    corners = read_corners(coords.path)
+    side = choice.read_size * choice.level.downsample
+    beside = (corners + side <= 0) | (corners >= (info.size.width, info.size.height))
+    if beside.any():
+        raise ScaleError(
+            f"{name}: coordinates of {coords.path.name} lie beside the slide",
+            found=f"{corners[beside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
+            expected=f"within {info.size}", todo="check that they are this slide's",
+        )  # fmt: skip
+    level = np.rint(corners / choice.level.downsample)
+    count = len(corners)
+    return TilingPlan(
+        choice=choice,
+        x_level=frozen_array(level[:, 0], np.int64), y_level=frozen_array(level[:, 1], np.int64),
+        x_l0=frozen_array(corners[:, 0], np.int64), y_l0=frozen_array(corners[:, 1], np.int64),
+        tissue=frozen_array(np.full(count, np.nan), np.float32),
+        notes=(f"coordinates of {coords.path.name}",),
+    )  # fmt: skip
+
+
+def sticks_out(plan: TilingPlan, info: SlideInfo) -> bool:
+    """Whether a patch reaches over the slide's edge, which only OpenSlide knows what to do with."""
+    side = plan.choice.read_size * plan.choice.level.downsample
+    return bool(
+        len(plan)
+        and (
+            min(plan.x_l0.min(), plan.y_l0.min()) < 0
+            or plan.x_l0.max() + side > info.size.width
+            or plan.y_l0.max() + side > info.size.height
+        )
+    )
+
+
+def _choice(
+    name: str, levels: tuple[Level, ...], mpp: Mpp | None, coords: CoordsFile
+) -> LevelChoice:
+    """The level that patches are read from: CLAM's own, or the coarsest that has no fewer pixels than are wanted."""
+    size = coords.patch_size
+    if coords.side_l0 is None:
+        number = coords.level or 0
+        if number >= len(levels):
+            raise ScaleError(f"{name} has no level {number}", found=f"{len(levels)} levels")
+        level = levels[number]
+        scale = None if mpp is None else Mpp(mpp * level.downsample)
+        return LevelChoice(level, size, size, "none", scale)
+    wanted = coords.side_l0 / size
+    fine = [level for level in levels if level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
+    if not fine:
+        raise ScaleError(
+            f"{name}: patches of {coords.side_l0} level-0 pixels",
+            expected=f"at least {size}: pixels are never invented",
+        )
+    level = max(fine, key=lambda level: level.downsample)
+    read_size = round(coords.side_l0 / level.downsample)
+    if abs(read_size - size) <= SCALE_TOLERANCE * size:
+        read_size = size
+    resampling = "none" if read_size == size else "area" if read_size % size == 0 else "lanczos"
+    scale = None if mpp is None else Mpp(mpp * coords.side_l0 / size)
+    return LevelChoice(level, read_size, read_size, resampling, scale)  # type: ignore[arg-type]  # one of them

@@ -1,0 +1,245 @@
+"""What a store holds, for other tools: every patch once, as it is, and whole files only."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import Run
+from test_reader import a_store, flip_a_byte, jpegs
+from test_store import RECORD, SPEC
+
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
+from histopipe.export import index
+from histopipe.export.index import export_index
+from histopipe.export.patches import export_patches
+from histopipe.store.format import value_crc
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+
+SLIDES = {"n1": (0, 12), "t1": (12, 7), "dir/t2": (19, 12)}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return a_store(tmp_path / "a.lmdb", {name: jpegs(*place) for name, place in SLIDES.items()})
+
+
+def values_of(path: Path) -> dict[tuple[str, int], bytes]:
+    with Store(path) as store:
+        return {
+            (record.id, row): store.value(number, row)
+            for number, record in store.complete.items()
+            for row in range(record.planned)
+        }
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_the_index_has_a_row_a_patch(
+    store: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index, "_GROUP_ROWS", 10)
+    other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
+    out = tmp_path / f"index.{kind}"
+    assert export_index([store, other], out=out) == 36
+    table = pd.read_csv(out) if kind == "csv" else pd.read_parquet(out)
+    assert len(table) == 36
+    assert not table.duplicated(["store", "slide", "patch"]).any()
+    row = 0
+    for path in (store, other):
+        with Store(path) as opened:
+            for number, record in opened.complete.items():
+                part = table.iloc[row : row + record.planned]
+                row += record.planned
+                columns = opened.index(number)
+                assert set(part["slide"]) == {record.id}
+                assert set(part["label"]) == {record.label}
+                assert part["patch"].tolist() == list(range(record.planned))
+                for name, column in (("x_l0", "x_l0"), ("y_l0", "y_l0"), ("bytes", "length")):
+                    assert part[name].tolist() == columns[column].tolist()
+                np.testing.assert_allclose(part["tissue"], columns["tissue"], rtol=1e-5)
+    assert table["annotation"].isna().all()
+    with pytest.raises(UsageError, match="exists"):
+        export_index(store, out=out)
+    assert not list(tmp_path.glob("part-*"))
+
+
+def test_tfrecords_have_what_slideflow_looks_for(store: Path, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    result = export_patches(store, out=tmp_path / "out", to="tfrecord")
+    assert (result.files, result.patches) == (3, 31)
+    wanted = {
+        "slide": tf.io.FixedLenFeature([], tf.string),
+        "image_raw": tf.io.FixedLenFeature([], tf.string),
+        "loc_x": tf.io.FixedLenFeature([], tf.int64),
+        "loc_y": tf.io.FixedLenFeature([], tf.int64),
+    }
+    found = {}
+    half = round((RECORD.read_size or 0) * (RECORD.downsample or 0)) // 2
+    for name in SLIDES:
+        for row, raw in enumerate(
+            tf.data.TFRecordDataset(str(tmp_path / "out" / f"{name}.tfrecords"))
+        ):
+            example = tf.io.parse_single_example(raw, wanted)
+            assert example["slide"].numpy().decode() == name
+            assert (example["loc_x"].numpy(), example["loc_y"].numpy()) == (
+                10 * row + half,
+                row + half,
+            )
+            found[name, row] = example["image_raw"].numpy()
+    assert found == values_of(store)
+
+
+def samples_of(folder: Path) -> dict[tuple[str, int], bytes]:
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            names = archive.getnames()
+            for name in names:
+                stem, _, suffix = name.rpartition(".")
+                value = archive.extractfile(name)
+                assert value is not None
+                if suffix == "json":
+                    told = json.load(value)
+                    assert f"{told['slide']}/{told['patch']:06d}" == stem
+                    assert told["label"] == told["slide"].split("/")[-1][0] or told["label"] == "d"
+                    assert {"x_l0", "y_l0", "size_l0", "mpp", "tissue", "focus"} <= set(told)
+                    assert f"{stem}.jpg" in names
+                else:
+                    slide, _, row = stem.rpartition("/")
+                    found[slide, int(row)] = value.read()
+    return found
+
+
+def test_tar_files_hold_each_patch_once(store: Path, tmp_path: Path) -> None:
+    result = export_patches(store, out=tmp_path / "out", to="webdataset", shard_patches=10)
+    assert (result.files, result.patches) == (4, 31)
+    assert samples_of(tmp_path / "out") == values_of(store)
+
+
+def test_folders_are_classes(store: Path, tmp_path: Path) -> None:
+    export_patches(store, out=tmp_path / "out", to="folder")
+    found = {}
+    for path in (tmp_path / "out").rglob("*.jpg"):
+        label, *slide, name = path.relative_to(tmp_path / "out").parts
+        x, y = map(int, name.removesuffix(".jpg").split("_"))
+        assert x == 10 * y
+        assert label == slide[0][0]
+        found["/".join(slide), y] = path.read_bytes()
+    assert found == values_of(store)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("to", ["tfrecord", "webdataset", "folder"])
+def test_stopped_and_gone_on_with_equals_uninterrupted(
+    store: Path, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    export_patches(store, out=whole, to=to, shard_patches=10)
+    count = 0
+
+    def stopping(*arguments: Any) -> int:
+        nonlocal count
+        count += 1
+        if count == 15:
+            raise KeyboardInterrupt
+        return value_crc(*arguments)
+
+    monkeypatch.setattr("histopipe.export.patches.value_crc", stopping)
+    with pytest.raises(Interrupted, match=r"1 of \d files complete"):
+        export_patches(store, out=parts, to=to, shard_patches=10)
+    monkeypatch.undo()
+    assert not list(parts.rglob("part-*"))
+    # What a kill leaves, where a file or a folder was under way.
+    left = parts / "t" / "part-t1" if to == "folder" else parts / "part-t1.tfrecords"
+    left.parent.mkdir(exist_ok=True)
+    if to == "folder":
+        left.mkdir(exist_ok=True)
+        (left / "1_1.jpg").write_text("x")
+    elif to == "tfrecord":
+        left.write_text("x")
+    again = export_patches(store, out=parts, to=to, shard_patches=10)
+    assert again.kept == 1
+    assert files_of(parts) == files_of(whole)
+
+
+def test_what_is_not_the_same_export_is_refused(store: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    export_patches(store, out=out, to="folder")
+    with pytest.raises(UsageError, match="holds an export of something else: found another to"):
+        export_patches(store, out=out, to="tfrecord")
+    other = a_store(tmp_path / "b.lmdb", {"n1": jpegs(60, 3)})
+    with pytest.raises(UsageError, match="found another store"):
+        export_patches(other, out=out, to="folder")
+    export_patches(store, out=tmp_path / "w", to="webdataset")
+    with StoreWriter(store, SPEC) as writer:
+        number = next(n for n, r in writer.records().items() if r.id == "n1")
+        writer.update(number, dataclasses.replace(writer.records()[number], label="t"))
+    for folder, to in ((out, "folder"), (tmp_path / "w", "webdataset")):
+        with pytest.raises(UsageError, match="ingested, labelled or removed since"):
+            export_patches(store, out=folder, to=to)  # type: ignore[arg-type]  # both are
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("mine")
+    with pytest.raises(UsageError, match="not empty"):
+        export_patches(store, out=tmp_path / "full", to="folder")
+    with pytest.raises(NothingToDo):
+        export_patches(a_store(tmp_path / "c.lmdb", {}), out=tmp_path / "none", to="folder")
+
+
+def test_damaged_patches_are_left_out_and_told(tmp_path: Path, run: Run) -> None:
+    a_store(tmp_path / "s.lmdb", {"n1": jpegs(0, 4), "t1": jpegs(4, 4)})
+    flip_a_byte(tmp_path / "s.lmdb", 1, 2)
+    done = run("export", "s.lmdb", "--to", "folder", "--out", "out")
+    assert done.returncode == 3
+    assert "left out: t1: patch 2: it is not what was written" in done.stdout
+    assert len(list((tmp_path / "out").rglob("*.jpg"))) == 7
+
+
+def test_names_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"n/../../../x": jpegs(0, 2)})
+    for to in ("folder", "tfrecord"):
+        with pytest.raises(DamagedStore, match="expected a path within the folder"):
+            export_patches(store, out=tmp_path / to, to=to)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_full_disk_keeps_what_is_complete(tmp_path: Path, run: Run) -> None:
+    a_store(tmp_path / "s.lmdb", {f"n{i}": jpegs(40 * i, 40, 64) for i in range(4)}, patch_size=64)
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)], check=True)
+    try:
+        for to in ("webdataset", "tfrecord", "folder"):
+            arguments = ["export", "s.lmdb", "--to", to, "--out", disk / to, "--shard-patches", 40]
+            done = run(*arguments)
+            assert done.returncode == 6, done.stderr
+            assert "is full" in done.stderr
+            assert not list((disk / to).rglob("part-*"))
+            subprocess.run(["rm", "-r", str(disk / to)], check=True)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_wrong_flags_are_told(store: Path, run: Run) -> None:
+    for flags, expected in (
+        ([], "found neither"),
+        (["--index", "csv", "--to", "folder"], "found both"),
+        (["--to", "folder", "--shard-patches", 0], "shard_patches"),
+        ([store, "--to", "folder"], "found 2 stores"),
+    ):
+        done = run("export", store, *flags, "--out", "out")
+        assert done.returncode == 2, done.stderr
+        assert expected in done.stderr
+    assert run("export", "nothing.lmdb", "--index", "csv", "--out", "x.csv").returncode == 4
