@@ -176,8 +176,7 @@ def test_it_finds_the_few_patches_that_matter(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def train(pooling: str) -> Any:
-        settings = common | {"mil": str(common["mil"]), "pooling": pooling}
-        return histopipe.train(out=tmp_path / pooling, **settings)
+        return histopipe.train(out=tmp_path / pooling, pooling=pooling, **common)
 
     results = two_at_a_time(train, ["gated", "mean"])
     auc = {name: result.metrics["test"].slide["mean"].auc for name, result in results.items()}

@@ -101,7 +101,7 @@ for _ in range(19):
     found.apply(gradients([0.0, 0.0]), tf.zeros(2))
 told["rates"] = rates
 label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
-told["smooth"] = steps._cross_entropy(label, logits, 0.2).numpy().tolist()
+told["smooth"] = steps.cross_entropy(label, logits, 0.2).numpy().tolist()
 told["keras"] = keras.losses.CategoricalCrossentropy(
     from_logits=True, label_smoothing=0.2, reduction="none"
 )(tf.one_hot(label, 2), logits).numpy().tolist()

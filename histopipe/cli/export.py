@@ -44,9 +44,8 @@ def command(
     Nothing is decoded or encoded anew. The same command again goes on with the files that are missing.
 
     \b
-    Examples:
-      histopipe export patches.lmdb --index parquet --out index.parquet
-      histopipe export patches.lmdb --to webdataset --out shards
+    Example: histopipe export patches.lmdb --index parquet --out index.parquet
+    Patches: histopipe export patches.lmdb --to webdataset --out shards
     """  # fmt: skip
     if (index is None) == (to is None):
         raise UsageError("export", found="both" if index else "neither", expected="one of --index and --to")  # fmt: skip

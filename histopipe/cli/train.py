@@ -235,9 +235,8 @@ def command(
     --folds 5 does all that for every fifth of the patients in turn.
 
     \b
-    Examples:
-      histopipe train patches.lmdb --model resnet50 --split-by patient
-      histopipe train --mil features --labels labels.csv --epochs 40
+    Example: histopipe train patches.lmdb --model resnet50 --split-by patient
+    Whole slides: histopipe train --mil features --labels labels.csv --epochs 40
     The classic recipe:
       histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
         --dropout 0.15 --class-weights balanced

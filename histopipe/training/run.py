@@ -273,7 +273,7 @@ class Run:
     def _write_results(self, scores: dict[Side, PatchScores], result: TrainResult) -> None:
         skipped = len({*self._state.skipped, *self._trainer.skipped})
         if skipped:
-            say(f"{skipped} damaged patches were skipped")
+            say(f"{skipped} damaged {self._task.unit} were skipped")
         write_predictions(
             self._folder / run_folder.PREDICTIONS,
             [({"split": side}, patches) for side, patches in scores.items()],
@@ -284,7 +284,7 @@ class Run:
             "keras": keras.__version__,
             "classes": self._splits.classes,
             "split_by": self._splits.split_by,
-            "patches": self._splits.count(),
+            self._task.unit: self._splits.count(),
             "skipped": skipped,
             "replicas": self._trainer.steps.strategy.num_replicas_in_sync,
             "micro_batch": self._trainer.micro_batch.size,

@@ -19,7 +19,7 @@ MAY_CHANGE = (
 
 
 def known(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings, lists as tuples; where bags are learnt from, with the defaults of that.
+    """The same settings, lists as tuples and paths as texts; where bags are learnt from, with the defaults of that.
 
     Raises:
         UsageError: there is no such setting.
@@ -31,7 +31,14 @@ def known(settings: dict[str, Any]) -> dict[str, Any]:
             "unknown settings", found=", ".join(unknown), expected=", ".join(sorted(names))
         )
     defaults = BAG_DEFAULTS if settings.get("mil") is not None else {}
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    given = {
+        name: tuple(value)
+        if isinstance(value, list)
+        else str(value)
+        if isinstance(value, Path)
+        else value
+        for name, value in settings.items()
+    }
     return {**defaults, **given}
 
 

@@ -12,7 +12,7 @@ from histopipe.dataset.batches import Batches
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import SIDES, Side, Splits
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.table import PatchTable, unpack_keys
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.scores import PatchScores
 from histopipe.features.bag_batches import BagBatches
@@ -26,6 +26,7 @@ from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.patch_scores import patch_scores
+from histopipe.training.progress import say
 from histopipe.training.steps import Steps, StepSettings
 from histopipe.training.tally import Predictions
 
@@ -115,6 +116,8 @@ class BagTask:
     def __init__(self, config: TrainConfig, bags: BagSet, splits: Splits) -> None:
         self._config, self._bags, self.splits = config, bags, splits
         self.holders = f"{config.bag}s"
+        for note in bags.notes:
+            say(note)
         self.tables = _tables(config, [bags], splits)
 
     def batches(self, table: PatchTable, order: Order, replicas: int) -> BagBatches:
@@ -145,7 +148,7 @@ class BagTask:
         """The attention of each patch of the bags that were judged."""
         if self._config.pooling in ("gated", "attention"):
             model = cast(BagModel, steps.model)
-            numbers = [int(key >> 32) for found in judged for key in found.key]
+            numbers = [n for found in judged for n in unpack_keys(found.key)[1].tolist()]
             write_attention(folder, [self._bags.bags[number] for number in numbers], model)
 
 

@@ -26,7 +26,7 @@ PLACES = {
     "save": ("histopipe.training.run", None, "save_state"),
     "keep": ("histopipe.training.checkpoint", None, "_keep"),
     "write": ("histopipe.training.checkpoint", None, "_name"),
-    "build": ("histopipe.training.run", None, "build_model"),
+    "build": ("histopipe.training.task", None, "build_model"),
 }
 
 
