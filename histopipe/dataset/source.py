@@ -101,7 +101,8 @@ class BatchSource:
             self  # which thus lives as long as the dataset, its iterators and what is made of it
         )
         ready = batches.prefetch if prefetch is None else prefetch
-        dataset = dataset.prefetch(ready * parts)
+        if ready:
+            dataset = dataset.prefetch(ready * parts)
         options = tf.data.Options()
         # Nothing here is left to tune, and ending an iterator would wait for the tuner's sleep: up to 7 s an epoch.
         options.autotune.enabled = False

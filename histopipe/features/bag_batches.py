@@ -38,9 +38,9 @@ class BagBatches(Schedule):
         skipped: why, by key, for every bag that has been skipped so far.
     """
 
-    # A bag may be a gigabyte: one is at work, one is ready, one is being read.
+    # A bag may be a gigabyte: one is at work, and the next is being read.
     parallel_calls: int | None = 1
-    prefetch = 1
+    prefetch = 0
     read_ahead: int | None = 0
 
     def __init__(

@@ -18,6 +18,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.batches import aligned_empty
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.files import appearing, is_full_disk
 
@@ -151,19 +152,22 @@ def read_features(
     Raises:
         DamagedStore: they are not what was written, or cannot be read.
     """
-    shape = (header.rows, header.dimension)
+    if rows is not None and header.offset is not None:
+        return _read_rows(header, header.offset, rows)
+    values = _empty(header)
     if header.offset is None or not header.rows:
         with _opened(header.path) as file:
-            values = file[FEATURES][...].reshape(shape)
-        return _checked(values, header) if rows is None else values[rows]
-    try:
-        if rows is not None:
-            return _read_rows(header, header.offset, rows)
-        count = header.rows * header.dimension
-        values = np.fromfile(header.path, header.dtype, count, offset=header.offset)
-        return _checked(values.reshape(shape), header)
-    except (OSError, ValueError) as error:
-        raise _damaged(header.path, error) from error
+            file[FEATURES].read_direct(values.reshape(file[FEATURES].shape))
+    else:
+        with _named(header.path), header.path.open("rb", buffering=0) as file:
+            file.seek(header.offset)
+            view = values.data.cast("B")
+            while view:  # Linux reads at most 2 GiB at once
+                read = file.readinto(view)
+                if not read:
+                    raise ValueError("it ends too early")
+                view = view[read:]
+    return _checked(values, header) if rows is None else values[rows]
 
 
 def _read_rows(
@@ -172,7 +176,7 @@ def _read_rows(
     """Single rows; by reads and no map, which would end the process where a file became shorter."""
     values = np.empty((len(rows), header.dimension), header.dtype)
     width = header.dimension * header.dtype.itemsize
-    with header.path.open("rb", buffering=0) as file:
+    with _named(header.path), header.path.open("rb", buffering=0) as file:
         for value, row in zip(values, rows.tolist(), strict=True):
             if os.preadv(file.fileno(), [value], offset + row * width) < width:
                 raise ValueError(f"it ends before row {row}")
@@ -199,11 +203,23 @@ def is_ours(header: FeatureHeader) -> bool:
     return header.facts.get("format") == FORMAT
 
 
+def _empty(header: FeatureHeader) -> NDArray[np.floating]:
+    """Room for all features, at a multiple of 64 bytes: TensorFlow takes such an array without a copy."""
+    count = header.rows * header.dimension * header.dtype.itemsize
+    return aligned_empty((count,)).view(header.dtype).reshape(header.rows, header.dimension)
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
+    with _named(path), h5py.File(path, "r") as file:
+        yield file
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, with its name."""
     try:
-        with h5py.File(path, "r") as file:
-            yield file
+        yield
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, UsageError | DamagedStore):
             raise

@@ -214,6 +214,7 @@ class Trainer:
                 tally.input_wait += waited
                 self._cluster.note(COMPUTING)
                 values, wishes = step(batch)
+                del batch
                 behind.append(values)
                 self.skipped |= batches.skipped
                 fetch(_BEHIND)
@@ -247,6 +248,7 @@ class Trainer:
                 step = [next(parts) for _ in self._own]
                 waited = time.monotonic() - before
                 yield self._one_a_replica(step), waited
+                del step  # not to be kept beside the next one
         except tf.errors.OpError:
             if source.failure is not None:
                 raise source.failure from None  # what really happened, with its type
