@@ -31,14 +31,19 @@ class Closing:
 
 
 @contextmanager
-def appearing(path: Path) -> Iterator[Path]:
+def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
     """A path beside the wanted one for a file or folder; it takes the wanted name at the end, and is removed after an error.
+
+    Args:
+        path: the wanted one.
+        hidden: begin its name with a dot, as no slide's does: where slides give files their names.
 
     Example:
         >>> with appearing(Path("metrics.json")) as part:  # doctest: +SKIP
         ...     part.write_text("{}")
     """
-    part = path.with_name(f"part-{path.name}")  # a prefix: some writers insist on the suffix
+    prefix = ".part-" if hidden else "part-"
+    part = path.with_name(f"{prefix}{path.name}")  # a prefix: some writers insist on the suffix
     try:
         yield part
         part.rename(path)

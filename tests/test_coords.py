@@ -86,6 +86,9 @@ def test_the_rest_is_an_ingest_like_any_other(made: Path, tmp_path: Path, run: R
     assert "8 slides have no coordinates: left out" in first.stderr
     again = json.loads(run("import-coords", "co", made, "--json").stdout)
     assert {slide["status"] for slide in again["slides"]} == {"skipped"}
+    write_coords(tmp_path / "co" / f"{slides[0].stem}_patches.h5", [(256, 0)], **TRIDENT)
+    forced = json.loads(run("import-coords", "co", made, "--json", "--force").stdout)
+    assert [slide["patches"] for slide in forced["slides"]] == [1, 2, 2, 0]
     with Store(tmp_path / "patches.lmdb") as store:
         assert {record.label for record in store.slides} == {"normal", "tumour"}
     mixed = run("ingest", made, "--patch-size", 128, "--tissue", "none")

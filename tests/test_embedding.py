@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 from pathlib import Path
@@ -22,7 +23,7 @@ from test_reader import a_store, flip_a_byte, jpegs
 
 import histopipe
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.feature_file import read_coords, read_features, read_header
+from histopipe.features.feature_file import read_coords, read_features, read_header, writing
 from histopipe.features.folder import feature_files, feature_path
 from histopipe.store.store import Store
 
@@ -151,7 +152,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
     assert len(told["kept"]) >= 2
     assert len(told["kept"]) + len(told["done"]) == 12
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
-    assert not list((tmp_path / "parts").rglob("part-*"))
+    assert not list((tmp_path / "parts").rglob("*part-*"))
 
 
 @pytest.mark.parametrize(("rows", "devices"), [("N", "cpu"), (5, "auto"), ("N", "cpu:2")])
@@ -245,6 +246,9 @@ def test_a_damaged_patch_costs_its_slide_or_itself(
     skipped = run(*arguments, "--out", "f", "--on-error", "skip")
     assert skipped.returncode == 0, skipped.stderr
     assert "1 damaged patches left out" in skipped.stdout
+    again = run(*arguments, "--out", "f")
+    assert again.returncode == 3  # a file that lacks a patch is not taken for whole
+    assert "failed: t1" in again.stdout
     header = read_header(feature_files(tmp_path / "f")["t1"])
     coords = read_coords(header)
     assert coords is not None
@@ -278,8 +282,13 @@ def test_files_that_do_not_belong_are_made_again_or_refused(
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:
         file["features"] = np.zeros((9, 8), np.float32)
-    with pytest.raises(UsageError, match="was made by another tool"):
+    with pytest.raises(UsageError, match="files that `histopipe embed` did not make: found n1"):
         histopipe.embed(other, model=onnx_file, out=tmp_path / "g")
+    assert len(list((tmp_path / "g").iterdir())) == 1
+    # The same encoder by another name.
+    for suffix in (".onnx", ".json"):
+        shutil.copy(onnx_file.with_suffix(suffix), tmp_path / f"copy{suffix}")
+    assert histopipe.embed(other, model=tmp_path / "copy.onnx", out=folder).done == ()
     with pytest.raises(UsageError, match="slides of one id in several stores"):
         histopipe.embed([first, other], model=onnx_file, out=tmp_path / "h")
 
@@ -303,7 +312,7 @@ def test_a_flipped_byte_is_found_when_features_are_read(tmp_path: Path, onnx_fil
 def test_an_id_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     assert feature_path(tmp_path, "a/b.c") == tmp_path / "a" / "b.c.h5"
     for name in ("../x", "/etc/x", "a/../../x"):
-        with pytest.raises(DamagedStore, match="slide id"):
+        with pytest.raises(DamagedStore, match="a path within"):
             feature_path(tmp_path, name)
 
 
@@ -387,3 +396,12 @@ def test_what_is_wrong_is_told_before_anything_is_made(
     nothing = run("embed", "none.lmdb", "--model", onnx_file, "--out", "g")
     assert nothing.returncode == 4
     gc.collect()
+
+
+def test_what_float16_cannot_hold_is_told(tmp_path: Path) -> None:
+    with (
+        pytest.raises(UsageError, match="--precision float16: found a feature of 70000"),
+        writing(tmp_path / "x.h5", 2, 3, "float16") as writer,
+    ):
+        writer.append(np.full((2, 3), 7e4, np.float32), np.zeros((2, 2), np.int64))
+    assert not list(tmp_path.iterdir())

@@ -130,11 +130,11 @@ def test_folders_are_classes(store: Path, tmp_path: Path) -> None:
     export_patches(store, out=tmp_path / "out", to="folder")
     found = {}
     for path in (tmp_path / "out").rglob("*.jpg"):
-        label, *slide, name = path.relative_to(tmp_path / "out").parts
+        label, slide, name = path.relative_to(tmp_path / "out").parts
         x, y = map(int, name.removesuffix(".jpg").split("_"))
         assert x == 10 * y
-        assert label == slide[0][0]
-        found["/".join(slide), y] = path.read_bytes()
+        assert label == slide[0]
+        found[slide.replace("__", "/"), y] = path.read_bytes()
     assert found == values_of(store)
 
 
@@ -161,9 +161,9 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
     with pytest.raises(Interrupted, match=r"1 of \d files complete"):
         export_patches(store, out=parts, to=to, shard_patches=10)
     monkeypatch.undo()
-    assert not list(parts.rglob("part-*"))
+    assert not list(parts.rglob("*part-*"))
     # What a kill leaves, where a file or a folder was under way.
-    left = parts / "t" / "part-t1" if to == "folder" else parts / "part-t1.tfrecords"
+    left = parts / "t" / ".part-t1" if to == "folder" else parts / ".part-t1.tfrecords"
     left.parent.mkdir(exist_ok=True)
     if to == "folder":
         left.mkdir(exist_ok=True)
@@ -209,9 +209,22 @@ def test_damaged_patches_are_left_out_and_told(tmp_path: Path, run: Run) -> None
 
 def test_names_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"n/../../../x": jpegs(0, 2)})
-    for to in ("folder", "tfrecord"):
-        with pytest.raises(DamagedStore, match="expected a path within the folder"):
+    for to in ("tfrecord", "webdataset"):
+        with pytest.raises(DamagedStore, match="expected a path within"):
             export_patches(store, out=tmp_path / to, to=to)
+    export_patches(store, out=tmp_path / "folder", to="folder")
+    assert len(list((tmp_path / "folder" / "n").rglob("*.jpg"))) == 2
+
+
+def test_slides_within_slides_keep_theirs(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a/b": jpegs(0, 3), "a": jpegs(5, 4)})
+    for to in ("folder", "tfrecord"):
+        result = export_patches(store, out=tmp_path / to, to=to)
+        assert (result.files, result.patches) == (2, 7)
+    assert len(list((tmp_path / "folder").rglob("*.jpg"))) == 7
+    same = a_store(tmp_path / "t.lmdb", {"a/b": jpegs(0, 3), "a__b": jpegs(5, 4)})
+    with pytest.raises(UsageError, match="two slides would share a file"):
+        export_patches(same, out=tmp_path / "x", to="folder")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
@@ -226,7 +239,7 @@ def test_a_full_disk_keeps_what_is_complete(tmp_path: Path, run: Run) -> None:
             done = run(*arguments)
             assert done.returncode == 6, done.stderr
             assert "is full" in done.stderr
-            assert not list((disk / to).rglob("part-*"))
+            assert not list((disk / to).rglob("*part-*"))
             subprocess.run(["rm", "-r", str(disk / to)], check=True)
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -242,4 +255,8 @@ def test_wrong_flags_are_told(store: Path, run: Run) -> None:
         done = run("export", store, *flags, "--out", "out")
         assert done.returncode == 2, done.stderr
         assert expected in done.stderr
+    assert (
+        run("export", store, "--index", "csv", "--out", store / "data.mdb" / "x.csv").returncode
+        == 2
+    )
     assert run("export", "nothing.lmdb", "--index", "csv", "--out", "x.csv").returncode == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from test_reader import a_store
 import histopipe
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
+from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.table import PatchTable
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
@@ -389,10 +391,19 @@ def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
     write_bag(tmp_path / "TCGA-AB-1234-01.h5", a_bag(0, 9, positive=False)[None].astype(np.float16))
     write_bag(tmp_path / "sub" / "TCGA-AB-1234-02.h5", a_bag(1, 5, positive=True))
     write_bag(tmp_path / "none.h5", np.zeros((0, DIMENSION), np.float32))
+    write_bag(tmp_path / "part-2.h5", a_bag(2, 4, positive=True), label=1)
+    (tmp_path / ".part-3.h5").write_text("what a kill has left")
+    (tmp_path / "l.csv").write_text("slide,label\nnone,a\npart-2,b\n")
     bags = BagSet(tmp_path)
-    assert [bag.name for bag in bags.bags] == ["TCGA-AB-1234-01", "sub/TCGA-AB-1234-02"]
-    assert [record.patient for record in bags.slides] == ["TCGA-AB-1234"] * 2
-    assert [bag.rows for bag in bags.bags] == [9, 5]
+    assert [bag.name for bag in bags.bags.values()] == [
+        "TCGA-AB-1234-01",
+        "part-2",
+        "sub/TCGA-AB-1234-02",
+    ]
+    assert [record.patient for record in bags.slides] == ["TCGA-AB-1234", "part-2", "TCGA-AB-1234"]
+    assert [record.label for record in bags.slides] == [None, "1", None]
+    assert BagSet(tmp_path, labels=tmp_path / "l.csv").slides[1].label == "b"
+    assert [bag.rows for bag in bags.bags.values()] == [9, 4, 5]
     assert len(bags.notes) == 1
 
 
@@ -408,6 +419,9 @@ def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
         file["feats"] = np.zeros((3, 4), np.float32)
     with pytest.raises(UsageError, match="holds no features: found feats"):
         BagSet(tmp_path / "b")
+    write_bag(tmp_path / "e" / "x.h5", np.zeros((3, 4), np.float32), np.zeros((2, 2), np.int64))
+    with pytest.raises(UsageError, match=r"x.h5: coords: found \(2, 2\), expected \(3, 2\)"):
+        BagSet(tmp_path / "e")
     (tmp_path / "c").mkdir()
     with pytest.raises(NothingToDo, match="holds no features"):
         BagSet(tmp_path / "c")
@@ -436,3 +450,56 @@ def test_settings_of_the_other_kind_are_refused(settings: dict[str, Any], expect
     with pytest.raises(UsageError) as error:
         histopipe.train(out="nowhere", **({"mil": "f"} | settings))
     assert expected in str(error.value)
+
+
+def test_stores_and_features_do_not_go_together(trained: Path, small_store: Path, run: Run) -> None:
+    both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
+    assert both.returncode == 2
+    assert "STORES: found --mil features" in both.stderr
+    encoder = run("embed", small_store, "--model", trained, "--out", "f")
+    assert encoder.returncode == 2
+    assert "takes features, not patches" in encoder.stderr
+
+
+def test_one_more_slide_moves_none_and_other_features_are_noticed(
+    trained: Path, bags: Path, tmp_path: Path, run: Run
+) -> None:
+    folder, out = tmp_path / "features", tmp_path / "run"
+    shutil.copytree(bags, folder)
+    assert run("train", *flags(folder, epochs=1), "--out", out).returncode == 0
+    write_bag(folder / "a_new.h5", a_bag(99, 9, positive=True))
+    again = run("train", "--resume", "--out", out, "--epochs", 2)
+    assert again.returncode == 0, again.stderr
+    assert "1 slides left out" in again.stderr
+    write_bag(folder / "s3.h5", a_bag(98, 7 + 59 * 3 % 60, positive=True))
+    other = run("train", "--resume", "--out", out, "--epochs", 3)
+    assert other.returncode == 5
+    assert "slide s3 of" in other.stderr
+
+
+def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
+    """Two patients share a scan, through a third one's; a patient with slides of two sites has no site."""
+    for i in range(16):
+        content = {0: "x", 3: "x", 4: "y", 2: "y"}.get(i, f"c{i}")
+        write_bag(
+            tmp_path / f"s{i:02}.h5", a_bag(i, 5, positive=False), content=content,
+            label="ab"[i // 2 % 2] if i > 4 else "a", patient=f"P{i // 2}", site=f"site{i % 2}",
+        )  # fmt: skip
+    bags = BagSet(tmp_path, bag="patient")
+    contents = [record.content for record in bags.slides]
+    assert contents[0] == contents[1] == contents[2]
+    assert len(set(contents)) == 6
+    with pytest.raises(UsageError, match="a site for every slide"):
+        make_splits([bags], split_by="site", seed=1)
+    splits = make_splits([bags], split_by="patient", seed=1)
+    assert len({int(slide.sides[0]) for slide in splits.slides[:3]}) == 1
+
+
+def test_a_patient_does_not_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
+    rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
+    (tmp_path / "l.csv").write_text(rows)
+    arguments = flags(bags, epochs=1, bag="patient", labels=tmp_path / "l.csv")
+    done = run("train", *arguments, "--out", tmp_path / "runs" / "run")
+    assert done.returncode == 0, done.stderr
+    assert "no attention of ../../../evil/P" in done.stderr
+    assert not list(tmp_path.rglob("*evil*"))

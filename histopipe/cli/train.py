@@ -189,9 +189,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     default="youden",
     help="How it is chosen, on validation: youden, sensitivity:0.95, specificity:0.95, or a probability.",
 )
-@click.option(
-    "--top-k", type=int, default=10, help="Patches of a slide that its top_k score is of."
-)
+@click.option("--top-k", type=int, default=10, help="Patches that a slide's top_k score is of.")
 @click.option(
     "--resamples", type=int, default=1000, help="Of the patients, for 95 % intervals; 0 for none."
 )
@@ -251,6 +249,8 @@ def command(
         settings = _given()
     else:
         named = click.get_current_context().default_map or {}
+        if stores and settings["mil"]:
+            raise UsageError("STORES", found=f"--mil {settings['mil']}", expected="one of them")
         paths = stores or tuple(named.get("stores", ()))
         settings = {name: value for name, value in settings.items() if value is not None}
         settings |= {"stores": paths} if paths else {}

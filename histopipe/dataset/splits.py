@@ -150,6 +150,15 @@ def read_splits(path: Path, stores: Sequence[SlideSource]) -> Splits:
     return splits
 
 
+def recorded_numbers(path: Path) -> dict[str, int]:
+    """The numbers of slides by id in a `splits.json`; none where it cannot be read, which `read_splits` tells."""
+    try:
+        slides = json.loads(path.read_text(encoding="utf-8"))["slides"]
+        return {str(slide["id"]): int(slide["slide"]) for slide in slides}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
 def patches_crc(store: SlideSource, slide: int) -> int:
     """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())

@@ -16,9 +16,7 @@ from histopipe.embedding.encoder import load_encoder
 from histopipe.embedding.result import EmbedResult
 from histopipe.embedding.run import Embedding
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.features.feature_file import (
-    Precision,
-)
+from histopipe.features.feature_file import Precision
 from histopipe.features.folder import pin_encoder
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training import run_folder

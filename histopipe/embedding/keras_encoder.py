@@ -114,6 +114,11 @@ def _before_last_layer(folder: Path, patch_size: int) -> keras.Model:
             f"{path} cannot be read", found=str(error).split("\n")[0][:200],
             expected="the model of a patch training",
         ) from error  # fmt: skip
+    if len(model.input_shape) != 4:
+        raise UsageError(
+            f"the model of {folder} takes features, not patches",
+            todo="take the encoder that made them",
+        )
     side = model.input_shape[1]
     if side != patch_size:
         raise UsageError(

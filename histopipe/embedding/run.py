@@ -24,12 +24,7 @@ from histopipe.embedding.encoder import Encoder
 from histopipe.embedding.facts import coords_facts, slide_facts
 from histopipe.embedding.result import EmbedResult
 from histopipe.errors import DamagedStore, Interrupted, UsageError
-from histopipe.features.feature_file import (
-    Precision,
-    is_ours,
-    read_header,
-    writing,
-)
+from histopipe.features.feature_file import Precision, is_ours, read_header, writing
 from histopipe.features.folder import feature_path
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -160,10 +155,11 @@ class Embedding:
             return False
         if not is_ours(header):
             raise UsageError(f"{path} was made by another tool", todo="choose another --out")
-        if int(header.facts["patches_crc"]) == patches_crc(self._stores[rows.store], rows.slide):
-            return True
-        say(f"{path}: the store holds other patches of this slide now; made again")
-        return False
+        if int(header.facts["patches_crc"]) != patches_crc(self._stores[rows.store], rows.slide):
+            say(f"{path}: the store holds other patches of this slide now; made again")
+            path.unlink()  # it would pass for theirs
+            return False
+        return self._on_error == "skip" or not header.facts["skipped"]
 
     def _loaded(
         self, slides: Sequence[_Slide], pool: ThreadPoolExecutor
@@ -205,7 +201,6 @@ class Embedding:
             DamagedStore: a patch is damaged, and is not to be skipped.
         """
         path = feature_path(self._folder, slide.record.id)
-        path.unlink(missing_ok=True)
         behind: deque[tuple[Batch, Any]] = deque()
         rows, dimension = len(slide.batches.table), self._encoder.dimension
         with writing(path, rows, dimension, self._precision) as writer:
@@ -230,7 +225,8 @@ class Embedding:
                 raise DamagedStore(slide.failure)
             store = self._stores[slide.rows.store]
             facts = slide_facts(store, slide.rows.slide) | {
-                "encoder": self._encoder.facts["encoder"]
+                "encoder": self._encoder.facts["encoder"],
+                "skipped": len(slide.batches.skipped),
             }
             writer.finish(facts, coords_facts(slide.record, store))
         count.patches += rows - len(slide.batches.skipped)

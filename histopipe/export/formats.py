@@ -99,12 +99,15 @@ def write_tar(path: Path, patches: Iterable[Patch]) -> None:
 
 
 def write_folder(path: Path, patches: Iterable[Patch]) -> None:
-    """A folder with `X_Y.jpg` of each patch, by its corner in level-0 pixels."""
+    """A folder with `X_Y.jpg` of each patch, by its corner in level-0 pixels; `X_Y_ROW.jpg` for one more of a corner."""
     shutil.rmtree(path, ignore_errors=True)  # what a kill has left
     path.mkdir(parents=True)
     for patch in patches:
         x, y = patch.corner
-        (path / f"{x}_{y}.{patch.suffix}").write_bytes(patch.value)
+        file = path / f"{x}_{y}.{patch.suffix}"
+        if file.exists():  # imported coordinates may come twice
+            file = path / f"{x}_{y}_{patch.row}.{patch.suffix}"
+        file.write_bytes(patch.value)
 
 
 WRITERS: Mapping[str, Callable[[Path, Iterable[Patch]], None]] = {

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.arguments import store_paths
 from histopipe.errors import MachineShort, NothingToDo, UsageError
-from histopipe.files import appearing
+from histopipe.files import appearing, is_full_disk
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.training import run_folder
 from histopipe.training.progress import EpochProgress
 
 IndexFormat = Literal["csv", "parquet"]
@@ -67,7 +68,8 @@ def export_index(
         raise UsageError("--index", found=repr(kind), expected=" or ".join(get_args(IndexFormat)))
     if path.exists():
         raise UsageError(f"{path} exists", todo="remove it, or choose another --out")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with run_folder.writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
     opened = [Store(one) for one in store_paths(stores)]
     try:
         count = sum(r.planned for store in opened for r in store.complete.values())
@@ -78,6 +80,10 @@ def export_index(
             with appearing(path) as part:
                 write = _write_csv if kind == "csv" else _write_parquet
                 write(part, _slides(opened, progress))
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
+            raise MachineShort(f"the disk that holds {path} is full", todo="make room") from error
         finally:
             progress.close()
     finally:

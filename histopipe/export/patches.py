@@ -13,6 +13,7 @@ from histopipe.dataset.arguments import check_whole
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
 from histopipe.export.formats import WRITERS, Patch
+from histopipe.features.folder import path_within
 from histopipe.files import appearing, is_full_disk
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
@@ -83,8 +84,12 @@ def export_patches(
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        _pin(folder, opened, slides, to, shard_patches)
         units = list(_units(folder, slides, to, shard_patches))
+        if len({unit.path for unit in units}) < len(units):
+            raise UsageError(
+                "two slides would share a file", todo="take --to webdataset, or rename one"
+            )
+        _pin(folder, opened, slides, to, shard_patches)
         return _Export(opened, folder, WRITERS[to]).run(units)
 
 
@@ -100,7 +105,7 @@ class _Export:
         try:
             for unit in missing:
                 unit.path.parent.mkdir(parents=True, exist_ok=True)
-                with appearing(unit.path) as part:
+                with appearing(unit.path, hidden=True) as part:
                     self._write(part, self._patches_of(unit))
                 progress.advance()
         except KeyboardInterrupt:
@@ -149,14 +154,16 @@ def _units(
 ) -> Iterator[_Unit]:
     if to == "tfrecord":
         for number, record in slides.items():
-            path = _within(folder, folder / f"{record.id}.tfrecords", record)
+            path = path_within(folder, f"{record.id}.tfrecords")
             yield _Unit(path, [(number, range(record.planned))])
         return
     if to == "folder":
         for number, record in slides.items():
-            path = _within(folder, folder / (record.label or "unlabelled") / record.id, record)
+            path = path_within(folder, f"{_flat(record.label or 'unlabelled')}/{_flat(record.id)}")
             yield _Unit(path, [(number, range(record.planned))])
         return
+    for record in slides.values():
+        path_within(folder, record.id)  # as a name in the tar file
     total = sum(record.planned for record in slides.values())
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
@@ -176,13 +183,9 @@ def _rows_between(
         begin += record.planned
 
 
-def _within(folder: Path, path: Path, record: SlideRecord) -> Path:
-    """The path, unless what the store calls a slide or a class would lead out of the folder."""
-    if ".." in path.parts or not path.is_relative_to(folder):
-        raise DamagedStore(
-            f"slide id {record.id!r}, label {record.label!r}", expected="a path within the folder"
-        )
-    return path
+def _flat(name: str) -> str:
+    """A slide's id or a label as the name of one folder: those who read such trees take the first one for the class."""
+    return name.replace("/", "__")
 
 
 def _pin(

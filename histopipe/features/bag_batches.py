@@ -57,7 +57,7 @@ class BagBatches(Schedule):
     ) -> None:
         super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
         self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
-        self.dtype = np.result_type(*(h.dtype for bag in bags.bags for h in bag.headers))
+        self.dtype = np.result_type(*(h.dtype for bag in bags.bags.values() for h in bag.headers))
         self.skipped: dict[int, str] = {}
         self.fields = (
             Field("features", self.dtype, (bags.dimension,), ragged=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -44,7 +45,12 @@ class Bag:
     def crc(self) -> int:
         """A checksum of what its files are, without reading their features."""
         facts = [
-            (header.rows, header.dimension, str(header.dtype), int(header.facts.get("crc32", 0)))
+            (
+                header.rows,
+                header.dimension,
+                str(header.dtype),
+                int(header.facts.get("crc32", header.sample)),
+            )
             for header in self.headers
         ]
         return zlib.crc32(repr((self.slides, facts)).encode())
@@ -58,6 +64,7 @@ class BagSet:
         bag: what a bag is of.
         labels: a CSV slide,label[,patient][,site]; what `histopipe embed` recorded, if not given.
         allow_extra: ignore rows of it that name no slide.
+        numbers: of bags by name, as splits that are to be read have them; others get numbers behind these.
 
     Raises:
         NothingToDo: the folder holds no features.
@@ -77,6 +84,7 @@ class BagSet:
         bag: BagOf = "slide",
         labels: Path | None = None,
         allow_extra: bool = False,
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
         self.path = folder
         headers = {name: read_header(path) for name, path in feature_files(folder).items()}
@@ -88,14 +96,18 @@ class BagSet:
             )
         self.dimension = _common_dimension(filled)
         self.uuid = _identity(folder, self.dimension)
-        said = _said(filled, labels, allow_extra=allow_extra)
+        said = _said(headers, labels, allow_extra=allow_extra)
+        said = {name: of_it for name, of_it in said.items() if name in filled}
         grouped = _by_patient(said) if bag == "patient" else {name: [name] for name in said}
-        self.bags = [
+        made = [
             Bag(name, tuple(slides), tuple(filled[slide] for slide in slides))
             for name, slides in grouped.items()
         ]
+        self.bags = _numbered(made, numbers or {})
+        scans = _scans(made)
         self.records = {
-            number: _record(bag, said[bag.slides[0]]) for number, bag in enumerate(self.bags)
+            number: _record(bag, [said[slide] for slide in bag.slides], scans[bag.name])
+            for number, bag in self.bags.items()
         }
         empty = len(headers) - len(filled)
         self.notes = (f"{empty} feature files without a patch are left out",) if empty else ()
@@ -141,7 +153,7 @@ def _said(
 ) -> dict[str, SlideLabel]:
     """Label, patient and site of every slide; its patient is never empty."""
     recorded = {
-        name: SlideLabel(*(header.facts.get(key) for key in ("label", "patient", "site")))
+        name: SlideLabel(*(_text(header.facts.get(key)) for key in ("label", "patient", "site")))
         for name, header in headers.items()
     }
     if labels is None:
@@ -157,6 +169,39 @@ def _said(
         )
         for name, said in given.items()
     }
+
+
+def _text(value: Any) -> str | None:
+    """An attribute of a file, of whatever type its writer gave it."""
+    if value is None:
+        return None
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _numbered(bags: Sequence[Bag], numbers: Mapping[str, int]) -> dict[int, Bag]:
+    """Bags by number: those that are known keep theirs, so that one more slide in the folder moves none."""
+    behind = itertools.count(max(numbers.values(), default=-1) + 1)
+    found = {numbers[bag.name] if bag.name in numbers else next(behind): bag for bag in bags}
+    return dict(sorted(found.items()))
+
+
+def _scans(bags: Sequence[Bag]) -> dict[str, str | None]:
+    """What bags have in common that hold copies of one scan, by name; None for those of which no content is known."""
+    parent: dict[str, str] = {}
+
+    def root(content: str) -> str:
+        while parent.setdefault(content, content) != content:
+            content = parent[content]
+        return content
+
+    contents = {
+        bag.name: [text for h in bag.headers if (text := _text(h.facts.get("content")))]
+        for bag in bags
+    }
+    for first, *others in filter(None, contents.values()):
+        for other in others:
+            parent[root(other)] = root(first)
+    return {name: root(found[0]) if found else None for name, found in contents.items()}
 
 
 def _by_patient(said: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
@@ -176,12 +221,11 @@ def _by_patient(said: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
     return dict(sorted(grouped.items()))
 
 
-def _record(bag: Bag, said: SlideLabel) -> SlideRecord:
-    contents: Sequence[Any] = [header.facts.get("content") for header in bag.headers]
+def _record(bag: Bag, said: Sequence[SlideLabel], scan: str | None) -> SlideRecord:
+    """A bag as splits see it. One of slides of several sites has none: it can be split by patient only."""
+    path, sites = str(bag.headers[0].path), {of_it.site for of_it in said}
     return SlideRecord(
-        id=bag.name, path=str(bag.headers[0].path), resolved_path=str(bag.headers[0].path),
-        state=SlideState.COMPLETE, planned=1, stored=1, label=said.label, patient=said.patient,
-        site=said.site,
-        # A patient's slides together are a copy of nothing.
-        quickhash=contents[0] if len(contents) == 1 else None,
+        id=bag.name, path=path, resolved_path=path, state=SlideState.COMPLETE, planned=1, stored=1,
+        label=said[0].label, patient=said[0].patient, site=sites.pop() if len(sites) == 1 else None,
+        quickhash=scan,
     )  # fmt: skip

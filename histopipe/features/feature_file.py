@@ -40,6 +40,7 @@ class FeatureHeader:
         offset: where the features begin in the file if they lie in one piece, as ours do; None otherwise.
         facts: the file's own attributes; empty in files that other tools wrote.
         coords: the attributes of the coordinates.
+        sample: a checksum of its first, middle and last row, for files without one of all.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class FeatureHeader:
     offset: int | None
     facts: Mapping[str, Any]
     coords: Mapping[str, Any]
+    sample: int = 0
 
 
 class FeatureWriter:
@@ -68,7 +70,13 @@ class FeatureWriter:
     def append(self, features: NDArray[np.floating], coords: NDArray[np.integer]) -> None:
         """(B, D) features of the next patches, and their (B, 2) corners."""
         place = slice(self._next, self._next + len(features))
-        values = np.ascontiguousarray(features, self._features.dtype)
+        with np.errstate(over="ignore"):
+            values = np.ascontiguousarray(features, self._features.dtype)
+        if np.isinf(values).any() and np.isfinite(features).all():
+            raise UsageError(
+                "--precision float16", found=f"a feature of {np.abs(features).max():g}",
+                expected="at most 65504", todo="take float32",
+            )  # fmt: skip
         self._features[place], self._coords[place] = values, coords
         self._crc = zlib.crc32(values.data, self._crc)
         self._next = place.stop
@@ -96,7 +104,7 @@ def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iter
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path) as part:
+        with appearing(path, hidden=True) as part:
             with h5py.File(part, "w") as file:
                 yield FeatureWriter(file, rows, dimension, precision)
             with part.open("rb") as written:
@@ -131,9 +139,14 @@ def read_header(path: Path) -> FeatureHeader:
                 expected="(patches, features) float32 or float16",
             )  # fmt: skip
         coords = file.get(COORDS)
+        _check_coords(path, coords, shape[0])
+        places = (
+            sorted({0, shape[0] // 2, shape[0] - 1}) if shape[0] and _CRC not in file.attrs else []
+        )
+        sample = zlib.crc32(_rows_of(features, places).data) if places else 0
         return FeatureHeader(
             path, *shape, features.dtype, features.id.get_offset(), dict(file.attrs),
-            {} if coords is None else dict(coords.attrs),
+            {} if coords is None else dict(coords.attrs), sample,
         )  # fmt: skip
 
 
@@ -187,15 +200,12 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
     """(N, 2) int64 top left corners in level-0 pixels; None in a file without.
 
     Raises:
-        DamagedStore: they cannot be read, or are not as many as the features.
+        DamagedStore: they cannot be read.
     """
     with _opened(header.path) as file:
         if COORDS not in file:
             return None
-        coords = np.asarray(file[COORDS][...], np.int64)
-    if coords.shape not in ((header.rows, 2), (1, header.rows, 2)):
-        raise DamagedStore(f"{header.path}: coords", found=coords.shape, expected=(header.rows, 2))
-    return coords.reshape(-1, 2)
+        return np.asarray(file[COORDS][...], np.int64).reshape(-1, 2)
 
 
 def is_ours(header: FeatureHeader) -> bool:
@@ -231,6 +241,22 @@ def _damaged(path: Path, error: Exception) -> DamagedStore:
         f"{path} cannot be read", found=str(error).split("\n")[0][:200],
         todo="`histopipe embed` makes it again",
     )  # fmt: skip
+
+
+def _rows_of(features: h5py.Dataset, places: list[int]) -> NDArray[np.floating]:
+    """Some rows, without the others."""
+    return np.ascontiguousarray(features[0, places] if features.ndim == 3 else features[places])
+
+
+def _check_coords(path: Path, coords: Any, rows: int) -> None:
+    """Coordinates, where there are any, must be as many as features."""
+    if coords is None:
+        return
+    shape = getattr(coords, "shape", None)
+    if shape not in ((rows, 2), (1, rows, 2)):
+        raise UsageError(
+            f"{path}: coords", found=shape or type(coords).__name__, expected=(rows, 2)
+        )
 
 
 def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:

@@ -14,16 +14,25 @@ SUFFIX = ".h5"
 _FACTS = "features.json"
 
 
+def path_within(folder: Path, name: str) -> Path:
+    """A path in a folder, by a name that may come from a stranger: a slide, a patient, a label.
+
+    Raises:
+        DamagedStore: it would lie outside.
+    """
+    path = folder / name
+    if ".." in Path(name).parts or not path.is_relative_to(folder) or path == folder:
+        raise DamagedStore(f"the name {name!r}", expected=f"a path within {folder}")
+    return path
+
+
 def feature_path(folder: Path, slide_id: str) -> Path:
     """Where a slide's features lie.
 
     Raises:
-        DamagedStore: the id, which may come from a stranger's store, points out of the folder.
+        DamagedStore: the id points out of the folder.
     """
-    path = folder / f"{slide_id}{SUFFIX}"
-    if ".." in path.parts or not path.is_relative_to(folder):
-        raise DamagedStore(f"slide id {slide_id!r}", expected="a path within the folder")
-    return path
+    return path_within(folder, f"{slide_id}{SUFFIX}")
 
 
 def feature_files(folder: Path) -> dict[str, Path]:
@@ -37,7 +46,7 @@ def feature_files(folder: Path) -> dict[str, Path]:
     found = {
         path.relative_to(folder).with_suffix("").as_posix(): path
         for path in folder.rglob(f"*{SUFFIX}")
-        if path.is_file() and not path.name.startswith(("part-", "."))
+        if path.is_file() and not path.name.startswith(".")
     }
     return dict(sorted(found.items()))
 
@@ -53,13 +62,20 @@ def pin_encoder(folder: Path, facts: Mapping[str, Any]) -> None:
     try:
         there = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        strangers = feature_files(folder)
+        if strangers:
+            raise UsageError(
+                f"{folder} holds files that `histopipe embed` did not make",
+                found=", ".join(list(strangers)[:3]), todo="choose another --out",
+            ) from None  # fmt: skip
         with appearing(path) as part:
             part.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         return
     except (OSError, ValueError) as error:
         raise DamagedStore(f"{path} is damaged", found=str(error)) from error
     names = sorted({*there, *facts}) if isinstance(there, dict) else []
-    differing = [name for name in names if there.get(name) != facts.get(name)]
+    # What a file is called says nothing: the weights themselves are compared.
+    differing = [name for name in names if there.get(name) != facts.get(name) and name != "encoder"]
     if differing or not names:
         raise UsageError(
             f"{folder} holds features that were made otherwise",

@@ -181,6 +181,8 @@ def _without_work(
     )
     if decision.action is Action.INGEST:
         return None
+    if decision.action is Action.KEEP and options.force and job.coords is not None:
+        return None  # the coordinates may be others now
     if decision.action is Action.KEEP:
         return outcome_of(job.record, Status.SKIPPED)
     return failed_outcome(job.record, decision.reason)

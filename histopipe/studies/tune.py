@@ -226,7 +226,7 @@ def _write_splits(base: TrainConfig, folder: Path) -> None:
     whole, without_test = folder / run_folder.SPLITS, folder / TRIALS / run_folder.SPLITS
     if whole.exists() and without_test.exists():
         return
-    with opened_sources(base) as sources:
+    with opened_sources(base, base.splits) as sources:
         splits = new_splits(base, sources)
     write_splits(_without_test(splits), without_test)
     write_splits(splits, whole)

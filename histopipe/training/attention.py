@@ -14,6 +14,7 @@ from histopipe.errors import DamagedStore
 from histopipe.features.bag_batches import read_bag
 from histopipe.features.bag_set import Bag
 from histopipe.features.feature_file import read_coords
+from histopipe.features.folder import path_within
 from histopipe.files import appearing
 from histopipe.training.bag_model import BagModel
 from histopipe.training.progress import say
@@ -40,16 +41,20 @@ def write_attention(folder: Path, bags: Sequence[Bag], model: BagModel) -> None:
     """
     for bag in bags:
         try:
-            features = read_bag(bag, bag.headers[0].dtype)
+            path = path_within(folder / FOLDER, f"{bag.name}.csv")
+            attention = attention_of(model, read_bag(bag, bag.headers[0].dtype))
+            rows = list(_rows(bag, attention))
         except DamagedStore as error:  # one that was skipped in training, too
             say(f"no attention of {bag.name}: {error}")
             continue
-        path = folder / FOLDER / f"{bag.name}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        with (
+            appearing(path, hidden=True) as part,
+            part.open("w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.writer(file)
             writer.writerow(_COLUMNS)
-            writer.writerows(_rows(bag, attention_of(model, features)))
+            writer.writerows(rows)
 
 
 def _rows(bag: Bag, attention: NDArray[np.float64]) -> Iterable[tuple[object, ...]]:

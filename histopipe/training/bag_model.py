@@ -57,12 +57,11 @@ class BagModel:
         self.classes = classes
         self.batch_norms: list[keras.layers.BatchNormalization] = []
         self.hidden_width = _HIDDEN
-        self._drop = SampleDropout(dropout)
 
     def _build(self, pooling: Pooling, dimension: int, classes: int, dropout: float) -> None:
         # What is summed and judged needs more than 16 bits.
         self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
-        layers = keras.layers
+        layers, self._drop = keras.layers, SampleDropout(dropout)
         features = keras.Input((None, dimension), name="features")
         self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
         hidden = layers.Dropout(dropout)(self._hidden(features))

@@ -9,7 +9,7 @@ from pathlib import Path
 from histopipe.dataset.labels import Labels, labels_from
 from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.split_makers import make_folds, make_splits
-from histopipe.dataset.splits import Splits, read_splits
+from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.errors import UsageError
 from histopipe.features.bag_set import BagSet
 from histopipe.geometry import Micrometres
@@ -19,8 +19,14 @@ from histopipe.training.config import TrainConfig
 
 
 @contextmanager
-def opened_sources(config: TrainConfig) -> Iterator[Sequence[SlideSource]]:
+def opened_sources(
+    config: TrainConfig, splits: str | Path | None = None
+) -> Iterator[Sequence[SlideSource]]:
     """What a training learns from: its stores, or its bags.
+
+    Args:
+        config: the settings.
+        splits: the file of splits that will be read, if one will be.
 
     Raises:
         HistopipeError: they cannot be read, or do not fit together.
@@ -29,7 +35,11 @@ def opened_sources(config: TrainConfig) -> Iterator[Sequence[SlideSource]]:
         labels = None if config.labels is None else Path(config.labels)
         yield [
             BagSet(
-                Path(config.mil), bag=config.bag, labels=labels, allow_extra=config.allow_extra_rows
+                Path(config.mil),
+                bag=config.bag,
+                labels=labels,
+                allow_extra=config.allow_extra_rows,
+                numbers=None if splits is None else recorded_numbers(Path(splits)),
             )
         ]
         return

@@ -51,7 +51,8 @@ def train_here(
     if cluster.chief:
         run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (SIGNS,))
     with ExitStack() as stack:
-        sources = stack.enter_context(opened_sources(config))
+        recorded = folder / run_folder.SPLITS if resume else config.splits
+        sources = stack.enter_context(opened_sources(config, recorded))
         splits = run_splits(config, sources, folder, resume=resume)
         task = task_of(config, sources, splits)
         if cluster.chief:
