@@ -18,7 +18,6 @@ def load_quietly(module: str) -> Any:
     Raises:
         MachineShort: it is not installed, or does not load.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         with _quiet():
             return importlib.import_module(module)
@@ -33,12 +32,17 @@ def load_quietly(module: str) -> Any:
 def _quiet() -> Iterator[None]:
     """Drop what TensorFlow's libraries write to standard error while they load, which no setting of theirs stops."""
     sys.stderr.flush()
+    # TensorFlow looks at it once; processes started from here must not inherit it.
+    level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     kept = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
         yield
     finally:
+        if level is None:
+            del os.environ["TF_CPP_MIN_LOG_LEVEL"]
         os.dup2(kept, 2)
         os.close(kept)
         os.close(nowhere)
