@@ -272,8 +272,8 @@ class _Process:
         todo = f"go on with `histopipe train --resume --out {self.folder}`"
         if code == -signal.SIGTERM:
             return self._interrupted("nothing was to be saved yet")
-        if code == -signal.SIGABRT and not self._cluster.alone:
-            # TensorFlow's own way out where workers lose each other.
+        if code in (-signal.SIGABRT, -signal.SIGSEGV) and not self._cluster.alone:
+            # TensorFlow's own ways out where workers lose each other; the second was seen on a busy machine.
             return self._lost("the training process was aborted")
         if -code not in _MEMORY_SIGNALS:
             return HistopipeError(
