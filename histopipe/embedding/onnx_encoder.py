@@ -114,7 +114,8 @@ class OnnxEncoder:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
         except Exception as error:  # onnxruntime's errors share no base but this
             why = str(error).split("\n")[0][:200]
-            if any(sign in str(error) for sign in _MEMORY_SIGNS):
+            short = isinstance(error, MemoryError)
+            if short or any(sign in str(error) for sign in _MEMORY_SIGNS):
                 raise OutOfMemory(
                     "memory ran out while embedding", found=why, todo="take a smaller --batch-size"
                 ) from error

@@ -10,6 +10,7 @@ from typing import TypeVar
 import tensorflow as tf
 
 from histopipe.errors import OutOfMemory
+from histopipe.files import is_full_disk
 from histopipe.training import run_folder
 from histopipe.training.progress import say
 from histopipe.training.report import Report
@@ -22,16 +23,11 @@ _SIGNS = ("out of memory", "OOM when allocating", "ALLOC_FAILED", "failed to all
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory ran out, on host or device."""
-    if is_full_disk(error):
+    if is_full_disk(error):  # a resource that is exhausted, to TensorFlow's writers
         return False
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
         return True
     return isinstance(error, tf.errors.OpError) and any(sign in str(error) for sign in _SIGNS)
-
-
-def is_full_disk(error: BaseException) -> bool:
-    """Whether an error of TensorFlow means that a disk is full: a resource that is exhausted, to its writers."""
-    return isinstance(error, tf.errors.OpError) and "No space left on device" in str(error)
 
 
 def peak_bytes() -> tuple[int, int | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,11 +10,12 @@ from pathlib import Path
 import tensorflow as tf
 
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
+from histopipe.files import is_full_disk
 from histopipe.training import run_folder
 from histopipe.training.cluster import SIGNS, Cluster, find_cluster
 from histopipe.training.config import TrainConfig
 from histopipe.training.data import tell_splits
-from histopipe.training.memory import is_full_disk, is_out_of_memory
+from histopipe.training.memory import is_out_of_memory
 from histopipe.training.plan import opened_sources, run_splits
 from histopipe.training.report import Report, unreported
 from histopipe.training.result import TrainResult
@@ -73,8 +73,7 @@ def _full_disk_told(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as error:
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        if not full and not is_full_disk(error):
+        if not is_full_disk(error):
             raise
         raise MachineShort(
             f"the disk that holds {folder} is full",
