@@ -6,7 +6,8 @@
     ├── SlideError                      3   one slide cannot be used; the run goes on
     │   ├── SlideUnreadable (OSError)   3   the file is not a slide, broken, or changed
     │   ├── ScaleError (ValueError)     3   its scale is unknown or does not fit the options
-    │   └── RouteUnfit (ValueError)     3   it cannot go by the route that was asked for
+    │   ├── RouteUnfit (ValueError)     3   it cannot go by the route that was asked for
+    │   └── AnnotationsUnfit (ValueError) 3 what is drawn on it cannot be used
     ├── NothingToDo (LookupError)       4   no slides, no store, nothing to train on
     ├── DamagedStore (ValueError)       5   a store or run is damaged
     │   └── UnknownVersion              5   a store or run of a version or feature not known here
@@ -107,6 +108,10 @@ class ScaleError(SlideError, ValueError):
 
 class RouteUnfit(SlideError, ValueError):
     """A slide's patches cannot be made by the route that was asked for."""
+
+
+class AnnotationsUnfit(SlideError, ValueError):
+    """A slide's annotations cannot be read, or are missing where they are needed."""
 
 
 class NothingToDo(HistopipeError, LookupError):

@@ -132,14 +132,14 @@ def workers_of(pid: int) -> list[int]:
 FAULTY = """
 import ctypes, os, time
 import histopipe.ingest.pipeline as pipeline
-from histopipe.ingest import worker
+from histopipe.ingest import planning, worker
 
 def plan_slide(settings, job):
     if "segfault-at-once" in job.slide.id:
         ctypes.string_at(0)
     if "hang-at-once" in job.slide.id:
         time.sleep(1000)
-    return worker.plan_slide(settings, job)
+    return planning.plan_slide(settings, job)
 
 def store_chunk(settings, job, choice, route, chunk):
     result = worker.store_chunk(settings, job, choice, route, chunk)

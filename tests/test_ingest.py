@@ -27,11 +27,12 @@ from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingest.claims import Claims
 from histopipe.ingest.decide import Action, decide
+from histopipe.ingest.job import Settings, SlideJob
 from histopipe.ingest.outcome import Status
 from histopipe.ingest.pipeline import Pipeline
 from histopipe.ingest.progress import Lines
 from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.worker import Settings, SlideJob, close_all, store_chunk
+from histopipe.ingest.worker import close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
@@ -604,13 +605,13 @@ def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Pa
 
 CRASHING = """
 import os
-from histopipe.ingest import worker
+from histopipe.ingest import planning, worker
 import histopipe.ingest.pipeline as pipeline
 
 def plan_slide(settings, job):
     if "evil" in job.slide.id:
         os.abort()
-    return worker.plan_slide(settings, job)
+    return planning.plan_slide(settings, job)
 
 def store_chunk(settings, job, choice, route, chunk):
     result = worker.store_chunk(settings, job, choice, route, chunk)

@@ -22,9 +22,10 @@ from slide_variants import COPIED, Pixels, Variant, picture, write_slide
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.ingest.chunks import chunk_of, chunks
+from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
+from histopipe.ingest.planning import plan_slide
 from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.source import PatchSource, Value
-from histopipe.ingest.worker import PlannedSlide, Settings, SlideFailure, SlideJob, plan_slide
 from histopipe.slides import native, native_check
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.jpeg import NotPlain, TileFormat, frame_of

@@ -42,19 +42,12 @@ from peak_memory import peaks_of
 from histopipe.geometry import Mpp
 from histopipe.ingest.chunks import chunks
 from histopipe.ingest.encode import encode_thumbnail, png
+from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
+from histopipe.ingest.planning import plan_slide
 from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.work import Work
-from histopipe.ingest.worker import (
-    PlannedSlide,
-    Settings,
-    SlideFailure,
-    SlideJob,
-    close_all,
-    plan_slide,
-    prepare,
-    store_chunk,
-)
+from histopipe.ingest.worker import close_all, prepare, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.native_check import NativeLevels
 from histopipe.slides.slide import Slide
@@ -161,7 +154,7 @@ def stage(workers: Executor, path: Path, plan: PlannedSlide, spec: TilingSpec, o
                 work.chunk_in(task.result())
             if work.unreadable:
                 raise SystemExit(f"{path}: {work.problem}")
-            writer.complete(0, work.record(), work.columns(), plan.thumbnails)
+            writer.complete(0, work.record(), work.columns({}), plan.thumbnails)
         return time.perf_counter() - started
 
 

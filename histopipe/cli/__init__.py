@@ -21,6 +21,7 @@ COMMANDS = MappingProxyType(
         "ingest": "Tile slides into a store.",
         "import-coords": "Tile slides where CLAM or TRIDENT chose to.",
         "info": "Tell what a store holds.",
+        "annotate": "Give patches the classes that are drawn on their slides.",
         "train": "Train a patch model on a store.",
         "embed": "Compute features of every patch of a store.",
         "tune": "Search for settings that do better on validation.",

@@ -11,7 +11,7 @@ from histopipe.cli.ingest import command as ingest
 from histopipe.cli.ingestion import run_ingest
 
 _SHARED = (
-    "out", "codec", "quality", "subsampling", "resample", "route", "workers", "labels", "mpp_csv", "default_mpp",
+    "annotations", "annotation_threshold", "unclassified", "annotation_origin", "out", "codec", "quality", "subsampling", "resample", "route", "workers", "labels", "mpp_csv", "default_mpp",
     "slide_list", "allow_extra_rows", "allow_mixed_mpp", "max_unreadable", "slide_timeout", "allow_network", "force",
     "retry_failed", "as_json",
 )  # fmt: skip

@@ -41,6 +41,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         f"tissue    {spec['tissue']}, at least {spec['tissue_threshold']:g}",
         "slides    " + _counts(summary["states"]),
         "labels    " + _counts(summary["labels"]),
+        "patch labels  " + _counts(summary["patch_labels"]),
         "mpp from  " + _counts(summary["mpp_sources"]),
         "routes    " + _counts(summary["routes"]),
         f"unreadable patches  {summary['unreadable']}",
@@ -49,7 +50,16 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     ]
     for slide in summary["slides"]:
         mpp = f"{slide['mpp']:.4g}" if slide["mpp"] else "-"
-        why = "; ".join(filter(None, [slide["error"] or slide["route_reason"], *slide["notes"]]))
+        why = "; ".join(
+            filter(
+                None,
+                [
+                    slide["error"] or slide["route_reason"],
+                    *slide["notes"],
+                    *slide["annotation_notes"],
+                ],
+            )
+        )
         lines.append(
             f"{slide['id']:<40} {slide['state']:<9} {slide['stored']:>9,} {mpp:>8}  "
             f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {why}".rstrip()

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from histopipe.cli.annotation_options import annotation_options
 from histopipe.cli.ingestion import run_ingest
 from histopipe.cli.parameters import Share
 
@@ -74,6 +75,13 @@ from histopipe.cli.parameters import Share
     show_default=True,
     help="How patches are made. auto copies tiles, else decodes them, else goes through OpenSlide.",
 )
+@click.option(
+    "--annotations",
+    type=click.Path(path_type=Path),
+    help="Folder of SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope): classes of patches.",
+)
+@click.option("--roi", help="Take only patches in outlines of this class of --annotations.")
+@annotation_options
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
 @click.option(
     "--labels",

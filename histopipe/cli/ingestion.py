@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from histopipe.cli.annotation_options import rules_of
 from histopipe.errors import UsageError
 
 if TYPE_CHECKING:
+    from histopipe.annotations.folder import AnnotationFiles
     from histopipe.geometry import Mpp
     from histopipe.ingest.coords import CoordsFile
     from histopipe.ingest.outcome import IngestReport
@@ -55,6 +57,8 @@ def run_ingest(
         spec = _spec(flags)
     else:
         listed, chosen, spec = _of_coords(listed, coords, flags)
+    rules = rules_of(flags, roi=flags.get("roi"))
+    annotations = _annotations(flags, names)
     options = IngestOptions(
         workers=flags["workers"],
         labels=_labels(found, slides, flags["labels"], names, extra),
@@ -68,6 +72,8 @@ def run_ingest(
         slide_timeout=flags["slide_timeout"],
         allow_network=flags["allow_network"],
         coords=chosen,
+        annotations=annotations.by_slide if annotations else {},
+        rules=rules,
     )
     progress = choose_progress()
     try:
@@ -130,7 +136,23 @@ def _spec(flags: dict[str, Any]) -> TilingSpec:
         quality=flags["quality"],
         subsampling=flags["subsampling"],
         resample=flags["resample"],
+        roi=flags["roi"],
+        roi_threshold=flags["annotation_threshold"],
     )
+
+
+def _annotations(flags: dict[str, Any], names: SlideNames) -> AnnotationFiles | None:
+    """The files of outlines, by slide; what is to be known of the others is told."""
+    from histopipe.annotations.folder import find_annotations
+
+    if flags["annotations"] is None:
+        if flags.get("roi") is not None:
+            raise UsageError("--roi", found="no --annotations", expected="a folder that draws it")
+        return None
+    found = find_annotations(flags["annotations"], names)
+    for note in found.notes:
+        click.echo(note, err=True)
+    return found
 
 
 def _check_mpp(value: float) -> None:

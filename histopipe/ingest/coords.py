@@ -203,13 +203,12 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
 
 def sticks_out(plan: TilingPlan, info: SlideInfo) -> bool:
     """Whether a patch reaches over the slide's edge, which only OpenSlide knows what to do with."""
-    side = plan.choice.read_size * plan.choice.level.downsample
     return bool(
         len(plan)
         and (
             min(plan.x_l0.min(), plan.y_l0.min()) < 0
-            or plan.x_l0.max() + side > info.size.width
-            or plan.y_l0.max() + side > info.size.height
+            or plan.x_l0.max() + plan.side_l0 > info.size.width
+            or plan.y_l0.max() + plan.side_l0 > info.size.height
         )
     )
 

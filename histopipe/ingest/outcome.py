@@ -76,7 +76,7 @@ def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
     return SlideOutcome(
         id=record.id, path=record.path, status=status, patches=record.stored,
         unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
-        route_reason=record.route_reason, notes=tuple(record.notes),
+        route_reason=record.route_reason, notes=(*record.notes, *record.annotation_notes),
     )  # fmt: skip
 
 

@@ -20,18 +20,13 @@ from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.files import free_bytes, storable
 from histopipe.ingest.chunks import Chunk, chunks
 from histopipe.ingest.claims import Claims
+from histopipe.ingest.job import ChunkResult, Settings, SlideFailure, SlideJob
 from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.ingest.planning import plan_slide
 from histopipe.ingest.pool import TookTooLong, WorkerDied
 from histopipe.ingest.progress import Progress
 from histopipe.ingest.work import SlideTimeout, Work
-from histopipe.ingest.worker import (
-    ChunkResult,
-    Settings,
-    SlideFailure,
-    SlideJob,
-    plan_slide,
-    store_chunk,
-)
+from histopipe.ingest.worker import store_chunk
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
 
@@ -246,7 +241,9 @@ class Pipeline:
         if failure is not None:
             return self._fail(work, failure)
         record = work.record()
-        self.writer.complete(work.job.number, record, work.columns(), work.plan.thumbnails)
+        classes = self.writer.class_numbers(list(record.patch_labels))
+        columns = work.columns(classes)
+        self.writer.complete(work.job.number, record, columns, work.plan.thumbnails)
         return self._ended(work, outcome_of(record, Status.COMPLETE))
 
     def _fail(self, work: Work, failure: SlideFailure) -> SlideOutcome:

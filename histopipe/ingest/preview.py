@@ -11,19 +11,13 @@ from typing import Any
 
 from histopipe.errors import ExitCode, NothingToDo
 from histopipe.files import free_bytes
+from histopipe.ingest.job import Estimate, PlannedSlide, Settings, SlideFailure, SlideJob
 from histopipe.ingest.outcome import SlideOutcome, Status, exit_code, failed_outcome
+from histopipe.ingest.planning import plan_slide
 from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.ingest.progress import Progress
 from histopipe.ingest.request import IngestOptions, check_request, duplicates, sort_out
-from histopipe.ingest.worker import (
-    Estimate,
-    PlannedSlide,
-    Settings,
-    SlideFailure,
-    SlideJob,
-    plan_slide,
-    prepare,
-)
+from histopipe.ingest.worker import prepare
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
@@ -97,7 +91,7 @@ def plan_ingest(
     progress.begin(len(slides))
     for outcome in todo.outcomes:
         progress.finished(outcome)
-    settings = Settings(store, spec, options.default_mpp, options.route)
+    settings = Settings(store, spec, options.default_mpp, options.route, options.rules)
     previews = [SlidePreview(o.id, str(o.status), o.reason) for o in todo.outcomes]
     previews += _plans(todo.jobs, settings, options, workers, progress)
     previews.sort(key=lambda preview: preview.id)

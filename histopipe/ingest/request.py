@@ -10,17 +10,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import NothingToDo, SlideError, UsageError
 from histopipe.files import network_filesystem, storable
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingest.coords import CoordsFile
 from histopipe.ingest.decide import Action, decide
+from histopipe.ingest.job import SlideJob
 from histopipe.ingest.labels import labelled
 from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.work import SlideTimeout, unreadable_text
-from histopipe.ingest.worker import SlideJob
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import fingerprint
 from histopipe.slides.scale import resolve_mpp
@@ -50,6 +51,7 @@ class IngestOptions:
         slide_timeout: seconds of work that a slide may take; None takes a generous one that grows with the slide.
         allow_network: let the store lie on a network filesystem.
         coords: the patches of slides, by id, where another tool has chosen them.
+        annotations: files of outlines by slide id; `rules` say how they become labels.
     """
 
     workers: int | None = None
@@ -64,6 +66,8 @@ class IngestOptions:
     slide_timeout: float | None = None
     allow_network: bool = False
     coords: Mapping[str, CoordsFile] = field(default_factory=dict)
+    annotations: Mapping[str, Path] = field(default_factory=dict)
+    rules: AnnotationRules = field(default_factory=AnnotationRules)
 
     @property
     def worker_count(self) -> int:
@@ -127,8 +131,9 @@ def sort_out(
         before, number = before_by_id.get(slide.id), numbers[slide.id]
         record = labelled(before or new_record(slide), options.labels.get(slide.id))
         job = SlideJob(
-            number, slide, record, options.mpps.get(slide.id), coords=options.coords.get(slide.id)
-        )
+            number, slide, record, options.mpps.get(slide.id), coords=options.coords.get(slide.id),
+            annotations=options.annotations.get(slide.id),
+        )  # fmt: skip
         outcome = _without_work(job, before, options)
         if outcome is None:
             again = record.state is SlideState.COMPLETE

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from histopipe._version import __version__
+from histopipe.ingest.annotate import label_slides
 from histopipe.ingest.claims import Claims
-from histopipe.ingest.outcome import IngestReport, SlideOutcome
+from histopipe.ingest.job import Settings
+from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 from histopipe.ingest.pipeline import Pipeline
 from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.progress import Both, Log, Progress
 from histopipe.ingest.request import IngestOptions, check_request, duplicates, new_record, sort_out
 from histopipe.ingest.summary import LOG, SUMMARY, summary_lines, write_csv
-from histopipe.ingest.worker import Settings, prepare
+from histopipe.ingest.worker import prepare
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
@@ -61,11 +64,29 @@ def ingest(
             raise
         finally:
             log.close()
+    report = _labelled_too(report, store, options)
     try:
         write_csv(report, store / SUMMARY)
     except OSError as error:  # the slides are in: a missing table is no reason to fail
         progress.said(f"{store / SUMMARY} cannot be written: {error.strerror}")
     return report
+
+
+def _labelled_too(report: IngestReport, store: Path, options: IngestOptions) -> IngestReport:
+    """Label the slides that an earlier run has ingested, where their annotations are others now."""
+    before = {slide.id for slide in report.of(Status.SKIPPED) if slide.id in options.annotations}
+    if not before:
+        return report
+    result = label_slides(
+        store, options.annotations, options.rules, only=before, workers=options.worker_count
+    )
+    slides = [
+        replace(slide, status=Status.FAILED, reason=result.failed[slide.id])
+        if slide.id in result.failed
+        else slide
+        for slide in report.slides
+    ]
+    return replace(report, slides=slides)
 
 
 def _ingest(
@@ -86,7 +107,7 @@ def _ingest(
         progress.finished(outcome)
     outcomes = list(todo.outcomes)
     if todo.jobs:
-        settings = Settings(writer.path, spec, options.default_mpp, options.route)
+        settings = Settings(writer.path, spec, options.default_mpp, options.route, options.rules)
         workers = options.worker_count
         claims = Claims(settings.store)
         pool = WorkerPool(workers, prepare)

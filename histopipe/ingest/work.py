@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.ingest.chunks import Chunk
-from histopipe.ingest.worker import ChunkResult, PlannedSlide, SlideFailure, SlideJob
+from histopipe.ingest.job import ChunkResult, PlannedSlide, SlideFailure, SlideJob
 from histopipe.slides.identity import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
 
@@ -153,9 +153,16 @@ class Work:
             notes=[*record.notes, *([lost] if self.unreadable else [])],
         )
 
-    def columns(self) -> Mapping[str, NDArray[Any]]:
-        """The index of the slide when all of it is stored."""
-        plan = self.plan.plan
+    def columns(self, classes: Mapping[str, int]) -> Mapping[str, NDArray[Any]]:
+        """The index of the slide when all of it is stored.
+
+        Args:
+            classes: numbers of the classes that its patches have.
+        """
+        plan, labels = self.plan.plan, self.plan.labels
+        found = dict(self.plan.columns)
+        if labels is not None:
+            found |= {"label": labels.numbered(classes), "covered": labels.covered}
         return {
             "x_l0": plan.x_l0,
             "y_l0": plan.y_l0,
@@ -167,4 +174,5 @@ class Work:
             "crc": self.crc,
             # Of annotations; a slide's label is in its record.
             "label": np.full(len(plan), -1, np.int32),
+            **found,
         }

@@ -45,6 +45,10 @@ INDEX_COLUMNS: Mapping[str, str] = {
 }
 """Columns of an index block with their little-endian types, in the order written."""
 
+FURTHER_COLUMNS: Mapping[str, str] = {"covered": "<f4", "pen": "<f4", "dark": "<f4"}
+"""Columns that a block may have, as what they hold is measured."""
+
+_KNOWN_COLUMNS = {**INDEX_COLUMNS, **FURTHER_COLUMNS}
 _ALIGNMENT = 8
 _PAGE, _PAGE_HEADER = 4096, 16
 _PAGE_SHARE = 64
@@ -101,11 +105,11 @@ def encode_index(columns: Mapping[str, NDArray[Any]]) -> bytes:
     """A columnar block: header length, JSON header, then each column at a multiple of 8.
 
     Args:
-        columns: (N,) arrays of one length, by name. Names beyond `INDEX_COLUMNS` keep their own type.
+        columns: (N,) arrays of one length, by name. Names not known here keep their own type.
     """
     arrays = {
         name: np.ascontiguousarray(
-            values, INDEX_COLUMNS.get(name) or values.dtype.newbyteorder("<")
+            values, _KNOWN_COLUMNS.get(name) or values.dtype.newbyteorder("<")
         )
         for name, values in columns.items()
     }

@@ -18,10 +18,12 @@ from histopipe.store.record import SlideRecord
 _SMALL_BLOCK = 65536
 """Larger than any page, so that a longer block has pages of its own; 64 kB are 1,800 patches."""
 _NODE_HEADER = 8
+_NOWHERE = -1
 _BIG_DATA = 0x01
 """LMDB's flag of a value that lies on pages of its own."""
 
-Columns = dict[tuple[int, int, str], NDArray[Any]]
+Columns = dict[tuple[int, int, str], tuple[int, NDArray[Any]]]
+"""By generation of the map, slide and name: the page that a column's block begins at, and the column."""
 
 
 class Reading:
@@ -56,18 +58,28 @@ class Reading:
         """A column of a slide's index, one row a patch: a view of LMDB's map, in memory that is no process's own.
 
         It is looked up once and remembered, since LMDB touches every page of a block that is asked for. A block on pages of
-        its own stays where it is until its slide is replaced, whose patches then no longer match what is read here. A
-        small one is copied: it shares its page with others, which is written anew elsewhere with each of them.
+        its own stays where it is until it is written anew, as when its slide gets other labels; where it is costs little to
+        ask. A small one is copied: it shares its page with others, which is written anew elsewhere with each of them.
 
         Raises:
             DamagedStore: as `index`.
         """
         key = (self._environment.generation, slide, name)
-        found = self._columns.get(key)
-        if found is None:
+        page, found = self._columns.get(key, (_NOWHERE, None))
+        now = self._page(slide)
+        if found is None or now != page:
             found = self.index(slide, copied=False)[name]
-            self._columns[key] = found
+            self._columns[key] = now, found
         return found
+
+    def _page(self, slide: int) -> int:
+        """The page that a slide's index block begins at; 0 for one that lies among keys, or is missing."""
+        database = self._environment.databases[INDEX]
+        with self._transaction.cursor(db=database) as cursor:
+            for key in cursor.getmulti([slide_key(slide)], values=False):
+                place = _place(key)
+                return place[0] if place else 0
+        return 0
 
     def index(self, slide: int, *, copied: bool = True) -> dict[str, NDArray[Any]]:
         """A slide's columns, (N,) each, one row a patch.
@@ -96,22 +108,15 @@ class Reading:
 
         Returns:
             (N, 2) offset and length, bytes, rising; neighbours are joined.
-
-        Source:
-            LMDB 0.9, mdb.c: a leaf's node is 2 × 16 bits of size, 16 of flags, 16 of the key's length, the key, and then, if
-            the flag F_BIGDATA is set, the number of the first page of the value.
         """
         page_size = int(self._transaction.stat(self._patches)["psize"])
         found = []
         with self._transaction.cursor(db=self._patches) as cursor:
             packed = [patch_key(*key) for key in keys]
             for key in cursor.getmulti(packed, values=False):
-                address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
-                low, high, flags, length = _Node.from_address(address - _NODE_HEADER).fields
-                if flags & _BIG_DATA and length == len(key):
-                    page = ctypes.c_uint64.from_address(address + length).value
-                    size = (high << 16 | low) + 16  # with the header of its first page
-                    found.append((page * page_size, size))
+                place = _place(key)
+                if place is not None:
+                    found.append((place[0] * page_size, place[1]))
         return _joined(np.array(sorted(found), np.int64).reshape(-1, 2), page_size)
 
     def where(self, slide: int) -> str:
@@ -121,6 +126,23 @@ class Reading:
 
 class _Node(ctypes.Structure):
     _fields_ = (("fields", ctypes.c_uint16 * 4),)
+
+
+def _place(key: bytes | memoryview) -> tuple[int, int] | None:
+    """First page and length, with that page's header, of a value that lies on pages of its own; None of one that does not.
+
+    Args:
+        key: in LMDB's map, as a cursor gives it.
+
+    Source:
+        LMDB 0.9, mdb.c: a leaf's node is 2 × 16 bits of size, 16 of flags, 16 of the key's length, the key, and then, if
+        the flag F_BIGDATA is set, the number of the first page of the value.
+    """
+    address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
+    low, high, flags, length = _Node.from_address(address - _NODE_HEADER).fields
+    if not flags & _BIG_DATA or length != len(key):
+        return None
+    return ctypes.c_uint64.from_address(address + length).value, (high << 16 | low) + 16
 
 
 def _joined(extents: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:

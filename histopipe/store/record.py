@@ -39,6 +39,9 @@ class SlideRecord:
         mpp: at level 0; `patch_mpp` as stored. None where unknown.
         level, downsample, read_size, stride: what was read, in pixels of that level.
         error_option: what a failure for the file is also due to, as `--max-unreadable 0.01`; tried again with another.
+        annotations: what the patches' labels come from: the file's name and checksum, and the rules; None for none.
+        annotation_notes: what was repaired or left out of that file.
+        patch_labels: patches by the class that annotations give them.
         planned, stored, unreadable: patches; `planned = stored + unreadable` when complete.
         unknown: fields of a later version, kept as they are.
     """
@@ -69,6 +72,9 @@ class SlideRecord:
     patient: str | None = None
     label: str | None = None
     site: str | None = None
+    annotations: str | None = None
+    annotation_notes: list[str] = field(default_factory=list)
+    patch_labels: dict[str, int] = field(default_factory=dict)
     planned: int = 0
     stored: int = 0
     unreadable: int = 0
@@ -126,6 +132,10 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
         elif getattr(kind, "__origin__", None) is list:
             item = get_args(kind)[0]
             if isinstance(value, list) and all(type(v) is item for v in value):
+                return value
+        elif getattr(kind, "__origin__", None) is dict:
+            item = get_args(kind)[1]  # JSON's keys are texts
+            if isinstance(value, dict) and all(type(v) is item for v in value.values()):
                 return value
         elif type(value) is kind:
             return value

@@ -22,6 +22,7 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.files import Closing
+from histopipe.store.columns import add_classes
 from histopipe.store.environment import open_environment
 from histopipe.store.folder import make_folder, remove_begun
 from histopipe.store.format import (
@@ -119,6 +120,14 @@ class StoreWriter(Closing):
             return known
 
         return self._write(work)
+
+    def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
+        """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
+        if not names:
+            return {}
+        return self._write(
+            lambda transaction: add_classes(transaction, self._db, names, path=self.path)
+        )
 
     def put_patches(
         self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]

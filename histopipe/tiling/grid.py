@@ -70,6 +70,36 @@ def covered_fractions(
     return np.clip(sums / (cell * cell), 0, 1).astype(np.float32)
 
 
+def covered_squares(
+    mask: NDArray[np.bool_], x: NDArray[np.floating], y: NDArray[np.floating], side: float
+) -> NDArray[np.float32]:
+    """Share of every square that the mask covers, for squares anywhere: see `covered_fractions`.
+
+    Args:
+        mask: (H, W) bool.
+        x, y: (N,) left and top edges, in mask pixels.
+        side: of every square, in mask pixels.
+
+    Returns:
+        (N,) float32, 0 to 1.
+    """
+    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
+    np.cumsum(np.cumsum(mask, axis=0, dtype=np.int32), axis=1, out=sums[1:, 1:])
+
+    def up_to(column: NDArray[np.floating], row: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Pixels of the mask above and to the left of a point."""
+        column, row = np.clip(column, 0, mask.shape[1]), np.clip(row, 0, mask.shape[0])
+        left = np.minimum(column.astype(np.int64), mask.shape[1] - 1)
+        top = np.minimum(row.astype(np.int64), mask.shape[0] - 1)
+        right_share, low_share = column - left, row - top
+        upper = sums[top, left] * (1 - right_share) + sums[top, left + 1] * right_share
+        lower = sums[top + 1, left] * (1 - right_share) + sums[top + 1, left + 1] * right_share
+        return np.asarray(upper * (1 - low_share) + lower * low_share)
+
+    found = up_to(x + side, y + side) - up_to(x, y + side) - up_to(x + side, y) + up_to(x, y)
+    return np.clip(found / (side * side), 0, 1).astype(np.float32)
+
+
 def _interpolated(table: NDArray[Any], rows: NDArray[np.floating]) -> NDArray[np.float64]:
     """Rows of a table at fractional positions; positions outside take the edge row."""
     rows = np.clip(rows, 0, len(table) - 1)

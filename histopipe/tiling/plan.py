@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from histopipe.geometry import frozen_array
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
-from histopipe.tiling.grid import Grid, covered_fractions, lay_grid
+from histopipe.tiling.grid import Grid, covered_fractions, covered_squares, lay_grid
 from histopipe.tiling.level import LevelChoice
 from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import TilingSpec
@@ -40,6 +40,25 @@ class TilingPlan:
 
     def __len__(self) -> int:
         return len(self.x_level)
+
+    @property
+    def side_l0(self) -> float:
+        """Side of a cell, level-0 pixels."""
+        return self.choice.read_size * self.choice.level.downsample
+
+    def only(self, chosen: NDArray[np.bool_], note: str) -> TilingPlan:
+        """The plan of some of its cells, (N,) bool, with a note if these are none of many."""
+        if not len(self):
+            return self
+        return TilingPlan(
+            choice=self.choice,
+            x_level=frozen_array(self.x_level[chosen], np.int64),
+            y_level=frozen_array(self.y_level[chosen], np.int64),
+            x_l0=frozen_array(self.x_l0[chosen], np.int64),
+            y_l0=frozen_array(self.y_l0[chosen], np.int64),
+            tissue=frozen_array(self.tissue[chosen], np.float32),
+            notes=self.notes if chosen.any() else (*self.notes, note),
+        )
 
 
 def plan_tiles(
@@ -77,20 +96,50 @@ def plan_tiles(
     )
 
 
+def cell_shares(
+    plan: TilingPlan, thumbnail: Thumbnail, mask: NDArray[np.bool_]
+) -> NDArray[np.float32]:
+    """(N,) share of each of a plan's cells that a mask on the thumbnail covers, 0 to 1."""
+    frame = _Frame(thumbnail, plan.choice)
+    x, y = frame.x(plan.x_level), frame.y(plan.y_level)
+    return covered_squares(mask, x, y, plan.choice.read_size / frame.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """A thumbnail's pixels, seen from the level that patches are read from."""
+
+    thumbnail: Thumbnail
+    choice: LevelChoice
+
+    @property
+    def scale(self) -> float:
+        """Pixels of that level per pixel of the thumbnail."""
+        return self._step * self.thumbnail.reduction
+
+    def x(self, level: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Columns of that level, in pixels of the thumbnail."""
+        return np.asarray((level - self.thumbnail.x_level * self._step) / self.scale)
+
+    def y(self, level: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Rows of that level, in pixels of the thumbnail."""
+        return np.asarray((level - self.thumbnail.y_level * self._step) / self.scale)
+
+    @property
+    def _step(self) -> float:
+        return self.thumbnail.level.downsample / self.choice.level.downsample
+
+
 def _tissue_of(
     grid: Grid, choice: LevelChoice, thumbnail: Thumbnail, mask: TissueMask
 ) -> NDArray[np.float32]:
     """Tissue share of every cell: the grid's edges taken into the mask's frame."""
-    # Pixels of the grid's level per mask pixel.
-    scale = thumbnail.level.downsample * thumbnail.reduction / choice.level.downsample
-    origin = thumbnail.level.downsample / choice.level.downsample
+    frame = _Frame(thumbnail, choice)
     return covered_fractions(
         # What could not be seen may be tissue: it is planned, and recorded as unreadable if it is so there too.
         mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost,
-        (grid.xs - thumbnail.x_level * origin) / scale,
-        (grid.ys - thumbnail.y_level * origin) / scale,
-        grid.cell / scale,
-    )
+        frame.x(grid.xs), frame.y(grid.ys), grid.cell / frame.scale,
+    )  # fmt: skip
 
 
 def _notes(

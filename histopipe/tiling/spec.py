@@ -42,6 +42,8 @@ class TilingSpec:
         codec: "jpeg" or "png"; "auto" takes a slide's own JPEG tiles where the patches lie on them, else "jpeg".
         quality: JPEG quality, 1 to 100.
         subsampling: JPEG chroma subsampling.
+        roi: class of annotations; only cells of which `roi_threshold` lies in its outlines are taken.
+        roi_threshold: share of a cell, above 0 to 1.
         grid: "imported" takes the cells that another tool has chosen.
         resample: "fast" lets JPEG tiles be decoded at a half, a quarter or an eighth; "exact" decodes and averages.
 
@@ -60,6 +62,8 @@ class TilingSpec:
     subsampling: Subsampling = "444"
     resample: Resample = "fast"
     grid: GridKind = "regular"
+    roi: str | None = None
+    roi_threshold: float = 0.5
 
     def __post_init__(self) -> None:
         if (self.mpp is None) == (self.level is None):
@@ -85,8 +89,12 @@ class TilingSpec:
     def to_json(self) -> dict[str, Any]:
         """The spec with the versions of its algorithms, as `meta` holds it."""
         settings = dataclasses.asdict(self)
-        # Among the algorithms: stores of regular grids say nothing more of them than ever.
+        # Stores that have no use for what came later say nothing more than ever.
         own = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
+        if self.roi is None:
+            del settings["roi"], settings["roi_threshold"]
+        else:
+            own["roi"] = "cut-1"
         return {**settings, "algorithms": {**ALGORITHMS, **own}}
 
 

@@ -1,0 +1,116 @@
+"""QuPath's GeoJSON: a FeatureCollection, an array of features, or one feature.
+
+Source:
+    RFC 7946; QuPath's documentation, "Exporting annotations". QuPath adds `classification`, `name` and `objectType` to a
+    feature's properties, and counts pixels from the corner of the scanned area.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from histopipe.annotations.outline import Outlines, Ring
+from histopipe.errors import UsageError
+
+_IGNORED = "Ignore*"
+"""QuPath's class for what is to be left out of everything."""
+_OBJECTS = ("annotation", None)
+"""Detections, cells and tiles are results of QuPath, not outlines that a person drew."""
+
+
+def read_geojson(text: str) -> Outlines:
+    """The outlines of a text.
+
+    Raises:
+        UsageError: it is no such GeoJSON.
+    """
+    outlines = Outlines("bounds")
+    others = 0
+    for number, feature in enumerate(_features(_parsed(text)), 1):
+        properties = feature.get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
+        name = f"feature {feature.get('id', number)}"
+        if _object_type(properties) not in _OBJECTS:
+            others += 1
+            continue
+        kind = class_name(properties)
+        _add(outlines, name, kind, feature.get("geometry"))
+    if others:
+        outlines.notes.append(f"{others} detections, cells or tiles left out: annotations are read")
+    return outlines
+
+
+def class_name(properties: Mapping[str, Any]) -> str | None:
+    """The class of a feature; None where it has none."""
+    found = properties.get("classification")
+    if isinstance(found, Mapping):
+        names = found.get("names")
+        found = found.get("name") or (": ".join(map(str, names)) if names else None)
+    return found.strip() or None if isinstance(found, str) else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise UsageError("brackets within brackets, too many to be GeoJSON") from error
+    except ValueError as error:
+        raise UsageError("not JSON", found=str(error)) from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name}, which is no number of JSON")
+
+
+def _features(value: Any) -> Iterator[Mapping[str, Any]]:
+    if isinstance(value, Mapping) and value.get("type") == "FeatureCollection":
+        value = value.get("features")
+    elif isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list):
+        raise UsageError(
+            "not GeoJSON", found=type(value).__name__,
+            expected="a FeatureCollection, an array of features, or a Feature",
+        )  # fmt: skip
+    for number, feature in enumerate(value, 1):
+        if not isinstance(feature, Mapping) or feature.get("type") != "Feature":
+            raise UsageError(
+                f"not GeoJSON: entry {number}", found=repr(feature)[:60], expected="a Feature"
+            )
+        yield feature
+
+
+def _object_type(properties: Mapping[str, Any]) -> str | None:
+    found = properties.get("objectType", properties.get("object_type"))
+    return found.lower() if isinstance(found, str) else None
+
+
+def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> None:
+    excluded = kind == _IGNORED
+    shape = geometry.get("type") if isinstance(geometry, Mapping) else None
+    try:
+        match shape:
+            case "Polygon":
+                polygons = [_rings(geometry["coordinates"])]
+            case "MultiPolygon":
+                polygons = [_rings(part) for part in geometry["coordinates"]]
+            case "GeometryCollection":
+                for part in geometry["geometries"]:
+                    _add(outlines, feature, kind, part)
+                return
+            case _:
+                outlines.leave_out(feature, f"{shape or 'no geometry'} has no area")
+                return
+    except (TypeError, ValueError, KeyError, IndexError) as error:
+        raise UsageError(
+            f"{feature}: the coordinates of its {shape}", found=str(error)[:80],
+            expected="rings of [x, y]",
+        ) from error  # fmt: skip
+    outlines.add(feature, None if excluded else kind, polygons, excluded=excluded)
+
+
+def _rings(value: Sequence[Any]) -> list[Ring]:
+    # A third number, which RFC 7946 allows, is a height.
+    return [[(float(point[0]), float(point[1])) for point in ring] for ring in value]

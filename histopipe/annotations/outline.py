@@ -1,0 +1,114 @@
+"""An outlined area as a file has it, made valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import shapely
+from shapely.geometry.base import BaseGeometry
+
+from histopipe.errors import UsageError
+
+Frame = Literal["bounds", "slide"]
+"""Where a file's coordinates begin: at the scanned area's corner, as in QuPath, or at level 0's."""
+
+Point = tuple[float, float]
+Ring = Sequence[Point]
+
+MOST_COORDINATE = 1e8
+"""Pixels. No slide is as large, and areas of larger numbers lose their decimals."""
+_LEAST_POINTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """One outlined area.
+
+    Attributes:
+        feature: what the file calls it, for messages.
+        name: its class; None where it has none.
+        area: a valid polygon or multipolygon, level-0 pixels in the file's frame.
+        excluded: whether what lies in it belongs to no class, whatever else it lies in.
+    """
+
+    feature: str
+    name: str | None
+    area: shapely.Polygon | shapely.MultiPolygon
+    excluded: bool = False
+
+
+@dataclass(slots=True)
+class Outlines:
+    """Outlines as they are gathered from a file, and what to tell of those that are not as they should be.
+
+    Attributes:
+        frame: of all their coordinates.
+        found: in the file's order.
+        notes: what was repaired or left out, by feature.
+    """
+
+    frame: Frame
+    found: list[Outline] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(
+        self,
+        feature: str,
+        name: str | None,
+        polygons: Iterable[Sequence[Ring]],
+        *,
+        excluded: bool = False,
+    ) -> None:
+        """Take an outline in; an invalid one is repaired, an empty one left out, and both are noted.
+
+        Args:
+            feature: what the file calls it.
+            name: its class.
+            polygons: each an outer ring and its holes.
+            excluded: see `Outline`.
+
+        Raises:
+            UsageError: a coordinate is no number that could be a pixel.
+        """
+        parts = []
+        for rings in polygons:
+            shell, *holes = rings or [()]
+            for ring in rings:
+                _check_numbers(ring, feature)
+            if len(set(shell)) >= _LEAST_POINTS:
+                parts.append(
+                    shapely.Polygon(shell, [h for h in holes if len(set(h)) >= _LEAST_POINTS])
+                )
+        drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
+        area = polygonal(drawn)
+        if area.is_empty:
+            self.notes.append(f"{feature} left out: it has no area")
+            return
+        if not drawn.is_valid:
+            reason = shapely.is_valid_reason(drawn).split("[")[0].lower()
+            self.notes.append(
+                f"{feature} repaired ({reason}): {area.area:,.0f} square pixels of level 0"
+            )
+        self.found.append(Outline(feature, name, area, excluded))
+
+    def leave_out(self, feature: str, why: str) -> None:
+        """Note something that is no area."""
+        self.notes.append(f"{feature} left out: {why}")
+
+
+def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
+    """A geometry made valid, without what of it is a line or a point."""
+    if not geometry.is_valid:
+        # "structure": a line that crosses itself encloses both of its loops, as people who draw by hand mean it.
+        geometry = shapely.make_valid(geometry, method="structure", keep_collapsed=False)
+    parts = [p for p in shapely.get_parts(geometry) if isinstance(p, shapely.Polygon) and p.area]
+    return parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
+
+
+def _check_numbers(ring: Ring, feature: str) -> None:
+    for point in ring:
+        if not all(math.isfinite(value) and abs(value) <= MOST_COORDINATE for value in point):
+            raise UsageError(f"{feature}: a coordinate", found=point, expected="pixels of level 0")

@@ -1,0 +1,64 @@
+"""Reading a file of annotations, whatever tool made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from histopipe.annotations.asap import ROOT as ASAP
+from histopipe.annotations.asap import read_asap
+from histopipe.annotations.geojson import read_geojson
+from histopipe.annotations.imagescope import ROOT as IMAGESCOPE
+from histopipe.annotations.imagescope import read_imagescope
+from histopipe.annotations.outline import Outlines
+from histopipe.annotations.xml_file import read_xml
+from histopipe.errors import UsageError
+
+GEOJSON, XML = (".geojson", ".json"), (".xml",)
+SUFFIXES = (*GEOJSON, *XML)
+MOST_BYTES = 256 << 20
+"""Outlines of a whole slide's glands are some megabytes. What is parsed takes up to ten times its size in memory."""
+
+
+def read_annotations(path: Path) -> Outlines:
+    """The outlines of a file: QuPath's GeoJSON, or the XML of ASAP or Aperio ImageScope.
+
+    Raises:
+        UsageError: it cannot be read, or is none of these; the file is named.
+    """
+    try:
+        _check_size(path.stat().st_size)
+        data = path.read_bytes()
+        return read_geojson(_text(data)) if path.suffix.lower() in GEOJSON else _read_xml(data)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
+    except UsageError as error:
+        raise UsageError(
+            f"{path}: {error.what}", found=error.found, expected=error.expected, todo=error.todo
+        ) from error
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_BYTES:
+        raise UsageError(
+            "too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
+            todo="export annotations without detections and cells",
+        )  # fmt: skip
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError("not UTF-8, as JSON is", found=str(error)) from error
+
+
+def _read_xml(data: bytes) -> Outlines:
+    root = read_xml(data)
+    if root.tag == ASAP:
+        return read_asap(root)
+    if root.tag == IMAGESCOPE:
+        return read_imagescope(root)
+    raise UsageError(
+        "XML of another tool", found=f"<{root.tag[:60]}>",
+        expected=f"<{ASAP}> (ASAP) or <{IMAGESCOPE}> (Aperio ImageScope)",
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+"""The regions of a slide: outlines of one file, put in the slide's frame and in the order that decides where they overlap.
+
+Where outlines overlap, a place belongs to the class of the smallest one that holds it: a gland that is drawn within a
+tumour, which is drawn within tissue, is gland. Of two of one size the later one in the file counts. What is excluded
+belongs to no class.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import shapely
+from shapely.affinity import translate
+
+from histopipe.annotations.outline import Outline, Outlines
+from histopipe.annotations.read import read_annotations
+from histopipe.annotations.rules import AnnotationRules
+from histopipe.geometry import RegionL0, Size
+
+_TOLD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """What is drawn on a slide; in level-0 pixels of it.
+
+    Attributes:
+        outlines: in the order in which places are given to them: what is excluded first, then the smaller before the larger.
+        roi: of the region of interest, likewise; None where none was asked for.
+        notes: what was repaired or left out, by feature.
+    """
+
+    outlines: tuple[Outline, ...]
+    roi: tuple[Outline, ...] | None
+    notes: tuple[str, ...]
+
+    def draws(self, name: str) -> bool:
+        """Whether the region of interest is there, under its name."""
+        return any(it.name == name for it in self.roi or ())
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, sorted."""
+        return tuple(sorted({it.name for it in self.outlines if it.name is not None}))
+
+    def told(self, path: Path) -> list[str]:
+        """The notes in few words, for a slide's record."""
+        if not self.notes:
+            return []
+        more = f" and {len(self.notes) - _TOLD} more" if len(self.notes) > _TOLD else ""
+        return [f"{path.name}: {'; '.join(self.notes[:_TOLD])}{more}"]
+
+
+def source_text(path: Path, rules: AnnotationRules) -> str:
+    """What labels come from, so that it can be seen whether they would come out as they are.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    facts = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
+    return f"{path.name}, crc32 {zlib.crc32(path.read_bytes()):08x}, {facts}"
+
+
+def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
+    """The regions that a file draws on a slide.
+
+    Args:
+        path: the file.
+        rules: how outlines become labels.
+        size: of the slide's level 0.
+        bounds: the part of level 0 that was scanned.
+
+    Raises:
+        UsageError: the file cannot be used; it is named.
+    """
+    return regions_of(read_annotations(path), rules, size=size, bounds=bounds)
+
+
+def regions_of(
+    outlines: Outlines, rules: AnnotationRules, *, size: Size, bounds: RegionL0
+) -> Regions:
+    """The regions that outlines draw on a slide; see `read_regions`."""
+    notes = list(outlines.notes)
+    origin = outlines.frame if rules.origin == "auto" else rules.origin
+    shift = (bounds.origin.x, bounds.origin.y) if origin == "bounds" else (0, 0)
+    named = _named(outlines.found, rules.unclassified, notes)
+    placed = _placed(named, shift, size, notes)
+    later_first = placed[::-1]  # of those of one size: the sort keeps their order
+    ordered = sorted(later_first, key=lambda it: (not it.excluded, it.area.area))
+    of_roi = [it for it in ordered if it.excluded or it.name == rules.roi]
+    rest = [it for it in ordered if it.excluded or rules.roi is None or it.name != rules.roi]
+    return Regions(tuple(rest), None if rules.roi is None else tuple(of_roi), tuple(notes))
+
+
+def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str]) -> list[Outline]:
+    """Outlines that have a class, or are excluded from all."""
+    nameless = [it for it in found if it.name is None and not it.excluded]
+    if nameless and unclassified is None:
+        notes.append(
+            f"{len(nameless)} outlines without a class left out, such as {nameless[0].feature}; "
+            "--unclassified NAME gives them one"
+        )
+    return [
+        it if it.excluded else replace(it, name=it.name or unclassified)
+        for it in found
+        if it.name or it.excluded or unclassified is not None
+    ]
+
+
+def _placed(
+    outlines: Sequence[Outline], shift: tuple[int, int], size: Size, notes: list[str]
+) -> list[Outline]:
+    """Outlines in the slide's frame; what lies beside the slide is noted."""
+    slide = shapely.box(0, 0, size.width, size.height)
+    placed = []
+    for it in outlines:
+        area = translate(it.area, *shift) if any(shift) else it.area
+        if not shapely.intersects(slide, area):
+            left, top, right, bottom = area.bounds
+            notes.append(
+                f"{it.feature} left out: it lies beside the slide of {size}, at "
+                f"{left:.0f} to {right:.0f}, {top:.0f} to {bottom:.0f}"
+            )
+            continue
+        if not shapely.covers(slide, area):
+            notes.append(f"{it.feature} sticks out of the slide of {size}")
+        placed.append(replace(it, area=area))
+    return placed

@@ -1,0 +1,45 @@
+"""Flags that say how outlines become labels, for every command that reads annotations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from histopipe.cli.parameters import Share
+
+if TYPE_CHECKING:
+    from histopipe.annotations.rules import AnnotationRules
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_OPTIONS = (
+    click.option(
+        "--annotation-threshold", type=Share(), default="50%", show_default=True,
+        help="Least share of a patch that its class covers.",
+    ),
+    click.option("--unclassified", help="Class of outlines that have none.  [default: left out]"),
+    click.option(
+        "--annotation-origin", type=click.Choice(["auto", "bounds", "slide"]), default="auto",
+        show_default=True,
+        help="Where coordinates begin: at the scanned area's corner or level 0's; auto goes by the tool.",
+    ),
+)  # fmt: skip
+
+
+def annotation_options(command: F) -> F:
+    """A command with these flags."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def rules_of(flags: dict[str, Any], *, roi: str | None = None) -> AnnotationRules:
+    """What they say."""
+    from histopipe.annotations.rules import AnnotationRules  # late: `--help` needs none of it
+
+    return AnnotationRules(
+        threshold=flags["annotation_threshold"], unclassified=flags["unclassified"],
+        origin=flags["annotation_origin"], roi=roi,
+    )  # fmt: skip

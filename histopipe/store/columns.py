@@ -1,0 +1,102 @@
+"""Columns of the index that are measured or decided after the patches were stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import DamagedStore
+from histopipe.files import Closing
+from histopipe.store.environment import open_environment
+from histopipe.store.format import (
+    INDEX,
+    META,
+    SLIDES,
+    decode_index,
+    encode_index,
+    from_json,
+    slide_key,
+    to_json,
+)
+from histopipe.store.meta import read_meta
+from histopipe.store.record import SlideRecord
+
+
+class ColumnWriter(Closing):
+    """Puts columns into slides' indices. No patch is touched, and other processes may read or write the store meanwhile.
+
+    Args:
+        path: the store's folder. Open this before any `Store` of it in the same process.
+
+    Raises:
+        NothingToDo: there is no store.
+        DamagedStore, UsageError, MachineShort: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        open_environment(path).close()  # a wrong path must not become a store
+        self._path = path
+        self._environment = open_environment(path, write=True)
+
+    def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
+        """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
+        with self._environment.write() as transaction:
+            return add_classes(transaction, self._environment.databases, names, path=self._path)
+
+    def put(
+        self,
+        slide: int,
+        columns: Mapping[str, NDArray[Any]],
+        *,
+        crc: NDArray[np.integer],
+        **facts: Any,
+    ) -> None:
+        """Put columns in place of those of their names, and facts into the slide's record, in one transaction.
+
+        Args:
+            slide: number of a complete slide.
+            columns: (N,) each.
+            crc: (N,) of the patches that they are of.
+            facts: fields of the record.
+
+        Raises:
+            DamagedStore: the store has other patches of this slide by now.
+        """
+        key, databases = slide_key(slide), self._environment.databases
+        where = f"{self._path}, slide {slide}"
+        with self._environment.write() as transaction:
+            block = transaction.get(key, db=databases[INDEX])
+            value = transaction.get(key, db=databases[SLIDES])
+            held = decode_index(bytes(block), where=where) if block is not None else {}
+            if value is None or not np.array_equal(held.get("crc", ()), crc):
+                raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
+            record = SlideRecord.from_json(from_json(value, where=where), where=where)
+            record = dataclasses.replace(record, **facts)
+            transaction.put(key, encode_index({**held, **columns}), db=databases[INDEX])
+            transaction.put(key, to_json(record.to_json()), db=databases[SLIDES])
+
+    def close(self) -> None:
+        """Give the environment back."""
+        self._environment.close()
+
+
+def add_classes(
+    transaction: lmdb.Transaction,
+    databases: Mapping[bytes, Any],
+    names: Sequence[str],
+    *,
+    path: Path,
+) -> dict[str, int]:
+    """The number of each class in `meta.classes`, to which new ones are added."""
+    classes = read_meta(transaction, databases, "classes", list, path)
+    new = [name for name in names if name not in classes]
+    if new:
+        classes = [*classes, *new]
+        transaction.put(b"classes", to_json(classes), db=databases[META])
+    return {name: classes.index(name) for name in names}
