@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from histopipe.dataset.batches import Batches, aligned_empty
 from histopipe.dataset.dealing import ByFractions
+from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.sampling import Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.split_makers import make_splits
@@ -187,7 +188,9 @@ def test_patients_and_copies_never_stand_on_two_sides(
             record.id: (record.label, f"{record.label}-{i // 2 % patients}", None)
             for i, record in enumerate(store.slides)
         }
-        splits = make_splits([store], split_by="patient", seed=seed, labels=labels)
+        splits = make_splits(
+            [store], split_by="patient", seed=seed, labelling=Labelling(labels=labels)
+        )
     assert len(splits.slides) == 12
     assert splits.leaks() == []
 
@@ -243,7 +246,7 @@ def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
         record.id: (record.label, record.id, f"{record.label}{i // 4}")
         for i, record in enumerate(store.slides)
     }
-    splits = make_splits([store], split_by="site", seed=1, labels=labels)
+    splits = make_splits([store], split_by="site", seed=1, labelling=Labelling(labels=labels))
     site_sides: dict[str, set[int]] = {}
     for slide in splits.slides:
         site_sides.setdefault(str(slide.site), set()).update(slide.sides.tolist())
@@ -257,14 +260,14 @@ def test_nothing_to_split(store: Store) -> None:
         r.id: ("same", None, None) for r in store.slides
     }
     with pytest.raises(NothingToDo, match=r"nothing to tell apart: found labels same.*labels\.csv"):
-        make_splits([store], split_by="patient", seed=1, labels=one)
+        make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=one))
     few: dict[str, tuple[str | None, str | None, str | None]] = {
         r.id: ("a" if i < 2 else "b", None, None) for i, r in enumerate(store.slides)
     }
     with pytest.raises(
         NothingToDo, match="class 'a' cannot be split: found 2 patients, expected at least 3"
     ):
-        make_splits([store], split_by="patient", seed=1, labels=few)
+        make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=few))
 
 
 def test_a_side_left_empty_is_told(store: Store) -> None:
@@ -289,7 +292,7 @@ def test_a_split_that_no_longer_fits_is_refused(store: Store, tmp_path: Path) ->
     write_splits(make_splits([store], split_by="patient", seed=3), path)
     good = json.loads(path.read_text())
     for change, error, says in (
-        ({"version": 2}, UnknownVersion, "version 2"),
+        ({"version": 3}, UnknownVersion, "version 3"),
         ({"stores": ["other"]}, DamagedStore, "was made for other stores"),
         ({"slides": [good["slides"][0] | {"crc": 1}]}, DamagedStore, "is not what .* was made for"),
         ({"slides": [good["slides"][0] | {"slide": 77}]}, DamagedStore, "no such complete slide"),

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from sklearn import metrics as sk
 
 from histopipe.dataset.dealing import ByFolds
+from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.split_makers import make_folds, make_splits
 from histopipe.dataset.splits import SplitBy
 from histopipe.dataset.table import pack_keys
@@ -131,13 +132,21 @@ def labels_for(store: Store, rare: int) -> dict[str, tuple[str | None, str | Non
 
 def test_a_class_too_rare_for_every_fold_is_trained_in_all(small_store: Path) -> None:
     with Store(small_store) as store:
-        folds = make_folds([store], 5, split_by="slide", seed=1, labels=labels_for(store, 2))
+        folds = make_folds(
+            [store], 5, split_by="slide", seed=1, labelling=Labelling(labels=labels_for(store, 2))
+        )
         assert (
             sorted(bool(fold.count()["test"]["rare"]) for fold in folds) == [False] * 3 + [True] * 2
         )
         assert all(fold.count()["train"]["rare"] for fold in folds)
         with pytest.raises(NothingToDo, match="class 'rare' cannot be split: found 1 slide"):
-            make_folds([store], 5, split_by="slide", seed=1, labels=labels_for(store, 1))
+            make_folds(
+                [store],
+                5,
+                split_by="slide",
+                seed=1,
+                labelling=Labelling(labels=labels_for(store, 1)),
+            )
 
 
 # Running them.

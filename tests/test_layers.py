@@ -21,6 +21,7 @@ RANKS = {
         [
             ["errors", "geometry", "files", "_version"],
             ["slides"],
+            ["annotations"],
             ["tiling"],
             ["store"],
             ["ingest"],
@@ -46,6 +47,10 @@ HOMES = {
     "onnxruntime": {"embedding"},
     "pyarrow": {"export"},
     "optuna": {"studies"},
+    "shapely": {"annotations", "reports"},
+    "defusedxml": {"annotations"},
+    "matplotlib": {"reports"},
+    "jinja2": {"reports"},
 }
 
 

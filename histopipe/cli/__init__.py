@@ -22,6 +22,7 @@ COMMANDS = MappingProxyType(
         "import-coords": "Tile slides where CLAM or TRIDENT chose to.",
         "info": "Tell what a store holds.",
         "annotate": "Give patches the classes that are drawn on their slides.",
+        "quality": "Measure focus, pen marks and folds of every patch.",
         "train": "Train a patch model on a store.",
         "embed": "Compute features of every patch of a store.",
         "tune": "Search for settings that do better on validation.",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.cli.parameters import Share
+from histopipe.cli.parameters import Share, together
 
 if TYPE_CHECKING:
     from histopipe.annotations.rules import AnnotationRules
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-_OPTIONS = (
+annotation_options = together(
     click.option(
         "--annotation-threshold", type=Share(), default="50%", show_default=True,
         help="Least share of a patch that its class covers.",
@@ -26,13 +23,7 @@ _OPTIONS = (
         help="Where coordinates begin: at the scanned area's corner or level 0's; auto goes by the tool.",
     ),
 )  # fmt: skip
-
-
-def annotation_options(command: F) -> F:
-    """A command with these flags."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+"""Decorates a command with them."""
 
 
 def rules_of(flags: dict[str, Any], *, roi: str | None = None) -> AnnotationRules:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Options that several commands have, or that belong together, as one decorator; they show in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 class Duration(click.ParamType[float]):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
+from histopipe.cli.label_options import label_options
 from histopipe.cli.parameters import Duration, Fractions, Names
 from histopipe.errors import ExitCode, UsageError
 
@@ -45,14 +46,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
     help="The run's folder.  [default: runs/MODEL-DATE-TIME]",
 )
 @click.option("--resume", is_flag=True, help="Go on with the run in --out, with its own settings.")
-@click.option(
-    "--labels",
-    type=click.Path(),
-    help="CSV: slide,label[,patient][,site], instead of the recorded labels.",
-)
-@click.option(
-    "--allow-extra-rows", is_flag=True, help="Ignore rows of --labels that name no slide."
-)
+@label_options
 @click.option(
     "--mil", type=click.Path(), help="Learn of bags of the features in this folder, not of patches."
 )
@@ -260,7 +254,8 @@ def command(
 def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> None:
     """One training, or one a fold."""
     from histopipe.studies import cross_validation as folds
-    from histopipe.training.config import TrainConfig, flag
+    from histopipe.training.config import TrainConfig
+    from histopipe.training.setting_checks import flag
     from histopipe.training.settings_file import known, resumed
     from histopipe.training.supervise import supervise
 

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from histopipe.dataset.arguments import check_whole, check_whole_or_none, shard_of, store_paths
 from histopipe.dataset.batches import Batches, Column, OnError
 from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.sampling import Balance, make_order
 from histopipe.dataset.selection import Classes, Labels, select
 from histopipe.dataset.source import BatchSource
@@ -41,6 +43,11 @@ def load_dataset(
     classes: Classes | None = None,
     labels: str | Path | Labels | None = None,
     labelled_only: bool = False,
+    labels_from: LabelsFrom = "slide",
+    min_tissue: float = 0.0,
+    min_focus: float = 0.0,
+    exclude_pen: float = 1.0,
+    exclude_dark: float = 1.0,
     splits: str | Path | None = None,
     side: Side = "train",
     columns: Sequence[Column] = (),
@@ -65,12 +72,17 @@ def load_dataset(
             filesystems, where 256 is a good size.
         balance: draw "class", "slide" or "patient" equally often. An epoch then has as many patches as without, rounded up
             to a whole number for each of them; small ones come up several times, of large ones each epoch shows another part.
-        max_per_slide: different patches of a slide in an epoch, at most; other ones in each epoch.
+        max_per_slide: different patches of a slide in an epoch, at most; other ones in each epoch. Where labels come from
+            annotations, of each class of a slide.
         shard: (index, count): yield only this worker's part of each step. All shards together are exactly one epoch, and
             have equally many steps.
         classes: names of the classes in the order of their numbers, or numbers by name; the labels, sorted, if not given.
         labels: a labels CSV, or labels by slide id, in place of the recorded ones.
-        labelled_only: leave out slides without a label of `classes`, which otherwise have label -1.
+        labelled_only: leave out slides, or patches, without a label of `classes`, which otherwise have label -1.
+        labels_from: "annotation" gives patches the classes that are drawn on them (`histopipe annotate`). Splits say themselves
+            what they go by.
+        min_tissue: least share of tissue of a patch.
+        min_focus, exclude_pen, exclude_dark: least focus; most share of pen, and of folds and black (`histopipe quality`).
         splits: a run's `splits.json`; only patches on `side` of it are read.
         side: "train", "validation" or "test".
         columns: more fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
@@ -107,6 +119,14 @@ def load_dataset(
         1, parallel_calls=parallel_calls, max_per_slide=max_per_slide, shuffle_block=shuffle_block
     )
     index, count = shard_of(shard)
+    patch_filter = PatchFilter(
+        min_tissue=min_tissue, min_focus=min_focus, exclude_pen=exclude_pen,
+        exclude_dark=exclude_dark,
+    )  # fmt: skip
+    if labels_from not in get_args(LabelsFrom):
+        raise UsageError("labels_from", found=repr(labels_from), expected="slide or annotation")
+    if labels_from == "annotation" and labels is not None:
+        raise UsageError("labels", found="labels_from='annotation'", expected="one of them")
     if splits is None and side != "train":
         raise UsageError(
             f"side={side!r} is a side of splits", todo="give splits=, a run's splits.json"
@@ -119,6 +139,7 @@ def load_dataset(
         chosen = select(
             stores, classes=classes, labels=_labels(labels, stores), labelled_only=labelled_only,
             splits=read_splits(Path(splits), stores) if splits is not None else None, side=side,
+            labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
         table = PatchTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = Batches(

@@ -206,6 +206,8 @@ def _groups(slides: Sequence[SlideRows], balance: Balance) -> NDArray[np.int64]:
             todo="leave them out (labelled_only=True), or label them",
         )  # fmt: skip
     if balance == "slide":
-        return np.arange(len(slides))
+        # A slide may come once for each of its classes.
+        number: dict[tuple[int, int], int] = {}
+        return np.array([number.setdefault((s.store, s.slide), len(number)) for s in slides])
     names = [slide.label if balance == "class" else slide.patient for slide in slides]
     return np.unique(np.array(names), return_inverse=True)[1].astype(np.int64)

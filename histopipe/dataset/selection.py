@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import Side, SlideSplit, Splits
 from histopipe.dataset.table import MAX_STORES, UNLABELLED, SlideRows
@@ -57,6 +59,8 @@ def select(
     splits: Splits | None = None,
     side: Side = "train",
     labelled_only: bool = False,
+    labels_from: LabelsFrom = "slide",
+    patch_filter: PatchFilter | None = None,
 ) -> list[SlideRows]:
     """The slides of a dataset, in the stores' order.
 
@@ -66,7 +70,10 @@ def select(
         labels: by slide id, in place of the recorded ones; slides not named here are unlabelled.
         splits: take only the patches on `side` of these, in place of all of every complete slide.
         side: which side of the splits.
-        labelled_only: leave out slides without a label.
+        labelled_only: leave out slides, or patches, without a label.
+        labels_from: "annotation" takes the classes that are drawn on patches; a slide then comes once for each of them. Splits
+            say themselves what they go by.
+        patch_filter: leave out patches that are not fit.
 
     Raises:
         UsageError: more stores than a key can tell apart, classes that make no sense, or labels that name no slide.
@@ -78,26 +85,36 @@ def select(
             "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
         )
     held = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
-    parts = _of_splits(splits, side) if splits is not None else _whole(stores, held)
+    if splits is not None:
+        parts = _of_splits(splits, side)
+    elif labels_from == "annotation":
+        parts = _by_annotation(stores, held)
+    else:
+        parts = _whole(stores, held)
     if splits is not None and classes is None and labels is None:
         classes = splits.classes
     named = _labels(stores, labels, splits, held)
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}
-    numbers = class_numbers(classes, filter(None, named.values()))
+    names = (named.get(key) if drawn is None else drawn for key, _, drawn in parts)
+    numbers = class_numbers(classes, filter(None, names))
     chosen = []
-    for key, rows in parts:
+    for key, rows, drawn in parts:
         record = held[key]
-        label = numbers.get(named.get(key) or "", UNLABELLED)
+        name = named.get(key) if drawn is None else drawn
+        label = numbers.get(name or "", UNLABELLED)
         if label == UNLABELLED and labelled_only:
             continue
-        count = record.stored if rows is None else len(rows)
+        fit = _fit(stores[key[0]], key[1], rows, patch_filter)
+        count = record.stored if fit is None else len(fit)
         patient = patients.get(key) or record.patient or record.id
-        chosen.append(SlideRows(*key, count, label, rows, patient))
+        chosen.append(SlideRows(*key, count, label, fit, patient))
     return chosen
 
 
 _Held = Mapping[tuple[int, int], SlideRecord]
-_Part = tuple[tuple[int, int], NDArray[np.int32] | None]
+_Part = tuple[tuple[int, int], NDArray[np.int32] | None, str | None]
+"""Store and slide; rows, or None for all that are readable; and the class that is drawn on them: None where the slide's counts,
+empty for none."""
 
 
 def _labels(
@@ -120,7 +137,7 @@ def _labels(
 
 
 def _whole(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
-    return [(key, _readable(stores[key[0]], key[1])) for key in held]
+    return [(key, _readable(stores[key[0]], key[1]), None) for key in held]
 
 
 def _readable(store: SlideSource, slide: int) -> NDArray[np.int32] | None:
@@ -130,8 +147,44 @@ def _readable(store: SlideSource, slide: int) -> NDArray[np.int32] | None:
     return np.flatnonzero(store.index(slide)["length"]).astype(np.int32)
 
 
+def _by_annotation(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
+    """A part for each class of each slide."""
+    parts: list[_Part] = []
+    for key in held:
+        store = stores[key[0]]
+        index = store.index(key[1])
+        for number in np.unique(index["label"]).tolist():
+            rows = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
+            name = store.classes[number] if 0 <= number < len(store.classes) else ""
+            parts.append((key, rows.astype(np.int32), name))
+    return parts
+
+
+def _fit(
+    store: SlideSource,
+    slide: int,
+    rows: NDArray[np.int32] | None,
+    patch_filter: PatchFilter | None,
+) -> NDArray[np.int32] | None:
+    """Those of a slide's rows that are fit."""
+    if patch_filter is None or not patch_filter.active:
+        return rows
+    fit = patch_filter.fit(
+        store.index(slide), where=f"{store.path}, slide {store.records[slide].id}"
+    )
+    kept = np.flatnonzero(fit) if rows is None else rows[fit[rows]]
+    return kept.astype(np.int32)
+
+
 def _of_splits(splits: Splits, side: Side) -> list[_Part]:
-    return [((s.store, s.slide), _on(s, side)) for s in splits.slides]
+    parts: list[_Part] = []
+    for slide in splits.slides:
+        key = (slide.store, slide.slide)
+        if slide.labels is None:
+            parts.append((key, _on(slide, side), None))
+        else:
+            parts += [(key, rows, name) for name, rows in splits.by_class(slide, side).items()]
+    return parts
 
 
 def _on(slide: SlideSplit, side: Side) -> NDArray[np.int32] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +33,10 @@ class SlideSource(Protocol):
     @property
     def complete(self) -> Mapping[int, SlideRecord]:
         """Records of the slides that can be read."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes that single items may have, in the order of their numbers."""
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """A slide's columns, one row an item; `crc` at least."""

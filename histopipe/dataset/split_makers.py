@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.dealing import ByFolds, ByFractions, Dealing
+from histopipe.dataset.labelling import Candidates, Labelling, candidates
 from histopipe.dataset.slide_source import SlideSource
-from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, SplitBy, Splits, patches_crc
+from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, SplitBy, Splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.store.record import SlideRecord
+
+Group = TypeVar("Group", int, tuple[str, int, int])
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
@@ -25,7 +28,7 @@ def make_splits(
     *,
     split_by: SplitBy,
     seed: int,
-    labels: Mapping[str, tuple[str | None, str | None, str | None]] | None = None,
+    labelling: Labelling | None = None,
     fractions: tuple[float, float, float] = FRACTIONS,
     region: Micrometres = REGION,
 ) -> Splits:
@@ -35,7 +38,7 @@ def make_splits(
         stores: what to train on.
         split_by: what stays together.
         seed: decides which goes where.
-        labels: label, patient and site by slide id, instead of the recorded ones.
+        labelling: where labels come from; what is recorded of slides, if not given.
         fractions: of train, validation and test; groups are counted, not patches.
         region: side of the squares for "region".
 
@@ -43,8 +46,8 @@ def make_splits(
         NothingToDo: fewer than two classes, or a class too small to be on every side.
         UsageError: splitting by site without sites, or by region without a scale.
     """
-    slides = labelled_slides(stores, labels)
-    splits = divide(slides, stores, ByFractions(fractions, seed), split_by=split_by, region=region)
+    found = candidates(stores, labelling or Labelling())
+    splits = divide(found, stores, ByFractions(fractions, seed), split_by=split_by, region=region)
     for side, fraction in zip(SIDES, fractions, strict=True):
         if fraction:
             _refuse_missing(splits, side, splits.classes)
@@ -57,14 +60,14 @@ def make_folds(
     *,
     split_by: SplitBy,
     seed: int,
-    labels: Mapping[str, tuple[str | None, str | None, str | None]] | None = None,
+    labelling: Labelling | None = None,
     fractions: tuple[float, float, float] = FRACTIONS,
     region: Micrometres = REGION,
 ) -> tuple[Splits, ...]:
     """Split as `make_splits`, once for each fold of a cross-validation: every patch that is not left out is in one test set.
 
     Args:
-        stores, split_by, seed, labels, region: as for `make_splits`.
+        stores, split_by, seed, labelling, region: as for `make_splits`.
         folds: how many.
         fractions: the first two say how what is not tested is shared between training and validation.
 
@@ -72,11 +75,11 @@ def make_folds(
         NothingToDo: a class is too small to be trained on and tested.
         UsageError: there are fewer groups than folds.
     """
-    slides = labelled_slides(stores, labels)
+    found = candidates(stores, labelling or Labelling())
     made = []
     for fold in range(folds):
         dealing = ByFolds(fold, folds, fractions, seed)
-        splits = divide(slides, stores, dealing, split_by=split_by, region=region)
+        splits = divide(found, stores, dealing, split_by=split_by, region=region)
         _refuse_missing(splits, "train", splits.classes)
         for side in SIDES[1:]:
             if not splits.count()[side].total():
@@ -85,30 +88,8 @@ def make_folds(
     return tuple(made)
 
 
-def labelled_slides(
-    stores: Sequence[SlideSource],
-    labels: Mapping[str, tuple[str | None, str | None, str | None]] | None,
-) -> list[SlideSplit]:
-    """Every labelled slide with patches, on no side yet.
-
-    Raises:
-        NothingToDo: they are of fewer than two classes.
-    """
-    described = [_described(o, s, n, labels) for o, s in enumerate(stores) for n in s.complete]
-    slides = [slide for slide in described if slide is not None]
-    classes = class_names_of(slides)
-    if len(classes) < 2:
-        raise NothingToDo(
-            "nothing to tell apart", found=f"labels {', '.join(classes) or 'none'}",
-            expected="labelled slides of two classes or more",
-            todo="give a labels.csv (columns slide,label) with --labels, "
-            "or put the slides of each class in a folder of its name and ingest again",
-        )  # fmt: skip
-    return slides
-
-
 def divide(
-    slides: list[SlideSplit],
+    found: Candidates,
     stores: Sequence[SlideSource],
     dealing: Dealing,
     *,
@@ -117,16 +98,17 @@ def divide(
 ) -> Splits:
     """Deal slides, or parts of them, out to the sides."""
     if split_by == "region":
-        divided = _by_region(slides, stores, dealing, region)
+        divided = _by_region(found, stores, dealing, region)
     elif split_by == "patch":
-        divided = _by_patch(slides, dealing)
+        divided = _by_patch(found.slides, dealing)
     else:
-        divided = _by_group(slides, split_by, dealing)
-    return Splits(
-        split_by, dealing.seed, dealing.fractions, tuple(store.uuid for store in stores),
-        tuple(class_names_of(slides)),
-        tuple(_without_unreadable(slide, stores) for slide in divided),
+        divided = _by_group(found.slides, split_by, dealing)
+    fit_only = (
+        slide if fit.all() else replace(slide, sides=np.where(fit, slide.sides, DROPPED).astype(np.int8))
+        for slide, fit in zip(divided, found.fit, strict=True)
     )  # fmt: skip
+    uuids = tuple(store.uuid for store in stores)
+    return Splits(split_by, dealing.seed, dealing.fractions, uuids, found.classes, tuple(fit_only))
 
 
 def _refuse_missing(splits: Splits, side: Side, classes: Sequence[str]) -> None:
@@ -139,33 +121,6 @@ def _refuse_missing(splits: Splits, side: Side, classes: Sequence[str]) -> None:
                 todo="add slides, take smaller patches, or split otherwise"
                 + (" (a larger --region-um)" if splits.split_by == "region" else ""),
             )
-
-
-def class_names_of(slides: Sequence[SlideSplit]) -> list[str]:
-    """The classes of slides that have patches, sorted."""
-    return sorted({slide.label for slide in slides})
-
-
-def _described(
-    ordinal: int,
-    store: SlideSource,
-    number: int,
-    labels: Mapping[str, tuple[str | None, str | None, str | None]] | None,
-) -> SlideSplit | None:
-    """A slide with everything but its sides; None if it is unlabelled or empty."""
-    record: SlideRecord = store.records[number]
-    label, patient, site = (
-        (record.label, record.patient, record.site)
-        if labels is None
-        else labels.get(record.id, (None, None, None))
-    )
-    if not label or not record.stored:
-        return None
-    return SlideSplit(
-        ordinal, number, record.id, label, patient or record.patient or record.id, site or record.site,
-        record.content, record.planned, patches_crc(store, number),
-        np.full(record.planned, DROPPED, np.int8),
-    )  # fmt: skip
 
 
 def _by_group(slides: list[SlideSplit], split_by: SplitBy, dealing: Dealing) -> list[SlideSplit]:
@@ -187,12 +142,39 @@ def _by_group(slides: list[SlideSplit], split_by: SplitBy, dealing: Dealing) -> 
         members[group].append(slide)
     strata: dict[str, list[int]] = defaultdict(list)
     for group, inside in members.items():
-        strata[Counter(slide.label for slide in inside).most_common(1)[0][0]].append(group)
-    sides = dealing.groups(strata, split_by)
+        strata[_stratum(inside)].append(group)
+    sides = dealing.groups(_large_enough(strata, slides), split_by)
     return [
         replace(slide, sides=np.full(slide.count, sides[group], np.int8))
         for slide, group in zip(slides, groups, strict=True)
     ]
+
+
+def _stratum(slides: Sequence[SlideSplit]) -> str:
+    """What a group is dealt with: others of the label that most of its slides have, or whose patches have the same classes."""
+    if slides[0].labels is None:
+        return Counter(slide.label for slide in slides).most_common(1)[0][0]
+    found = {int(code) for slide in slides if slide.labels is not None for code in slide.labels}
+    return str(sorted(found - {-1}))
+
+
+def _large_enough(
+    strata: Mapping[str, Collection[Group]], slides: Sequence[SlideSplit]
+) -> dict[str, list[Group]]:
+    """Strata, sorted; where patches have classes of their own, those too small for every side are dealt together.
+
+    A class of slides that is as small cannot be on every side. A class of patches may be in many groups and the most frequent
+    one in few: whether each side has some is seen when they are dealt.
+    """
+    ordered = {name: sorted(strata[name]) for name in sorted(strata)}
+    small = [name for name, groups in ordered.items() if len(groups) < len(SIDES)]
+    if not small or all(slide.labels is None for slide in slides):
+        return ordered
+    together = [group for name in small for group in ordered.pop(name)]
+    if ordered and len(together) < len(SIDES):
+        largest = max(ordered, key=lambda name: len(ordered[name]))
+        together += ordered.pop(largest)
+    return {**ordered, "mixed": sorted(together)}
 
 
 def _joined(
@@ -230,17 +212,19 @@ def _by_patch(slides: list[SlideSplit], dealing: Dealing) -> list[SlideSplit]:
 
 
 def _by_region(
-    slides: list[SlideSplit],
+    found: Candidates,
     stores: Sequence[SlideSource],
     dealing: Dealing,
     region: Micrometres,
 ) -> list[SlideSplit]:
     """Whole squares of a slide go to one side; patches within a patch width of another side are left out."""
+    slides = found.slides
     squares = [_squares(slide, stores[slide.store], region) for slide in slides]
     strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    for slide, (place, _) in zip(slides, squares, strict=True):
-        strata[slide.label] |= {(_scan(slide), x, y) for x, y in np.unique(place, axis=0).tolist()}
-    sides = dealing.groups({k: sorted(v) for k, v in strata.items()}, "region")
+    for slide, fit, (place, _) in zip(slides, found.fit, squares, strict=True):
+        for name, x, y in _labelled_squares(slide, place, fit, found.classes):
+            strata[name].add((_scan(slide), x, y))
+    sides = dealing.groups(_large_enough(strata, slides), "region")
     divided = []
     for slide, (place, near) in zip(slides, squares, strict=True):
         scan = _scan(slide)
@@ -250,6 +234,21 @@ def _by_region(
         mixed = np.any([(other != own) & (other != DROPPED) for other in others], axis=0)
         divided.append(replace(slide, sides=np.where(mixed, DROPPED, own).astype(np.int8)))
     return divided
+
+
+def _labelled_squares(
+    slide: SlideSplit, place: NDArray[np.int64], fit: NDArray[np.bool_], classes: Sequence[str]
+) -> Iterator[tuple[str, int, int]]:
+    """The squares that patches lie in, (N, 2), each with the class that most of its patches have."""
+    squares, square = np.unique(place[fit], axis=0, return_inverse=True)
+    if slide.labels is None:
+        names = [slide.label] * len(squares)
+    else:
+        votes = np.zeros((len(squares), len(classes)), np.int64)
+        np.add.at(votes, (square.ravel(), slide.labels[fit]), 1)
+        names = [classes[n] for n in votes.argmax(axis=1).tolist()]
+    for name, (x, y) in zip(names, squares.tolist(), strict=True):
+        yield name, x, y
 
 
 def _sides_of(
@@ -290,11 +289,3 @@ def _squares(
         for dy in offsets
     ]
     return place, near
-
-
-def _without_unreadable(slide: SlideSplit, stores: Sequence[SlideSource]) -> SlideSplit:
-    store = stores[slide.store]
-    if not store.records[slide.slide].unreadable:
-        return slide
-    lost = store.index(slide.slide)["length"] == 0
-    return replace(slide, sides=np.where(lost, DROPPED, slide.sides).astype(np.int8))

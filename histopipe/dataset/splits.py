@@ -27,8 +27,9 @@ SIDES: tuple[Side, ...] = ("train", "validation", "test")
 SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 
 DROPPED = -1
-_VERSION = 1
-_FORMAT = f"histopipe-splits version {_VERSION}"
+_NAME = "histopipe-splits"
+_PLAIN, _WITH_LABELS = _VERSIONS = (1, 2)
+"""Version 2 has classes of patches, which who knows only version 1 would take for their slides'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class SlideSplit:
         id, label, patient, site, content: as recorded; `content` is what copies of one scan share.
         count, crc: patches planned, and CRC-32 over their CRCs.
         sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
+        labels: (count,) int16 class numbers of patches that have classes of their own, -1 for none; `label` is then what most
+            of them have. None where all are of the slide's.
     """
 
     store: int
@@ -52,6 +55,7 @@ class SlideSplit:
     count: int
     crc: int
     sides: NDArray[np.int8]
+    labels: NDArray[np.int16] | None = None
 
     def on(self, side: Side) -> NDArray[np.int32]:
         """Rows on one side."""
@@ -81,8 +85,17 @@ class Splits:
         counts: dict[Side, Counter[str]] = {side: Counter() for side in SIDES}
         for slide in self.slides:
             for side in SIDES:
-                counts[side][slide.label] += len(slide.on(side))
+                for name, rows in self.by_class(slide, side).items():
+                    counts[side][name] += len(rows)
         return counts
+
+    def by_class(self, slide: SlideSplit, side: Side) -> dict[str, NDArray[np.int32]]:
+        """A slide's rows on one side, by class."""
+        rows = slide.on(side)
+        if slide.labels is None:
+            return {slide.label: rows}
+        codes = slide.labels[rows]
+        return {self.classes[n]: rows[codes == n] for n in np.unique(codes[codes >= 0]).tolist()}
 
     def leaks(self) -> list[str]:
         """Patients and copied slides that stand on more than one side, in words."""
@@ -113,9 +126,10 @@ def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
 
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json`; whole or not at all."""
+    own = any(slide.labels is not None for slide in splits.slides)
     value = {
-        "format": "histopipe-splits",
-        "version": _VERSION,
+        "format": _NAME,
+        "version": _WITH_LABELS if own else _PLAIN,
         "split_by": splits.split_by,
         "seed": splits.seed,
         "fractions": splits.fractions,
@@ -138,14 +152,17 @@ def read_splits(path: Path, stores: Sequence[SlideSource]) -> Splits:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        found = f"{value['format']} version {value['version']}"
-        splits = None if found != _FORMAT else _from_json(value)
+        found = value["format"], value["version"]
+        known = found[0] == _NAME and found[1] in _VERSIONS
+        splits = _from_json(value) if known else None
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
     except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
     if splits is None:
-        raise UnknownVersion(str(path), found=found, expected=_FORMAT)
+        raise UnknownVersion(
+            str(path), found=f"{found[0]} version {found[1]}", expected=f"{_NAME} version 1 or 2"
+        )
     _check_against_stores(splits, stores, path)
     return splits
 
@@ -202,10 +219,12 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
         name: getattr(slide, name)
         for name in ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
     }
+    if slide.labels is not None:
+        value["labels"] = _packed(slide.labels)
     sides = set(slide.sides.tolist())
     if len(sides) == 1 and sides != {DROPPED}:
         return value | {"side": SIDES[sides.pop()]}
-    return value | {"sides": base64.b64encode(zlib.compress(slide.sides.tobytes())).decode()}
+    return value | {"sides": _packed(slide.sides)}
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
@@ -213,10 +232,24 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     if "side" in value:
         sides = np.full(count, SIDES.index(value["side"]), np.int8)
     else:
-        # Bounded by the count, whatever the file claims to expand to.
-        raw = zlib.decompressobj().decompress(base64.b64decode(value["sides"]), max(1, count))
-        sides = np.frombuffer(raw, np.int8)
-        if len(sides) != count:
-            raise ValueError(f"{value['id']}: {len(sides)} sides for {count} patches")
+        sides = _unpacked(value["sides"], np.int8, count)
+    labels = _unpacked(value["labels"], np.int16, count) if "labels" in value else None
     names = ("store", "slide", "id", "label", "patient", "site", "content", "crc")
-    return SlideSplit(**{name: value[name] for name in names}, count=count, sides=sides)
+    return SlideSplit(
+        **{name: value[name] for name in names}, count=count, sides=sides, labels=labels
+    )
+
+
+def _packed(values: NDArray[Any]) -> str:
+    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return base64.b64encode(zlib.compress(little.tobytes())).decode()
+
+
+def _unpacked(text: str, dtype: Any, count: int) -> NDArray[Any]:
+    kind = np.dtype(dtype).newbyteorder("<")
+    # Bounded by the count, whatever the file claims to expand to.
+    raw = zlib.decompressobj().decompress(base64.b64decode(text), max(1, count * kind.itemsize))
+    values = np.frombuffer(raw, kind)
+    if len(values) != count:
+        raise ValueError(f"{len(values)} values for {count} patches")
+    return values

@@ -87,6 +87,7 @@ class BagSet:
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         self.path = folder
+        self.classes: Sequence[str] = ()  # a bag is of its slide's
         headers = {name: read_header(path) for name, path in feature_files(folder).items()}
         filled = {name: header for name, header in headers.items() if header.rows}
         if not filled:

@@ -42,6 +42,7 @@ class SlideRecord:
         annotations: what the patches' labels come from: the file's name and checksum, and the rules; None for none.
         annotation_notes: what was repaired or left out of that file.
         patch_labels: patches by the class that annotations give them.
+        quality: how focus, pen and darkness of the patches were measured; None where they were not.
         planned, stored, unreadable: patches; `planned = stored + unreadable` when complete.
         unknown: fields of a later version, kept as they are.
     """
@@ -75,6 +76,7 @@ class SlideRecord:
     annotations: str | None = None
     annotation_notes: list[str] = field(default_factory=list)
     patch_labels: dict[str, int] = field(default_factory=dict)
+    quality: str | None = None
     planned: int = 0
     stored: int = 0
     unreadable: int = 0

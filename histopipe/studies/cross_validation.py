@@ -20,10 +20,11 @@ from histopipe.studies.judging import judged_anew
 from histopipe.studies.places import share_devices
 from histopipe.training import run_folder
 from histopipe.training.cluster import in_cluster
-from histopipe.training.config import TrainConfig, flag
+from histopipe.training.config import TrainConfig
 from histopipe.training.plan import new_folds, opened_sources
 from histopipe.training.progress import say
 from histopipe.training.result import is_finished
+from histopipe.training.setting_checks import flag
 from histopipe.training.settings_file import changed, known, read_config
 from histopipe.training.supervise import sigterm_interrupts
 from histopipe.training.watch import Stop

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.training.config import TrainConfig, fits, like
+from histopipe.training.config import TrainConfig
+from histopipe.training.setting_checks import fits, like
 
 if TYPE_CHECKING:
     import optuna

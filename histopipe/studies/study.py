@@ -22,7 +22,7 @@ from histopipe.errors import UsageError
 from histopipe.files import lock_if_free
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.storage import load_optuna, open_storage
-from histopipe.training.config import flag, one_of
+from histopipe.training.setting_checks import flag, one_of
 
 if TYPE_CHECKING:
     import optuna

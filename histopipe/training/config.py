@@ -11,12 +11,15 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from histopipe.dataset.batches import OnError
 from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation, StainNorm
+from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.sampling import Balance
 from histopipe.dataset.splits import SplitBy
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.thresholds import check_rule
 from histopipe.features.kinds import BagOf
+from histopipe.training.setting_checks import fits, flag, like, one_of
 
 Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
 ClassWeights = Literal["none", "balanced"]
@@ -46,6 +49,11 @@ PATCHES_ONLY = (
     "stores",
     "model",
     "weights",
+    "labels_from",
+    "min_tissue",
+    "min_focus",
+    "exclude_pen",
+    "exclude_dark",
     "region_um",
     "augment",
     "stain_norm",
@@ -77,6 +85,8 @@ class TrainConfig:
         bag: what a bag is of: "slide" or "patient".
         pooling: how a bag's patches become one: "gated" or plain "attention", "mean" or "max".
         epochs, batch_size, seed: as everywhere; the batch is global, over all replicas, of patches or bags.
+        labels_from: "annotation" learns the classes that are drawn on patches, "slide" those of their slides.
+        min_tissue, min_focus, exclude_pen, exclude_dark: which patches are fit to be used, see `PatchFilter`.
         split_by, fractions, region_um: how patches are split into train, validation and test.
         splits: a splits.json to use instead of making one.
         allow_leaks: train although a patient or slide is on several sides.
@@ -126,6 +136,11 @@ class TrainConfig:
     epochs: int = 20
     batch_size: int = 64
     seed: int = 1
+    labels_from: LabelsFrom = "slide"
+    min_tissue: float = 0.0
+    min_focus: float = 0.0
+    exclude_pen: float = 1.0
+    exclude_dark: float = 1.0
     split_by: SplitBy = "patient"
     fractions: tuple[float, ...] = (0.7, 0.15, 0.15)
     region_um: float = 250.0
@@ -184,6 +199,7 @@ class TrainConfig:
                     flag(name), found=getattr(self, name), expected=f"from 0 to below {most:g}"
                 )
         check_rule(self.threshold)
+        self.patch_filter  # noqa: B018 - checks its own bounds
         for name in self.augment:
             one_of("--augment", name, ("none", *AUGMENTATIONS))
         self._check_together()
@@ -262,6 +278,14 @@ class TrainConfig:
             )  # fmt: skip
 
     @property
+    def patch_filter(self) -> PatchFilter:
+        """Which patches are fit to be used."""
+        return PatchFilter(
+            min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
+            exclude_dark=self.exclude_dark,
+        )  # fmt: skip
+
+    @property
     def augmentations(self) -> tuple[Augmentation, ...]:
         """Those of `augment` that do something."""
         return tuple(name for name in AUGMENTATIONS if name in self.augment)
@@ -286,28 +310,3 @@ class TrainConfig:
             if value is not None and name not in without
         }
         return tomli_w.dumps(values | further)
-
-
-def like(field: dataclasses.Field[Any]) -> str:
-    """What a value of a setting looks like."""
-    return f"such as {field.default!r}" if field.default is not None else "a text"
-
-
-def fits(value: object, default: object) -> bool:
-    """Whether a value is of a setting's type, which its default shows."""
-    if isinstance(default, tuple):
-        return isinstance(value, list | tuple) and all(fits(v, default[0]) for v in value)
-    if isinstance(default, float):
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is type(default) if default is not None else isinstance(value, str)
-
-
-def flag(name: str) -> str:
-    """A setting as the command line has it."""
-    return f"--{name.replace('_', '-')}"
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """A UsageError unless it is."""
-    if value not in allowed:
-        raise UsageError(name, found=repr(value), expected=" or ".join(allowed))

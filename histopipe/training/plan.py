@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from histopipe.dataset.labels import Labels, labels_from
+from histopipe.dataset.labelling import Labelling
+from histopipe.dataset.labels import labels_from
 from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.split_makers import make_folds, make_splits
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
@@ -71,7 +72,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SlideSource]) -> Splits:
             sources,
             split_by=config.split_by,
             seed=config.seed,
-            labels=_labels(config, sources),
+            labelling=_labelling(config, sources),
             fractions=_three(config.fractions),
             region=Micrometres(config.region_um),
         )
@@ -95,17 +96,20 @@ def new_folds(
         folds,
         split_by=config.split_by,
         seed=config.seed,
-        labels=_labels(config, sources),
+        labelling=_labelling(config, sources),
         fractions=_three(config.fractions),
         region=Micrometres(config.region_um),
     )
 
 
-def _labels(config: TrainConfig, sources: Sequence[SlideSource]) -> Labels | None:
-    """Labels of a file in place of the recorded ones; bags were made with them."""
-    if config.mil is not None:
-        return None
-    return labels_from(config.labels, sources, allow_extra=config.allow_extra_rows)
+def _labelling(config: TrainConfig, sources: Sequence[SlideSource]) -> Labelling:
+    """Where labels come from: bags were made with theirs."""
+    labels = None
+    if config.mil is None:
+        labels = labels_from(config.labels, sources, allow_extra=config.allow_extra_rows)
+    return Labelling(
+        labels=labels, labels_from=config.labels_from, patch_filter=config.patch_filter
+    )
 
 
 def _three(fractions: tuple[float, ...]) -> tuple[float, float, float]:

@@ -130,6 +130,8 @@ def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
     digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, where)).encode())
     for slide in splits.slides:
         digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.sides.tobytes())
+        if slide.labels is not None:
+            digest.update(slide.labels.tobytes())
     return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.training.config import BAG_DEFAULTS, TrainConfig, fits, flag, like
+from histopipe.training.config import BAG_DEFAULTS, TrainConfig
+from histopipe.training.setting_checks import fits, flag, like
 
 MAY_CHANGE = (
     "epochs", "patience", "devices", "on_error", "accumulate", "save_minutes", "tensorboard",

@@ -1,0 +1,149 @@
+"""Which patches are labelled, how, and whether they are fit to be used: what splits are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.labels import Labels
+from histopipe.dataset.patch_filter import PatchFilter
+from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
+from histopipe.errors import NothingToDo
+from histopipe.store.record import SlideRecord
+
+LabelsFrom = Literal["slide", "annotation"]
+NO_CLASS = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelling:
+    """Where labels come from, and which patches are used.
+
+    Attributes:
+        labels: label, patient and site by slide id, in place of the recorded ones.
+        labels_from: "annotation" gives each patch the class that is drawn on it; "slide" that of its slide.
+        patch_filter: which patches are fit.
+    """
+
+    labels: Labels | None = None
+    labels_from: LabelsFrom = "slide"
+    patch_filter: PatchFilter = field(default_factory=PatchFilter)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Labelled slides on no side yet.
+
+    Attributes:
+        classes: names, in the order of their numbers.
+        slides: with all but their sides.
+        fit: of each slide (count,) whether its patches may be on any side: labelled, readable, and let through by the filter.
+    """
+
+    classes: tuple[str, ...]
+    slides: list[SlideSplit]
+    fit: list[NDArray[np.bool_]]
+
+
+def candidates(stores: Sequence[SlideSource], labelling: Labelling) -> Candidates:
+    """Every labelled slide with patches.
+
+    Raises:
+        NothingToDo: they are of fewer than two classes.
+        UsageError: the filter goes by what has not been measured.
+    """
+    by_annotation = labelling.labels_from == "annotation"
+    classes = _drawn_classes(stores) if by_annotation else ()
+    found = [
+        candidate
+        for ordinal, store in enumerate(stores)
+        for number in store.complete
+        if (candidate := _candidate(ordinal, store, number, labelling, classes)) is not None
+    ]
+    slides = [slide for slide, _ in found]
+    if not by_annotation:
+        classes = tuple(sorted({slide.label for slide in slides}))
+    if len(classes) < 2:
+        raise _nothing_to_tell_apart(classes, labelling.labels_from)
+    return Candidates(classes, slides, [fit for _, fit in found])
+
+
+def class_codes(store: SlideSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
+    """(N,) the class that is drawn on each patch of a slide, a place in `classes`; -1 for none of them."""
+    number = {name: place for place, name in enumerate(classes)}
+    table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
+    label = store.index(slide)["label"]
+    return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
+
+
+def _drawn_classes(stores: Sequence[SlideSource]) -> tuple[str, ...]:
+    """The classes that any patch has, sorted."""
+    return tuple(
+        sorted({name for store in stores for r in store.complete.values() for name in r.patch_labels})
+    )  # fmt: skip
+
+
+def _candidate(
+    ordinal: int, store: SlideSource, number: int, labelling: Labelling, classes: Sequence[str]
+) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
+    """A slide with everything but its sides; None if it is unlabelled or empty."""
+    record: SlideRecord = store.records[number]
+    label, patient, site = (
+        (record.label, record.patient, record.site)
+        if labelling.labels is None
+        else labelling.labels.get(record.id, (None, None, None))
+    )
+    codes = None
+    if labelling.labels_from == "annotation":
+        # Slides without annotations need not have their index read.
+        label = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
+        codes = class_codes(store, number, classes) if label is not None else None
+    if not label or not record.stored:
+        return None
+    slide = SlideSplit(
+        ordinal, number, record.id, label, patient or record.patient or record.id,
+        site or record.site, record.content, record.planned, patches_crc(store, number),
+        np.full(record.planned, DROPPED, np.int8), codes,
+    )  # fmt: skip
+    return slide, _fit(store, number, record, labelling.patch_filter, codes)
+
+
+def _fit(
+    store: SlideSource,
+    number: int,
+    record: SlideRecord,
+    patch_filter: PatchFilter,
+    codes: NDArray[np.int16] | None,
+) -> NDArray[np.bool_]:
+    fit = np.ones(record.planned, np.bool_)
+    if codes is not None:
+        fit &= codes != NO_CLASS
+    if record.unreadable:
+        fit &= store.index(number)["length"] > 0
+    if patch_filter.active:
+        fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")
+    return fit
+
+
+def _nothing_to_tell_apart(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
+    by: dict[str, Any] = {
+        "slide": (
+            "labelled slides of two classes or more",
+            "give a labels.csv (columns slide,label) with --labels, or put the slides of each class in a folder "
+            "of its name and ingest again; classes that are drawn on slides: --labels-from annotation",
+        ),
+        "annotation": (
+            "patches of two classes or more, drawn on their slides",
+            "run `histopipe annotate STORE ANNOTATIONS` first",
+        ),
+    }
+    expected, todo = by[labels_from]
+    return NothingToDo(
+        "nothing to tell apart", found=f"labels {', '.join(classes) or 'none'}", expected=expected,
+        todo=todo,
+    )  # fmt: skip

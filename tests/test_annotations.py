@@ -1,0 +1,627 @@
+"""Outlines of other tools, and the classes that they give to patches: against slow obvious twins, and files that mean harm."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import defusedxml.ElementTree
+import numpy as np
+import pytest
+import shapely
+from conftest import Run, make_slides
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from histopipe.annotations.folder import find_annotations
+from histopipe.annotations.outline import Outline, Outlines
+from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
+from histopipe.annotations.read import read_annotations
+from histopipe.annotations.regions import Regions, read_regions, regions_of
+from histopipe.annotations.rules import AnnotationRules
+from histopipe.errors import UsageError
+from histopipe.geometry import PointL0, RegionL0, Size
+from histopipe.slides.tables import SlideNames
+from histopipe.store.store import Store
+
+SIZE = Size(2220, 2967)
+WHOLE = RegionL0(PointL0(0, 0), SIZE)
+Point = tuple[float, float]
+
+
+def shoelace(ring: list[list[float]]) -> float:
+    """The area within a ring that does not cross itself."""
+    following = ring[1:] + ring[:1]
+    return abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(ring, following, strict=True))) / 2
+
+
+def write_geojson(path: Path, *features: tuple[str | None, list[list[Point]]]) -> Path:
+    value = {
+        "type": "FeatureCollection",
+        "features": [
+            {
+                "type": "Feature",
+                "id": f"f{i}",
+                "geometry": {"type": "Polygon", "coordinates": rings},
+                "properties": {"classification": {"name": name}} if name else {},
+            }
+            for i, (name, rings) in enumerate(features)
+        ],
+    }
+    path.write_text(json.dumps(value))
+    return path
+
+
+def square(left: float, top: float, side: float) -> list[Point]:
+    return [(left, top), (left + side, top), (left + side, top + side), (left, top + side)]
+
+
+# Real files
+
+
+def test_areas_of_geojson_are_those_of_its_rings(data: Path) -> None:
+    for name in ("multipolygon-with-holes", "qupath-unclassified", "CMU-1-Small-Region"):
+        path = data / "annotations" / f"{name}.geojson"
+        value = json.loads(path.read_text())
+        features = value.get("features", [value])
+        found = read_annotations(path).found
+        assert len(found) == len(features)
+        for outline, feature in zip(found, features, strict=True):
+            shell, *holes = feature["geometry"]["coordinates"]
+            expected = shoelace(shell) - sum(map(shoelace, holes))
+            assert outline.area.area == pytest.approx(expected, rel=1e-9)
+        if name == "multipolygon-with-holes":
+            assert len(features[0]["geometry"]["coordinates"]) == 2, "a hole"
+
+
+def test_areas_of_imagescope_are_those_that_it_wrote_itself(data: Path) -> None:
+    path = data / "annotations" / "imagescope-TCGA-EJ-5518.xml"
+    outlines = read_annotations(path)
+    written = [float(r.attrib["Area"]) for r in defusedxml.ElementTree.parse(path).iter("Region")]
+    assert [it.name for it in outlines.found] == ["CaP", "CaP", None, None]
+    assert len(written) == len(outlines.found) == 4
+    for outline, area in zip(outlines.found, written, strict=True):
+        repaired = any(note.startswith(f"{outline.feature} repaired") for note in outlines.notes)
+        # A line that crosses itself adds and subtracts its loops in ImageScope's own sum.
+        assert outline.area.area == pytest.approx(area, rel=2e-3 if repaired else 1e-6)
+        assert outline.area.is_valid
+
+
+def test_unclassified_outlines_are_named_by_an_option(data: Path) -> None:
+    path = data / "annotations" / "qupath-unclassified.geojson"
+    size = Size(20_000, 20_000)
+    bounds = RegionL0(PointL0(0, 0), size)
+    without = read_regions(path, AnnotationRules(), size=size, bounds=bounds)
+    assert without.classes == ()
+    assert "3 outlines without a class left out" in without.notes[0]
+    named = read_regions(path, AnnotationRules(unclassified="gland"), size=size, bounds=bounds)
+    assert named.classes == ("gland",)
+    assert not named.notes
+
+
+def test_geojson_and_asap_give_the_same_labels_but_for_the_hole(data: Path) -> None:
+    x, y = (grid.ravel() for grid in np.meshgrid(np.arange(0, 2150, 32), np.arange(0, 2900, 32)))
+    found = {}
+    for suffix in ("geojson", "asap.xml"):
+        path = data / "annotations" / f"CMU-1-Small-Region.{suffix}"
+        regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
+        found[suffix] = label_patches(regions, x, y, 64, threshold=0.5)
+    features = json.loads((data / "annotations" / "CMU-1-Small-Region.geojson").read_text())
+    rings = features["features"][0]["geometry"]["coordinates"]
+    assert len(rings) == 2, "the hole"
+    near = shapely.intersects(shapely.box(x, y, x + 64, y + 64), shapely.Polygon(rings[1]))
+    ours, theirs = found["geojson"], found["asap.xml"]
+    assert ours.classes == theirs.classes == ("Dermis", "Epidermis")
+    assert np.array_equal(ours.label[~near], theirs.label[~near])
+    assert np.allclose(ours.covered[~near], theirs.covered[~near], atol=1e-6)
+    assert (theirs.covered[near] >= ours.covered[near] - 1e-6).all()
+    assert not np.array_equal(ours.label[near], theirs.label[near])
+    assert min(np.bincount(ours.label + 1)) > 100
+
+
+# Against a slow twin
+
+FINE = 16
+"""Points along a side of a square."""
+
+
+def inside(ring: list[Point], x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which points a ring encloses, by counting crossings to the right."""
+    odd = np.zeros(x.shape, np.bool_)
+    for (x0, y0), (x1, y1) in zip(ring, ring[1:] + ring[:1], strict=True):
+        if y0 != y1:
+            odd ^= ((y0 > y) != (y1 > y)) & (x < (x1 - x0) * (y - y0) / (y1 - y0) + x0)
+    return odd
+
+
+@st.composite
+def stars(draw: st.DrawFn) -> list[Point]:
+    """A ring that does not cross itself, with corners anywhere."""
+    count = draw(st.integers(3, 12))
+    x, y = draw(st.floats(0, 64)), draw(st.floats(0, 64))
+    radii = draw(st.lists(st.floats(2, 40), min_size=count, max_size=count))
+    turns = [2 * math.pi * i / count for i in range(count)]
+    return [(x + r * math.cos(t), y + r * math.sin(t)) for r, t in zip(radii, turns, strict=True)]
+
+
+DRAWN = st.tuples(st.sampled_from(["a", "b", "c", "excluded"]), stars())
+
+
+def rasterised(
+    drawn: list[tuple[str, list[Point]]], x: NDArray[np.int64], y: NDArray[np.int64], side: int
+) -> dict[str, NDArray[np.float64]]:
+    """Share of each square by class: every point is painted, the smallest outline last."""
+    offsets = (np.arange(FINE) + 0.5) * side / FINE
+    px = x[:, None, None] + offsets[None, None, :] + np.zeros((1, FINE, 1))
+    py = y[:, None, None] + offsets[None, :, None] + np.zeros((1, 1, FINE))
+    owner = np.full(px.shape, "", object)
+    order = sorted(range(len(drawn)), key=lambda i: (-shoelace(list(map(list, drawn[i][1]))), i))
+    for i in order:
+        owner[inside(drawn[i][1], px, py)] = drawn[i][0]
+    for name, ring in drawn:
+        if name == "excluded":
+            owner[inside(ring, px, py)] = "excluded"
+    return {name: (owner == name).mean(axis=(1, 2)) for name in "abc"}
+
+
+@given(st.lists(DRAWN, min_size=1, max_size=7), st.sampled_from([7, 16]), st.floats(0.1, 1))
+@settings(max_examples=60)
+def test_labels_agree_with_rasterising(
+    drawn: list[tuple[str, list[Point]]], side: int, threshold: float
+) -> None:
+    areas = sorted(shoelace(list(map(list, ring))) for _, ring in drawn)
+    assume(all(b - a > 1e-6 for a, b in itertools.pairwise(areas)))
+    x, y = (
+        g.ravel().astype(np.int64) for g in np.meshgrid(range(-9, 70, side), range(0, 70, side))
+    )
+    outlines = Outlines("slide")
+    for i, (name, ring) in enumerate(drawn):
+        excluded = name == "excluded"
+        outlines.add(str(i), None if excluded else name, [[ring]], excluded=excluded)
+    size = Size(200, 200)
+    regions = regions_of(
+        outlines, AnnotationRules(), size=size, bounds=RegionL0(PointL0(0, 0), size)
+    )
+    labels = label_patches(regions, x, y, side, threshold=threshold)
+    shares = rasterised(drawn, x, y, side)
+    best = np.max(list(shares.values()), axis=0)
+    # Each line that crosses a square is off by up to about a point along its way.
+    slack = 3.0 * len(drawn) / FINE
+    assert np.abs(labels.covered - best).max() < slack
+    assert np.abs(labels.covered - best).mean() < slack / 4
+    for i in range(len(x)):
+        ranked = sorted(((shares[n][i], n) for n in "abc"), reverse=True)
+        sure = ranked[0][0] - ranked[1][0] > slack and abs(ranked[0][0] - threshold) > slack
+        if sure:
+            given_class = labels.classes[labels.label[i]] if labels.label[i] >= 0 else None
+            assert given_class == (ranked[0][1] if ranked[0][0] >= threshold else None)
+
+
+def labels_of(
+    *drawn: tuple[str | None, list[Point]], threshold: float = 0.5, **rules: Any
+) -> tuple[Regions, PatchLabels]:
+    outlines = Outlines("slide")
+    for i, (name, ring) in enumerate(drawn):
+        out = name == "out"
+        outlines.add(f"f{i}", None if out else name, [[ring]], excluded=out)
+    regions = regions_of(outlines, AnnotationRules(**rules), size=SIZE, bounds=WHOLE)
+    x, y = np.array([0, 100, 200]), np.array([0, 0, 0])
+    return regions, label_patches(regions, x, y, 100, threshold=threshold)
+
+
+def test_where_outlines_overlap() -> None:
+    _, labels = labels_of(
+        ("tissue", square(0, 0, 300)), ("gland", square(100, 0, 100)), ("out", square(200, 0, 100))
+    )
+    assert labels.classes == ("gland", "tissue")
+    assert labels.label.tolist() == [1, 0, -1]
+    assert labels.covered.tolist() == [1, 1, 0]
+    # The order in the file decides between outlines of one size, and none is counted twice.
+    _, labels = labels_of(("a", square(0, 0, 100)), ("b", square(0, 0, 100)))
+    assert labels.classes[labels.label[0]] == "b"
+    _, labels = labels_of(("a", square(0, 0, 60)), ("a", square(0, 0, 70)), threshold=0.6)
+    assert labels.covered[0] == pytest.approx(0.49)
+    assert labels.label[0] == -1
+    # Of two that cover equally much, the first by name.
+    half = [(0.0, 0.0), (100.0, 0.0), (100.0, 50.0), (0.0, 50.0)]
+    _, labels = labels_of(("b", half), ("a", [(px, py + 50) for px, py in half]))
+    assert labels.classes[labels.label[0]] == "a"
+
+
+def test_a_region_of_interest_is_no_class() -> None:
+    regions, labels = labels_of(
+        ("roi", square(0, 0, 150)),
+        ("gland", square(0, 0, 60)),
+        ("out", square(0, 0, 50)),
+        roi="roi",
+    )
+    assert labels.classes == ("gland",)
+    shares = roi_shares(regions, np.array([0, 100, 200]), np.array([0, 0, 0]), 100)
+    assert shares.tolist() == pytest.approx([0.75, 0.5, 0])
+    assert regions.draws("roi")
+    assert not labels_of(("gland", square(0, 0, 60)), roi="roi")[0].draws("roi")
+
+
+def test_many_patches_are_labelled_as_few() -> None:
+    """In pieces, by threads, and with outlines of many points, which are cut up."""
+    turns = np.linspace(0, 2 * np.pi, 5000, endpoint=False)
+    ring = list(zip(1100 + 900 * np.cos(turns), 1400 + 1000 * np.sin(turns), strict=True))
+    outlines = Outlines("slide")
+    outlines.add("ring", "a", [[ring]])
+    regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
+    x, y = (g.ravel() for g in np.meshgrid(np.arange(0, 2200, 8), np.arange(0, 2900, 8)))
+    assert len(x) > 60_000
+    covered = label_patches(regions, x, y, 8, threshold=0.5).covered
+    assert covered.sum() * 64 == pytest.approx(outlines.found[0].area.area, rel=1e-5)
+    some = np.arange(0, len(x), 997)
+    cells = shapely.box(x[some], y[some], x[some] + 8, y[some] + 8)
+    expected = shapely.area(shapely.intersection(cells, outlines.found[0].area)) / 64
+    assert np.allclose(covered[some], expected, atol=1e-6)
+
+
+# What files say
+
+
+def test_what_is_not_as_it_should_be_is_told_by_feature(tmp_path: Path) -> None:
+    bow = [(0.0, 0.0), (100.0, 100.0), (100.0, 0.0), (0.0, 100.0)]
+    path = write_geojson(
+        tmp_path / "a.geojson",
+        ("a", [bow]), ("a", [[(1, 1), (2, 2)]]), ("a", [square(5000, 5000, 10)]),
+        ("a", [square(2200, 2900, 100)]), ("Ignore*", [square(0, 0, 10)]),
+    )  # fmt: skip
+    regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
+    told = "; ".join(regions.notes)
+    assert "feature f0 repaired (self-intersection): 5,000 square pixels" in told
+    assert "feature f1 left out: it has no area" in told
+    assert "feature f2 left out: it lies beside the slide of 2220×2967, at 5000 to 5010" in told
+    assert "feature f3 sticks out" in told
+    assert [it.excluded for it in regions.outlines] == [True, False, False]
+    assert regions.told(path)[0].endswith(" and 1 more")
+
+
+def test_shapes_of_geojson(tmp_path: Path) -> None:
+    feature: dict[str, Any] = {
+        "type": "Feature",
+        "properties": {"classification": {"names": ["Tumor", "Positive"]}},
+        "geometry": {
+            "type": "GeometryCollection",
+            "geometries": [
+                {
+                    "type": "MultiPolygon",
+                    "coordinates": [[square(0, 0, 10)], [square(20, 0, 10), square(22, 2, 5)]],
+                },
+                {"type": "LineString", "coordinates": [[0, 0], [1, 1]]},
+            ],
+        },
+    }
+    cell = {**feature, "properties": {"objectType": "cell"}}
+    path = tmp_path / "a.json"
+    for value in (feature, [feature, cell], {"type": "FeatureCollection", "features": [feature]}):
+        path.write_text("\ufeff" + json.dumps(value))
+        outlines = read_annotations(path)
+        assert [(it.name, it.area.area) for it in outlines.found] == [("Tumor: Positive", 175)]
+        assert "feature 1 left out: LineString has no area" in outlines.notes
+    path.write_text(json.dumps([cell]))
+    assert read_annotations(path).notes == [
+        "1 detections, cells or tiles left out: annotations are read"
+    ]
+
+
+def asap(*annotations: tuple[str, str, list[Point]]) -> str:
+    told = "".join(
+        f'<Annotation Name="n{i}" Type="{kind}" PartOfGroup="{group}"><Coordinates>'
+        # Order counts, not place.
+        + "".join(
+            f'<Coordinate Order="{n}" X="{x}" Y="{y}"/>'
+            for n, (x, y) in reversed(list(enumerate(p)))
+        )
+        + "</Coordinates></Annotation>"
+        for i, (kind, group, p) in enumerate(annotations)
+    )
+    return f"<ASAP_Annotations><Annotations>{told}</Annotations></ASAP_Annotations>"
+
+
+def test_groups_of_asap(tmp_path: Path) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text(
+        asap(
+            ("Polygon", "_0", square(0, 0, 10)), ("Rectangle", "_1", square(20, 0, 10)),
+            ("Spline", "_2", square(0, 0, 5)), ("Polygon", "None", square(40, 0, 10)),
+            ("Dot", "metastases", [(1, 1)]), ("Polygon", "metastases", square(60, 0, 10)),
+        )
+    )  # fmt: skip
+    outlines = read_annotations(path)
+    assert [(it.name, it.excluded) for it in outlines.found] == [
+        ("tumor", False), ("tumor", False), (None, True), (None, False), ("metastases", False),
+    ]  # fmt: skip
+    assert outlines.notes == ["n4 left out: dot has no area"]
+    regions = regions_of(outlines, AnnotationRules(), size=SIZE, bounds=WHOLE)
+    labels = label_patches(regions, np.array([0, 20]), np.array([0, 0]), 10, threshold=0.5)
+    assert labels.covered.tolist() == [0.75, 1]
+
+
+def test_layers_and_holes_of_imagescope(tmp_path: Path) -> None:
+    def region(number: int, ring: list[Point], kind: int = 0, negative: int = 0) -> str:
+        vertices = "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in ring)
+        return f'<Region Id="{number}" Type="{kind}" NegativeROA="{negative}"><Vertices>{vertices}</Vertices></Region>'
+
+    path = tmp_path / "a.xml"
+    path.write_text(
+        '<Annotations><Annotation Id="1" Name="tumour"><Regions>'
+        + region(1, square(0, 0, 100))
+        + region(2, square(10, 10, 10), negative=1)
+        + region(3, [(200, 0), (300, 50)], kind=2)
+        + region(4, [(0, 0), (5, 5)], kind=4)
+        + '</Regions></Annotation><Annotation Id="2" Name=""><Attributes><Attribute Name="Description" Value="stroma"/>'
+        f"</Attributes><Regions>{region(1, square(10, 10, 10))}</Regions></Annotation></Annotations>"
+    )
+    outlines = read_annotations(path)
+    assert [it.name for it in outlines.found] == ["tumour", "tumour", "stroma"]
+    areas = [it.area.area for it in outlines.found]
+    assert areas == pytest.approx([9900, math.pi * 50 * 25, 100], rel=1e-3)
+    assert outlines.notes == ["layer 1, region 4 left out: an arrow or a ruler has no area"]
+
+
+def test_coordinates_begin_where_the_tool_has_them(tmp_path: Path) -> None:
+    bounds = RegionL0(PointL0(100, 50), Size(1000, 1000))
+    outlines = {
+        "qupath": read_annotations(write_geojson(tmp_path / "a.geojson", ("a", [square(0, 0, 9)])))
+    }
+    (tmp_path / "a.xml").write_text(asap(("Polygon", "a", square(0, 0, 9))))
+    outlines["asap"] = read_annotations(tmp_path / "a.xml")
+
+    def corner(tool: str, origin: str) -> list[float]:
+        rules = AnnotationRules(origin=origin)  # type: ignore[arg-type]  # one of three
+        found = regions_of(outlines[tool], rules, size=SIZE, bounds=bounds).outlines
+        return list(found[0].area.bounds[:2])
+
+    assert corner("qupath", "auto") == corner("asap", "bounds") == [100, 50]
+    assert corner("asap", "auto") == corner("qupath", "slide") == [0, 0]
+
+
+def test_files_are_found_by_their_slides_names(tmp_path: Path) -> None:
+    names = SlideNames(["x/one", "two", "three.more"])
+    for name in ("one.geojson", "two.asap.xml", "three.more.json", ".hidden.xml", "four.xml"):
+        (tmp_path / name).write_text("")
+    found = find_annotations(tmp_path, names)
+    assert {slide: path.name for slide, path in found.by_slide.items()} == {
+        "x/one": "one.geojson", "two": "two.asap.xml", "three.more": "three.more.json",
+    }  # fmt: skip
+    assert found.notes == ("1 files of annotations name no slide: four.xml",)
+    (tmp_path / "two.xml").write_text("")
+    again = find_annotations(tmp_path, names)
+    assert again.by_slide["two"].name == "two.xml"
+    assert "two.asap.xml is not taken" in again.notes[1]
+    (tmp_path / "two.json").write_text("")
+    with pytest.raises(UsageError, match="two files of annotations for slide two"):
+        find_annotations(tmp_path, names)
+    with pytest.raises(UsageError, match=r"called as a slide is: found four.xml.*\.geojson"):
+        find_annotations(tmp_path / "four.xml", names)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="holds no annotations"):
+        find_annotations(tmp_path / "empty", names)
+
+
+# Files that mean harm
+
+BOMB = (
+    '<?xml version="1.0"?><!DOCTYPE x [<!ENTITY a "aaaaaaaaaa">'
+    + "".join(
+        f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+    )
+    + "]><ASAP_Annotations>&i;</ASAP_Annotations>"
+)
+FILE_ENTITY = (
+    '<!DOCTYPE x [<!ENTITY a SYSTEM "file:///etc/passwd">]><ASAP_Annotations>&a;</ASAP_Annotations>'
+)
+POLYGON = (
+    '{"type":"Feature","id":"x","geometry":{"type":"Polygon","coordinates":[[[0,0],[9,0],[%s,9]]]}}'
+)
+BAD: dict[str, tuple[str | bytes, str]] = {
+    "cut.xml": ("<ASAP_Annotations><Annotations><Annota", "not XML, or cut off"),
+    "bomb.xml": (BOMB, "document type or entities"),
+    "file.xml": (FILE_ENTITY, "document type or entities"),
+    "empty.xml": ("", "not XML"),
+    "other.xml": ("<html/>", "XML of another tool: found <html>"),
+    "letters.xml": (asap(("Polygon", "a", [("x", 1)])), "a coordinate: found"),  # type: ignore[list-item]
+    "infinite.xml": (asap(("Polygon", "a", [(1, 2), (math.inf, 1), (3, 4)])), "a coordinate"),
+    "nan.geojson": (POLYGON % "NaN", "NaN, which is no number"),
+    "infinite.geojson": (POLYGON % "Infinity", "Infinity, which is no number"),
+    "large.geojson": (POLYGON % "1e999", "a coordinate: found"),
+    "text.geojson": (POLYGON % '"a"', "the coordinates of its Polygon"),
+    "cut.geojson": (POLYGON[:60], "not JSON"),
+    "number.geojson": ("17", "not GeoJSON: found int"),
+    "entry.geojson": ("[1]", "not GeoJSON: entry 1"),
+    "latin.geojson": (b'{"name": "\xe4"}', "not UTF-8"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    content, message = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UsageError) as raised:
+        read_annotations(path)
+    assert str(path) in str(raised.value)
+    assert message in str(raised.value)
+
+
+HUNDRED_MB = 100_000_000
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning", "repeated", "message"),
+    [
+        ("deep.geojson", "", "[", "brackets within brackets"),
+        ("deep-objects.geojson", "", '{"a":', "brackets within brackets"),
+        ("deep.xml", "", "<a>", "more than 32 deep"),
+        ("inside.xml", "<ASAP_Annotations><Annotations>", "<Annotation>", "more than 32 deep"),
+    ],
+)
+def test_a_hundred_megabytes_of_nesting_take_bounded_memory(
+    name: str, beginning: str, repeated: str, message: str, tmp_path: Path
+) -> None:
+    """In an address space of 1.5 GB and 60 s."""
+    path = tmp_path / name
+    path.write_text(beginning + repeated * (HUNDRED_MB // len(repeated)))
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1_500_000_000,) * 2)\n"
+        "from pathlib import Path; from histopipe.annotations.read import read_annotations\n"
+        "from histopipe.errors import UsageError\n"
+        "try: read_annotations(Path(sys.argv[1]))\n"
+        "except UsageError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, str(path)], capture_output=True, text=True, timeout=60,
+        check=False,
+    )  # fmt: skip
+    assert message in done.stdout, done.stderr[-500:]
+    assert str(path) in done.stdout
+
+
+def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.geojson"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match="too large: found 1,099,512 MB, expected at most 256 MiB"):
+        read_annotations(path)
+
+
+@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
+    st.sampled_from(["type", "features", "geometry", "coordinates", "geometries", "properties", "classification", "id", "name"]),
+    inner | st.sampled_from(["Feature", "FeatureCollection", "Polygon", "MultiPolygon", "GeometryCollection"]), max_size=5)))  # fmt: skip
+@settings(max_examples=300)
+def test_any_json_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.geojson"
+    path.write_text(json.dumps(value))
+    try:
+        for outline in read_annotations(path).found:
+            assert isinstance(outline, Outline)
+            assert outline.area.is_valid
+    except UsageError as error:
+        assert str(path) in str(error)
+
+
+@given(st.binary(max_size=300) | st.text(alphabet="<>/&;!aA\"'= ASAP_Annotations", max_size=200))
+@settings(max_examples=300)
+def test_any_bytes_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, value: bytes | str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.xml"
+    path.write_bytes(value if isinstance(value, bytes) else value.encode())
+    with pytest.raises(UsageError, match=r"fuzzed\.xml"):
+        read_annotations(path)
+
+
+# At ingest, or later
+
+
+@pytest.fixture
+def skin(tmp_path: Path, data: Path) -> Path:
+    """A folder with the real slide, and its annotations beside it."""
+    (tmp_path / "slides").mkdir()
+    (tmp_path / "drawn").mkdir()
+    shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "slides")
+    shutil.copy(data / "annotations" / "CMU-1-Small-Region.geojson", tmp_path / "drawn")
+    return tmp_path
+
+
+def patch_labels(store: Path) -> dict[str, list[Any]]:
+    """Label and covered share of each patch, by slide."""
+    with Store(store) as opened:
+        found = {}
+        for number, record in opened.complete.items():
+            index = opened.index(number)
+            names = [*opened.classes, None]
+            labels = [names[label] for label in index["label"].tolist()]
+            covered = index.get("covered", np.full(len(labels), np.nan))
+            found[record.id] = list(
+                zip(labels, np.nan_to_num(covered, nan=-1).tolist(), strict=True)
+            )
+        return found
+
+
+def test_annotating_later_is_as_annotating_at_ingest(skin: Path, run: Run) -> None:
+    slides = ["slides", "--patch-size", "64"]
+    done = run("ingest", *slides, "--out", "at-once.lmdb", "--annotations", "drawn")
+    assert done.returncode == 0, done.stderr
+    assert run("ingest", *slides, "--out", "later.lmdb").returncode == 0
+    before = (skin / "later.lmdb" / "data.mdb").stat().st_mtime_ns
+    done = run("annotate", "later.lmdb", "drawn", "--json")
+    assert json.loads(done.stdout)["patches"] == {"Dermis": 154, "Epidermis": 146}, done.stderr
+    expected = patch_labels(skin / "at-once.lmdb")
+    assert patch_labels(skin / "later.lmdb") == expected
+    assert {label for label, _ in expected["CMU-1-Small-Region"]} == {"Dermis", "Epidermis", None}
+    assert "154 Dermis, 146 Epidermis" in run("info", "later.lmdb").stdout
+    # Nothing is written where nothing would change.
+    data = skin / "later.lmdb" / "data.mdb"
+    labelled = data.stat().st_mtime_ns
+    assert labelled > before
+    assert (
+        "0 slides labelled, 1 so labelled before" in run("annotate", "later.lmdb", "drawn").stdout
+    )
+    assert run("ingest", *slides, "--out", "later.lmdb", "--annotations", "drawn").returncode == 0
+    assert patch_labels(skin / "later.lmdb") == expected
+    # A rule changes, and an ingest that has nothing to ingest labels anew.
+    again = run("ingest", *slides, "--out", "later.lmdb", "--annotations", "drawn", "--annotation-threshold", "90%")  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    strict = patch_labels(skin / "later.lmdb")["CMU-1-Small-Region"]
+    assert all((label is not None) == (share >= 0.9 - 1e-6) for label, share in strict)
+    assert [share for _, share in strict] == [share for _, share in expected["CMU-1-Small-Region"]]
+
+
+def test_a_bad_file_costs_its_slide_only_and_is_looked_at_again(skin: Path, run: Run) -> None:
+    make_slides(skin / "slides", "--count", "2", "--size", "1024x1024")
+    for name in ("slide-000", "slide-001"):
+        (skin / "drawn" / f"{name}.xml").write_text(asap(("Polygon", "a", square(0, 0, 2000))))
+    bad = skin / "drawn" / "slide-001.xml"
+    good = bad.read_text()
+    bad.write_text(good[:80])
+    command = ["ingest", "slides", "--annotations", "drawn", "--tissue", "none"]
+    done = run(*command)
+    assert done.returncode == 3, done.stderr
+    assert "drawn/slide-001.xml: not XML, or cut off" in done.stderr
+    assert set(patch_labels(skin / "patches.lmdb")) == {"CMU-1-Small-Region", "slide-000"}
+    bad.write_text(good)
+    assert run(*command).returncode == 0
+    found = patch_labels(skin / "patches.lmdb")
+    assert {label for label, _ in found["slide-001"]} == {"a"}
+    with Store(skin / "patches.lmdb") as store:
+        assert "slide-001.xml: n0 sticks out" in store.slides[2].annotation_notes[0]
+    # And later, by the other command: what was there stays.
+    bad.write_text(BOMB)
+    done = run("annotate", "patches.lmdb", "drawn", "--annotation-threshold", "0.3")
+    assert done.returncode == 3
+    assert "slide-001: failed: drawn/slide-001.xml: XML with a document type" in done.stderr
+    assert patch_labels(skin / "patches.lmdb")["slide-001"] == found["slide-001"]
+
+
+def test_only_the_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
+    slides = ["ingest", "slides", "--patch-size", "64", "--annotations", "drawn"]
+    assert run(*slides, "--out", "all.lmdb").returncode == 0
+    whole = patch_labels(skin / "all.lmdb")["CMU-1-Small-Region"]
+    done = run(*slides, "--out", "roi.lmdb", "--roi", "Epidermis")
+    assert done.returncode == 0, done.stderr
+    with Store(skin / "roi.lmdb") as roi, Store(skin / "all.lmdb") as every:
+        wanted = np.array([label == "Epidermis" for label, _ in whole])
+        for column in ("x_l0", "y_l0"):
+            assert np.array_equal(roi.index(0)[column], every.index(0)[column][wanted])
+        assert roi.spec["roi"] == "Epidermis"
+        assert "roi" not in every.spec
+    # Its patches are of no class: the outline is a region, not a label.
+    assert {label for label, _ in patch_labels(skin / "roi.lmdb")["CMU-1-Small-Region"]} == {None}
+    done = run(*slides, "--out", "none.lmdb", "--roi", "Tumour")
+    assert done.returncode == 4
+    assert "draws no region 'Tumour': found Dermis, Epidermis" in done.stderr
+    done = run(*slides, "--out", "roi.lmdb")
+    assert done.returncode == 2
+    assert "roi: Epidermis in the store, None asked for" in done.stderr
+    assert run("ingest", "slides", "--roi", "Epidermis").returncode == 2
