@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
+from PIL import Image
 
 from histopipe.dataset.batches import decode
 from histopipe.errors import DamagedStore
@@ -32,7 +33,6 @@ _SECONDS = 24 * 3600.0
 _SCALES = (8, 4, 2)
 """Reductions that libjpeg decodes at."""
 _JPEG_START = b"\xff\xd8"
-_LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclass(slots=True)
@@ -153,15 +153,10 @@ def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[fl
         DamagedStore: it cannot be decoded.
     """
     scale = next((s for s in _SCALES if focus % s == 0), 1) if value[:2] == _JPEG_START else 1
-    pixels = _decoded(value, side, scale)
-    fine = _reduced(pixels, focus // scale)
-    coarse = (
-        _reduced(fine, colour // focus)
-        if colour % focus == 0
-        else _reduced(pixels, colour // scale)
-    )
-    rgb = np.rint(coarse).astype(np.uint8)
-    return focus_of(fine @ _LUMA), float(pen_mask(rgb).mean()), float(dark_mask(rgb).mean())
+    fine = Image.fromarray(_decoded(value, side, scale)).reduce(focus // scale)
+    coarse = np.asarray(fine.reduce(max(1, colour // focus)))
+    grey = np.asarray(fine.convert("L"))
+    return focus_of(grey), float(pen_mask(coarse).mean()), float(dark_mask(coarse).mean())
 
 
 def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
@@ -179,12 +174,3 @@ def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
     if small.shape != (side // scale, side // scale, 3):
         raise DamagedStore("its size", found=small.shape)
     return small
-
-
-def _reduced(pixels: NDArray[Any], by: int) -> NDArray[np.float32]:
-    """Averages of squares of `by` pixels."""
-    rows, columns = pixels.shape[0] // by, pixels.shape[1] // by
-    if by == 1:
-        return pixels.astype(np.float32)
-    blocks = pixels[: rows * by, : columns * by].reshape(rows, by, columns, by, 3)
-    return blocks.mean(axis=(1, 3), dtype=np.float32)

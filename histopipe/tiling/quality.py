@@ -29,7 +29,7 @@ def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Where felt-tip ink is: blue, green or red. Black ink is dark: see `dark_mask`.
 
     Haematoxylin takes red and green light and leaves blue; eosin takes green; their mixtures and blood lie between. Blue ink
-    takes red light far more than green, green ink takes green least of all, red ink takes blue as much as green and hardly any red.
+    takes red light far more than green, green ink takes green least of all, red ink takes blue as much as green and hardly any red. A lake of bright blood may pass for red ink.
 
     Args:
         rgb: (H, W, 3) uint8, about 8 µm a pixel.
@@ -39,7 +39,7 @@ def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """
     red, green, blue = (_DENSITY[rgb[..., channel]] for channel in range(3))
     strong = red + green + blue > _LEAST_DENSITY
-    is_blue = (red > 1.5 * green) & (red > 1.5 * blue)
+    is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
     is_green = (red > 1.3 * green) & (blue > 1.15 * green)
     is_red = (green > 4 * red) & (blue > 0.8 * green)
     return np.asarray(strong & (is_blue | is_green | is_red))
