@@ -30,6 +30,7 @@ RANKS = {
             ["evaluation"],
             ["training"],
             ["embedding", "export", "studies"],
+            ["prediction"],
             ["reports"],
             ["cli"],
         ]

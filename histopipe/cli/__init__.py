@@ -24,6 +24,7 @@ COMMANDS = MappingProxyType(
         "annotate": "Give patches the classes that are drawn on their slides.",
         "quality": "Measure focus, pen marks and folds of every patch.",
         "train": "Train a patch model on a store.",
+        "predict": "Predict stores or slides by a run's model.",
         "embed": "Compute features of every patch of a store.",
         "tune": "Search for settings that do better on validation.",
         "export": "Write a store's index or patches for other tools.",

@@ -176,6 +176,15 @@ def recorded_numbers(path: Path) -> dict[str, int]:
         return {}
 
 
+def trained_on(path: Path) -> set[str]:
+    """Ids of the slides in a `splits.json` that a training saw any patch of; none where it cannot be read."""
+    try:
+        slides = json.loads(path.read_text(encoding="utf-8"))["slides"]
+        return {str(slide["id"]) for slide in slides if slide.get("side") != "test"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+
+
 def patches_crc(store: SlideSource, slide: int) -> int:
     """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())

@@ -6,7 +6,7 @@ average tissue. `stain_fit` makes the fits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -115,6 +115,14 @@ def macenko_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
     factors = target.macenko_maximum / np.maximum(fit.macenko_maximum.astype(np.float64), 1e-6)
     apart = np.linalg.pinv(fit.macenko_stains.astype(np.float64))
     return np.asarray(apart @ (factors[:, None] * target.macenko_stains))
+
+
+def normalising_by(
+    fit: StainFit, method: StainNorm, target: StainFit = REFERENCE
+) -> tuple[Callable[[tf.Tensor, tf.Tensor], tf.Tensor], tf.Tensor]:
+    """The function that normalises, and the changes that it takes for a slide of this fit."""
+    function = reinhard if method == "reinhard" else macenko
+    return function, tf.constant(_changes(fit, target, method), tf.float32)
 
 
 def _changes(fit: StainFit, target: StainFit, method: StainNorm) -> NDArray[np.float64]:

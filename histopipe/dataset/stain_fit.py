@@ -21,7 +21,8 @@ from histopipe.store.store import Store
 PATCHES = 64
 """Patches that a slide's fit looks at."""
 
-_PIXELS_A_PATCH = 4096
+PIXELS_A_PATCH = 4096
+"""What is taken of each."""
 _LEAST_PIXELS = 1000
 _TISSUE_DENSITY = 0.15
 _PERCENTILE = 1.0
@@ -59,7 +60,7 @@ def fit_slide(store: Store, slide: int, *, patches: int = PATCHES) -> StainFit:
     for row in np.sort(rows).tolist():
         with contextlib.suppress(DamagedStore, UsageError):  # damaged, or not readable at ingest
             pixels = store.read(record.id, row).reshape(-1, 3)
-            found.append(pixels[:: max(1, len(pixels) // _PIXELS_A_PATCH)])
+            found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)])
     return fit_pixels(np.concatenate(found), where=f"{store.path}, slide {record.id}")
 
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from histopipe.embedding.stream import Network
 from histopipe.errors import UsageError
 from histopipe.training import run_folder
 from histopipe.training.quiet import load_quietly
@@ -17,7 +15,7 @@ ONNX = ".onnx"
 DEFAULT_WEIGHTS = "imagenet"
 
 
-class Encoder(Protocol):
+class Encoder(Network, Protocol):
     """Turns batches of patches into features."""
 
     @property
@@ -27,15 +25,6 @@ class Encoder(Protocol):
     @property
     def facts(self) -> Mapping[str, Any]:
         """What the features depend on, for a JSON file; equal for equal encoders."""
-
-    def prepared(self, images: NDArray[np.uint8]) -> NDArray[Any]:
-        """What `start` takes, from (B, H, W, 3) uint8 RGB. Called from several threads."""
-
-    def start(self, inputs: NDArray[Any]) -> Any:
-        """Begin with a batch; what `features` takes."""
-
-    def features(self, started: Any) -> NDArray[np.float32]:
-        """(B, D) features of a batch, waiting for them."""
 
 
 def load_encoder(

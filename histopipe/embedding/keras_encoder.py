@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
-from numpy.typing import NDArray
 
-from histopipe.dataset.schedule import replica_rows
-from histopipe.errors import DamagedStore, UsageError
-from histopipe.training import run_folder
-from histopipe.training.devices import make_strategy
-from histopipe.training.memory import MicroBatch
+from histopipe.errors import DamagedStore
+from histopipe.training.forward import Forward, trained_model
 from histopipe.training.models import LOGITS, build_encoder
-from histopipe.training.progress import say
-
-_SEED = 1
-"""Of weights that are not trained, so that they are the same whenever an embedding goes on."""
 
 
-class KerasEncoder:
+class KerasEncoder(Forward):
     """A network on the devices of a strategy.
 
     Args:
@@ -42,102 +31,27 @@ class KerasEncoder:
     def __init__(
         self, model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
     ) -> None:
-        self._strategy = make_strategy(devices)
-        keras.utils.set_random_seed(_SEED)
-        with self._strategy.scope():
+        def make() -> keras.Model:
             if isinstance(model, Path):
-                self._model = _before_last_layer(model, patch_size)
-            else:
-                self._model = build_encoder(model, patch_size=patch_size, weights=weights)
-        self.dimension = int(self._model.output_shape[-1])
-        self.facts = _facts(self._model, model, weights, patch_size)
-        count = self._strategy.num_replicas_in_sync
-        if batch_size < count:
-            raise UsageError(
-                "--batch-size", found=batch_size, expected=f"{count} or more: one a device"
-            )
-        self._parts = [replica_rows(batch_size, count, replica) for replica in range(count)]
-        self._micro_batch = MicroBatch(max(map(len, self._parts)), changed=_tell)
+                return _before_last_layer(model, patch_size)
+            return build_encoder(model, patch_size=patch_size, weights=weights)
 
-    def prepared(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The images: the network takes them as they are."""
-        return images
-
-    def start(self, inputs: NDArray[np.uint8]) -> list[Sequence[tf.Tensor]]:
-        """Begin with a whole batch, in pieces that fit into memory: by piece and device, (b, D)."""
-        return self._micro_batch.fit(lambda size: self._in_pieces(inputs, size))
-
-    def features(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
-        """(B, D), in the batch's order."""
-        by_device = zip(*started, strict=True)
-        return np.concatenate([part.numpy() for pieces in by_device for part in pieces])
-
-    def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
-        pieces = []
-        for first in range(0, max(map(len, self._parts)), size):
-            own = [images[part.start : part.stop][first : first + size] for part in self._parts]
-            pieces.append(self._piece(own))
-        return pieces
-
-    def _piece(self, parts: Sequence[NDArray[np.uint8]]) -> Sequence[tf.Tensor]:
-        def part(context: tf.distribute.ValueContext) -> tf.Tensor:
-            return tf.constant(parts[int(context.replica_id_in_sync_group)])
-
-        batch = self._strategy.experimental_distribute_values_from_function(part)
-        found: Sequence[tf.Tensor] = self._strategy.experimental_local_results(self._step(batch))
-        return found
-
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _step(self, batch: Any) -> Any:
-        return self._strategy.run(self._on_device, args=(batch,))
-
-    def _on_device(self, images: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self._model(images, training=False), tf.float32)
-
-
-def _tell(size: int, why: str) -> None:
-    say(f"memory ran out ({why}): going on with {size} patches a device at once")
+        super().__init__(make, devices=devices, batch_size=batch_size)
+        # The weights themselves, whatever the file that they came from is called.
+        self.facts: Mapping[str, Any] = {
+            "encoder": model.name if isinstance(model, Path) else f"{model} ({weights})",
+            "dimension": self.dimension,
+            "patch_size": patch_size,
+            "sha256": self.sha256,
+        }
 
 
 def _before_last_layer(folder: Path, patch_size: int) -> keras.Model:
-    path = folder / run_folder.MODEL
-    if not path.exists():
-        raise UsageError(
-            f"{folder} holds no trained model", expected=f"a {run_folder.MODEL} in it",
-            todo=f"go on with `histopipe train --resume --out {folder}`",
-        )  # fmt: skip
+    model = trained_model(folder, patch_size)
     try:
-        model = keras.models.load_model(path)
-        inside = model.get_layer(LOGITS).input
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return keras.Model(model.input, model.get_layer(LOGITS).input)
+    except ValueError as error:
         raise DamagedStore(
-            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            f"the model of {folder} has no layer {LOGITS!r}",
             expected="the model of a patch training",
-        ) from error  # fmt: skip
-    if len(model.input_shape) != 4:
-        raise UsageError(
-            f"the model of {folder} takes features, not patches",
-            todo="take the encoder that made them",
-        )
-    side = model.input_shape[1]
-    if side != patch_size:
-        raise UsageError(
-            f"the model of {folder} was trained on other patches", found=f"{side} pixels",
-            expected=f"{patch_size}, as the store's are",
-        )  # fmt: skip
-    return keras.Model(model.input, inside)
-
-
-def _facts(
-    model: keras.Model, name: str | Path, weights: str, patch_size: int
-) -> Mapping[str, Any]:
-    """What the features depend on: the weights themselves, whatever the file that they came from is called."""
-    digest = hashlib.sha256()
-    for value in model.get_weights():
-        digest.update(np.ascontiguousarray(value).tobytes())
-    return {
-        "encoder": name.name if isinstance(name, Path) else f"{name} ({weights})",
-        "dimension": int(model.output_shape[-1]),
-        "patch_size": patch_size,
-        "sha256": digest.hexdigest(),
-    }
+        ) from error

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import Batch, Batches, Column, OnError
+from histopipe.dataset.batches import Batches, Column, OnError
 from histopipe.dataset.kinds import StainNorm
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.splits import patches_crc
@@ -23,6 +19,7 @@ from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.embedding.encoder import Encoder
 from histopipe.embedding.facts import coords_facts, slide_facts
 from histopipe.embedding.result import EmbedResult
+from histopipe.embedding.stream import PatchStream, Piece
 from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.features.feature_file import Precision, is_ours, read_header, writing
 from histopipe.features.folder import feature_path
@@ -31,8 +28,6 @@ from histopipe.store.store import Store
 from histopipe.training.progress import EpochProgress, say
 from histopipe.training.quiet import load_quietly
 
-_BEHIND = 2
-"""Batches that may still be on the device: to fetch them at once would make it wait for the host."""
 _COLUMNS: tuple[Column, ...] = ("x_l0", "y_l0")
 
 
@@ -43,11 +38,21 @@ class _Slide:
     rows: SlideRows
     record: SlideRecord
     batches: Batches
-    failure: str | None = None
+    normalise: Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]] | None
 
+    @property
+    def steps(self) -> int:
+        """Batches."""
+        return self.batches.steps_per_epoch
 
-_Loaded = tuple[Batch, NDArray[Any]]
-"""A batch, and its pixels as the encoder takes them."""
+    def load(self, step: int) -> Piece:
+        """As `SlidePatches`."""
+        batch = self.batches.load(step)
+        images = batch.image
+        if self.normalise is not None:
+            images = self.normalise(images, batch.key)
+        corners = np.stack([batch.columns[name] for name in _COLUMNS], axis=1)
+        return Piece(images, corners, batch.weight > 0)
 
 
 @dataclass(slots=True)
@@ -104,17 +109,17 @@ class Embedding:
         kept = {self._record(rows).id for rows in slides} - {slide.record.id for slide in missing}
         if kept:
             say(f"{len(kept)} slides are there already")
-        count, steps = _Count(), sum(slide.batches.steps_per_epoch for slide in missing)
+        count, steps = _Count(), sum(slide.steps for slide in missing)
         with (
             closing(EpochProgress("embedding", steps)) as progress,
-            ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load") as pool,
+            PatchStream(self._encoder, progress) as stream,
         ):
-            loaded, began = self._loaded(missing, pool), time.monotonic()
+            began = time.monotonic()
             try:
-                for number, slide in enumerate(missing, 1):
+                for number, (slide, results) in enumerate(stream.run(missing), 1):
                     name, told = slide.record.id, f"{number}/{len(missing)}"
                     try:
-                        self._embed(slide, loaded, count, progress)
+                        self._embed(slide, results, count)
                     except DamagedStore as error:
                         count.failed[name] = str(error)
                         say(f"{told} {name}: failed: {error}")
@@ -127,6 +132,7 @@ class Embedding:
                     "interrupted", found=f"{len(count.done)} of {len(missing)} slides done",
                     todo="the same command goes on with the others",
                 ) from None  # fmt: skip
+            count.input_wait = stream.input_wait
         return EmbedResult(
             self._folder, self._encoder.dimension, tuple(count.done), tuple(sorted(kept)),
             count.failed, count.patches, count.skipped, count.seconds, count.input_wait,
@@ -138,7 +144,7 @@ class Embedding:
             self._stores, table, batch_size=self._batch_size, order=Sequential(len(table)),
             on_error=self._on_error, columns=_COLUMNS,
         )  # fmt: skip
-        return _Slide(rows, self._record(rows), batches)
+        return _Slide(rows, self._record(rows), batches, self._normalise)
 
     def _record(self, rows: SlideRows) -> SlideRecord:
         return self._stores[rows.store].records[rows.slide]
@@ -161,39 +167,11 @@ class Embedding:
             return False
         return self._on_error == "skip" or not header.facts["skipped"]
 
-    def _loaded(
-        self, slides: Sequence[_Slide], pool: ThreadPoolExecutor
-    ) -> Iterator[_Loaded | None]:
-        """The batches of all slides in turn, ready for the encoder, some of them ahead of what is asked for."""
-        jobs = ((slide, step) for slide in slides for step in range(slide.batches.steps_per_epoch))
-        ahead: deque[Future[Any]] = deque()
-        for slide, step in jobs:
-            ahead.append(pool.submit(self._load, slide, step))
-            if len(ahead) > len(os.sched_getaffinity(0)) + 1:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
-
-    def _load(self, slide: _Slide, step: int) -> _Loaded | None:
-        """A batch; None once one of its slide has failed."""
-        if slide.failure is not None:
-            return None
-        try:
-            batch = slide.batches.load(step)
-        except DamagedStore as error:
-            slide.failure = str(error)
-            return None
-        images = batch.image
-        if self._normalise is not None:
-            images = self._normalise(images, batch.key)
-        return batch, self._encoder.prepared(images)
-
     def _embed(
         self,
         slide: _Slide,
-        loaded: Iterator[_Loaded | None],
+        results: Iterator[tuple[NDArray[np.float32], NDArray[np.integer]]],
         count: _Count,
-        progress: EpochProgress,
     ) -> None:
         """A slide's features into its file.
 
@@ -201,33 +179,15 @@ class Embedding:
             DamagedStore: a patch is damaged, and is not to be skipped.
         """
         path = feature_path(self._folder, slide.record.id)
-        behind: deque[tuple[Batch, Any]] = deque()
-        rows, dimension = len(slide.batches.table), self._encoder.dimension
-        with writing(path, rows, dimension, self._precision) as writer:
-
-            def fetch(most: int) -> None:
-                while len(behind) > most:
-                    batch, started = behind.popleft()
-                    real = batch.weight > 0
-                    corners = np.stack([batch.columns[name] for name in _COLUMNS], axis=1)
-                    writer.append(self._encoder.features(started)[real], corners[real])
-
-            for _ in range(slide.batches.steps_per_epoch):
-                before = time.monotonic()
-                found = next(loaded)
-                count.input_wait += time.monotonic() - before
-                if found is not None:
-                    behind.append((found[0], self._encoder.start(found[1])))
-                fetch(_BEHIND)
-                progress.advance()
-            fetch(0)
-            if slide.failure is not None:
-                raise DamagedStore(slide.failure)
+        rows, skipped = len(slide.batches.table), slide.batches.skipped
+        with writing(path, rows, self._encoder.dimension, self._precision) as writer:
+            for features, corners in results:
+                writer.append(features, corners)
             store = self._stores[slide.rows.store]
             facts = slide_facts(store, slide.rows.slide) | {
                 "encoder": self._encoder.facts["encoder"],
-                "skipped": len(slide.batches.skipped),
+                "skipped": len(skipped),
             }
             writer.finish(facts, coords_facts(slide.record, store))
-        count.patches += rows - len(slide.batches.skipped)
-        count.skipped += len(slide.batches.skipped)
+        count.patches += rows - len(skipped)
+        count.skipped += len(skipped)

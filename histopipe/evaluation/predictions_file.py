@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def _rows(facts: Mapping[str, object], scores: PatchScores) -> Iterable[list[obj
             "patient": scores.patients[scores.patient[i]],
             "x_l0": scores.x_l0[i],
             "y_l0": scores.y_l0[i],
-            "label": scores.classes[scores.label[i]],
+            "label": scores.classes[scores.label[i]] if scores.label[i] >= 0 else "",
             "predicted": scores.classes[likeliest[i]],
         }
         yield [
@@ -66,18 +67,38 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
         UsageError: there is no such file.
         DamagedStore: it is not one of predictions.
     """
+    with _opened(path) as reader:
+        level, classes = _level_and_classes(next(reader), ("split",))
+        columns: dict[str, _Columns] = {}
+        for row in reader:
+            side = row[0]
+            if side not in columns:
+                columns[side] = _Columns(level, classes)
+            columns[side].add(row[1:])
+        return {side: columns[side].scores() for side in SIDES if side in columns}
+
+
+def read_slide_predictions(path: Path) -> PatchScores:
+    """What `write_predictions` wrote without further columns: of one slide, or of several.
+
+    Raises:
+        UsageError: there is no such file.
+        DamagedStore: it is not one of predictions.
+    """
+    with _opened(path) as reader:
+        level, classes = _level_and_classes(next(reader), ())
+        columns = _Columns(level, classes)
+        for row in reader:
+            columns.add(row)
+        return columns.scores()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
+    """The rows of a CSV; whatever is wrong with it is told with its name."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.reader(file)
-            header = next(reader)
-            level, classes = _level_and_classes(header)
-            columns: dict[str, _Columns] = {}
-            for row in reader:
-                side = row[0]
-                if side not in columns:
-                    columns[side] = _Columns(level, classes)
-                columns[side].add(row[1:])
-            return {side: columns[side].scores() for side in SIDES if side in columns}
+            yield csv.reader(file)
     except FileNotFoundError as error:
         raise UsageError(
             f"{path} does not exist", todo="name the folder of a finished run"
@@ -86,9 +107,11 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
 
 
-def _level_and_classes(header: Sequence[str]) -> tuple[Level, tuple[str, ...]]:
+def _level_and_classes(
+    header: Sequence[str], before: tuple[str, ...]
+) -> tuple[Level, tuple[str, ...]]:
     for level, facts in _FACTS.items():
-        known = ("split", *facts)
+        known = (*before, *facts)
         if tuple(header[: len(known)]) == known:
             return level, tuple(name.removeprefix("p_") for name in header[len(known) :])
     raise ValueError(f"columns {', '.join(header)}")
@@ -115,7 +138,7 @@ class _Columns:
             self._slides.setdefault(told.get("slide", told["patient"]), len(self._slides))
         )
         self._codes.append(self._patients.setdefault(told["patient"], len(self._patients)))
-        self._codes.append(self._numbers[told["label"]])
+        self._codes.append(self._numbers[told["label"]] if told["label"] else -1)
         self._places.extend((int(told.get("x_l0", 0)), int(told.get("y_l0", 0))))
         self._probabilities.extend(map(float, probabilities))
 

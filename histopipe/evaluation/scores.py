@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class PatchScores:
         slides, patients: names, by number.
         slide, patient: (N,) int32, whose patch it is.
         x_l0, y_l0: (N,) int64, its corner in level-0 pixels; 0 for what is no patch.
-        label: (N,) int32 class numbers.
+        label: (N,) int32 class numbers, -1 for none.
         probability: (N, C) float32.
         level: what a row is of; a patient's row has the patient's name for its slide, too.
     """
@@ -68,6 +68,25 @@ def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
         new = np.array([number[name] for name in part.patients], np.int32)
         renumbered.append(replace(part, patients=tuple(names), patient=new[part.patient]))
     return renumbered
+
+
+def joined_scores(parts: Sequence[PatchScores]) -> PatchScores:
+    """Predictions of several slides, or sets of them, as one. At least one, of the same classes and level."""
+    slides = sorted({name for part in parts for name in part.slides})
+    number = {name: i for i, name in enumerate(slides)}
+    renumbered = [
+        (part, np.array([number[name] for name in part.slides], np.int32)[part.slide])
+        for part in with_common_patients(parts)
+    ]
+    first = renumbered[0][0]
+    together: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part, _ in renumbered])
+        for name in ("patient", "x_l0", "y_l0", "label", "probability")
+    }
+    together |= {
+        "slides": tuple(slides), "slide": np.concatenate([numbers for _, numbers in renumbered]),
+    }  # fmt: skip
+    return replace(first, **together)
 
 
 def scores_of(

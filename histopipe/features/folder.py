@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,27 +58,46 @@ def pin_encoder(folder: Path, facts: Mapping[str, Any]) -> None:
         UsageError: they were made by something else.
         DamagedStore: what is written there cannot be read.
     """
-    path = folder / _FACTS
-    try:
-        there = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        strangers = feature_files(folder)
-        if strangers:
-            raise UsageError(
-                f"{folder} holds files that `histopipe embed` did not make",
-                found=", ".join(list(strangers)[:3]), todo="choose another --out",
-            ) from None  # fmt: skip
+    strangers = {} if (folder / _FACTS).exists() else feature_files(folder)
+    if strangers:
+        raise UsageError(
+            f"{folder} holds files that `histopipe embed` did not make",
+            found=", ".join(list(strangers)[:3]), todo="choose another --out",
+        )  # fmt: skip
+    # What a file is called says nothing: the weights themselves are compared.
+    hold_against(folder / _FACTS, facts, silent=("encoder",), what="features")
+
+
+def hold_against(
+    path: Path, facts: Mapping[str, Any], *, silent: Collection[str], what: str
+) -> None:
+    """Write down what makes the contents of a folder, or hold it against what made those that are there.
+
+    Args:
+        path: the file in the folder.
+        facts: as JSON holds them.
+        silent: facts that may differ.
+        what: the contents are.
+
+    Raises:
+        UsageError: something else made them.
+        DamagedStore: what is written there cannot be read.
+    """
+    if not path.exists():
         with appearing(path) as part:
             part.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         return
+    try:
+        there = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DamagedStore(f"{path} is damaged", found=str(error)) from error
     names = sorted({*there, *facts}) if isinstance(there, dict) else []
-    # What a file is called says nothing: the weights themselves are compared.
-    differing = [name for name in names if there.get(name) != facts.get(name) and name != "encoder"]
+    differing = [
+        name for name in names if there.get(name) != facts.get(name) and name not in silent
+    ]
     if differing or not names:
         raise UsageError(
-            f"{folder} holds features that were made otherwise",
+            f"{path.parent} holds {what} that were made otherwise",
             found="; ".join(f"{name} {there[name]}" for name in differing if name in there),
             expected="; ".join(f"{name} {facts[name]}" for name in differing if name in facts),
             todo="choose another --out",

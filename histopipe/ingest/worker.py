@@ -53,6 +53,14 @@ def store_chunk(
     )
 
 
+def make_patches(
+    settings: Settings, job: SlideJob, choice: LevelChoice, route: RouteChoice, chunk: Chunk
+) -> list[bytes | str]:
+    """The files of some patches of a slide, as they would be stored; why not, for those that cannot be read."""
+    values = _source(settings, job, choice, route).values(chunk)
+    return [value if isinstance(value, bytes) else str(value) for value in values]
+
+
 def close_all() -> None:
     """Close what this process keeps open between chunks: for workers that outlive a run, as threads do."""
     while _sources:

@@ -98,6 +98,20 @@ class TilingSpec:
         return {**settings, "algorithms": {**ALGORITHMS, **own}}
 
 
+def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
+    """The spec that `to_json` wrote, for slides that are tiled as those were: without imported cells or a region of interest.
+
+    Args:
+        value: as `meta` holds it; what is not known here is left out.
+        changes: settings that are to be others.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid", "roi"}
+    return TilingSpec(**{k: v for k, v in {**value, **changes}.items() if k in names})
+
+
 def magnification_to_mpp(magnification: float) -> Mpp:
     """20× is 0.5 µm a pixel, 40× is 0.25.
 

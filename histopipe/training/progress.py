@@ -13,12 +13,14 @@ class EpochProgress:
 
     Args:
         title: what the pass is called.
-        steps: how many it has.
+        steps: how many it has; None where that is not known.
         done: how many of them are done.
         stream: standard error if not given.
     """
 
-    def __init__(self, title: str, steps: int, done: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, title: str, steps: int | None, done: int = 0, stream: TextIO | None = None
+    ) -> None:
         stream = stream or sys.stderr
         self._bar = tqdm(
             total=steps, initial=done, desc=title, unit=" steps", file=stream, leave=False,

@@ -285,6 +285,7 @@ class Run:
             "classes": self._splits.classes,
             "split_by": self._splits.split_by,
             self._task.unit: self._splits.count(),
+            **self._task.facts,
             "skipped": skipped,
             "replicas": self._trainer.steps.strategy.num_replicas_in_sync,
             "micro_batch": self._trainer.micro_batch.size,

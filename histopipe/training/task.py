@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -40,6 +40,8 @@ class Task(Protocol):
     """What a batch is of, in words."""
     holders: str
     """What splits call slides, in words."""
+    facts: Mapping[str, Any]
+    """What those must know who use the model, for `metrics.json`."""
 
     def batches(self, table: PatchTable, order: Order, replicas: int) -> Any:
         """Batches of a table, in a part for each replica."""
@@ -77,6 +79,7 @@ class PatchTask:
 
     def __init__(self, config: TrainConfig, stores: Sequence[Store], splits: Splits) -> None:
         self._config, self._stores, self.splits = config, stores, splits
+        self.facts: Mapping[str, Any] = {"spec": dict(stores[0].spec)}
         self.tables = _tables(config, stores, splits)
 
     def batches(self, table: PatchTable, order: Order, replicas: int) -> Batches:
@@ -116,6 +119,7 @@ class BagTask:
     def __init__(self, config: TrainConfig, bags: BagSet, splits: Splits) -> None:
         self._config, self._bags, self.splits = config, bags, splits
         self.holders = f"{config.bag}s"
+        self.facts: Mapping[str, Any] = {}
         for note in bags.notes:
             say(note)
         self.tables = _tables(config, [bags], splits)

@@ -1,0 +1,97 @@
+"""A run's model, with all that its predictions go by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.labelling import LabelsFrom
+from histopipe.embedding.stream import Network
+from histopipe.errors import UsageError
+from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
+from histopipe.store.store import Store
+from histopipe.training import run_folder
+from histopipe.training.config import TrainConfig
+from histopipe.training.quiet import load_quietly
+from histopipe.training.result import METRICS, TrainResult, read_result
+from histopipe.training.settings_file import known, read_config
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A finished run on patches, ready to predict.
+
+    Attributes:
+        folder: the run's.
+        network: patches to probabilities, on the devices asked for.
+        classes: names, by number.
+        patch_size: side of the patches that it takes.
+        spec: how the patches that it was trained on were made; None where the run does not say.
+        stain_norm: what their stain was made to be.
+        labels_from: what its classes are of.
+        judging: what it was judged by.
+        thresholds: as they were chosen on validation.
+        sha256: of its weights.
+    """
+
+    folder: Path
+    network: Network
+    classes: tuple[str, ...]
+    patch_size: int
+    spec: Mapping[str, Any] | None
+    stain_norm: StainNorm
+    labels_from: LabelsFrom
+    judging: JudgeSettings
+    thresholds: Thresholds
+    sha256: str
+
+
+def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifier:
+    """The model of a run's folder.
+
+    Args:
+        folder: the run's.
+        devices: as for training.
+        batch_size: patches at once, over all devices.
+
+    Raises:
+        UsageError: there is no finished run, or its model takes bags of features.
+        DamagedStore: it cannot be read.
+        MachineShort: TensorFlow is not installed.
+    """
+    result = read_result(folder)
+    config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
+    if config.mil is not None:
+        raise UsageError(
+            f"the model of {folder} takes bags of features, not patches",
+            todo="its predictions and attention are in its folder; other slides are predicted by training with "
+            "them as test slides (--splits)",
+        )  # fmt: skip
+    facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    forward = load_quietly("histopipe.training.forward")
+    network = forward.Forward(
+        lambda: forward.trained_model(folder), devices=devices, batch_size=batch_size
+    )
+    return Classifier(
+        folder, network, tuple(facts["classes"]), network.patch_size,
+        facts.get("spec") or _spec_of_stores(config), config.stain_norm, config.labels_from,
+        config.judging, _thresholds(result), network.sha256,
+    )  # fmt: skip
+
+
+def _spec_of_stores(config: TrainConfig) -> Mapping[str, Any] | None:
+    """How the training's patches were made, by its stores, if they are where they were."""
+    try:
+        with Store(Path(config.stores[0])) as store:
+            return dict(store.spec)
+    except (LookupError, ValueError, OSError):
+        return None
+
+
+def _thresholds(result: TrainResult) -> Thresholds:
+    named = result.metrics["validation"].named() if "validation" in result.metrics else ()
+    return {name: (metrics.threshold, None) for name, metrics in named}

@@ -1,0 +1,349 @@
+"""What a run's model says of slides: read from stores, or straight from the slides' files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe._version import __version__
+from histopipe.dataset.arguments import check_whole, store_paths
+from histopipe.dataset.batches import OnError
+from histopipe.dataset.splits import trained_on
+from histopipe.embedding.stream import PatchStream
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, SlideError, UsageError
+from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores, joined_scores
+from histopipe.features.folder import hold_against
+from histopipe.geometry import Mpp
+from histopipe.prediction.classifier import Classifier, load_classifier
+from histopipe.prediction.folder import ABOUT, PATIENTS, SLIDES, PredictionFolder
+from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.prediction.slide_files import OpenedSlide, SlideFiles, source_of
+from histopipe.prediction.stored_slides import StoredSlide, stored_slides
+from histopipe.prediction.summary import judged, write_summary
+from histopipe.slides.discovery import SlideFile, discover
+from histopipe.slides.identity import fingerprint
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps
+from histopipe.store.store import Store
+from histopipe.tiling.spec import spec_from_json
+from histopipe.training import run_folder
+from histopipe.training.progress import EpochProgress, say
+from histopipe.training.result import METRICS
+
+DATA = "data.mdb"
+_Slide = StoredSlide | OpenedSlide
+
+
+@dataclass(slots=True)
+class Predicted:
+    """What a prediction came to.
+
+    Attributes:
+        folder: where it lies.
+        done, kept: ids of slides predicted now, and before.
+        failed: why, by id.
+        patches, skipped: predicted now, and damaged ones left out.
+        seconds, input_wait: that it took, and of these waiting for patches.
+        metrics: how good it is, where labels of two classes are known.
+    """
+
+    folder: Path
+    done: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    patches: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    input_wait: float = 0.0
+    metrics: Evaluation | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """For a program."""
+        names = ("done", "kept", "failed", "patches", "skipped", "seconds", "input_wait")
+        told = {name: getattr(self, name) for name in names}
+        metrics = {} if self.metrics is None else {"metrics": self.metrics.to_json()}
+        return {"folder": str(self.folder), **told, **metrics}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions:
+    """How slides are predicted.
+
+    Attributes:
+        batch_size: patches at once, over all devices.
+        devices: as for training.
+        aggregate: how patches are put together to slides and patients.
+        labels: a labels file; the recorded ones of a store if not given.
+        allow_extra_rows: ignore its rows, and those of `mpp_csv`, that name no slide.
+        on_error: "skip" leaves out patches that are damaged in a store.
+        tiling: of slides' files: settings of a `TilingSpec` that are to be others than in training.
+        mpp_csv, default_mpp: scales of slides' files that do not say theirs.
+        max_unreadable: share of the patches of a slide's file that may be lost to damage.
+        workers: processes that read slides' files.
+    """
+
+    batch_size: int = 64
+    devices: str = "auto"
+    aggregate: Aggregation = "mean"
+    labels: Path | None = None
+    allow_extra_rows: bool = False
+    on_error: OnError = "raise"
+    tiling: Mapping[str, Any] = field(default_factory=dict)
+    mpp_csv: Path | None = None
+    default_mpp: float | None = None
+    max_unreadable: float = 0.01
+    workers: int | None = None
+
+
+def predict(
+    run: str | Path, sources: str | Path | Sequence[str | Path], *, out: str | Path, **options: Any
+) -> Predicted:
+    """Predict every patch of stores or slides by a run's model, and put them together to slides and patients.
+
+    Args:
+        run: the folder of a finished run on patches.
+        sources: stores, or slides and folders of these.
+        out: the folder for the predictions. Slides that are in it already are kept.
+        options: fields of `PredictOptions`.
+
+    Raises:
+        UsageError: the run cannot predict these, or `out` holds predictions of another.
+        NothingToDo: no store, no slide, or no patch.
+        MachineShort: disk or memory ran out, or TensorFlow is not installed.
+        Interrupted: told to stop; slides that are done stay.
+
+    Example:
+        >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
+    """
+    settings = PredictOptions(**options)
+    check_whole(1, batch_size=settings.batch_size)
+    if settings.aggregate not in get_args(Aggregation):
+        raise UsageError(
+            "--aggregate", found=repr(settings.aggregate), expected=" or ".join(AGGREGATIONS)
+        )
+    paths = store_paths(sources)
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
+    of_stores = [(path / DATA).exists() for path in paths]
+    if any(of_stores) and not all(of_stores):
+        raise UsageError("SLIDES and STORES are mixed", expected="one kind", todo="predict each on its own")  # fmt: skip
+    classifier = load_classifier(
+        Path(run), devices=settings.devices, batch_size=settings.batch_size
+    )
+    with ExitStack() as stack:
+        stack.enter_context(run_folder.held(Path(out)))
+        work = _Prediction(classifier, PredictionFolder(Path(out)), settings)
+        opened = work.from_stores if all(of_stores) else work.from_files
+        return work.run(opened(paths, stack))
+
+
+class _Prediction:
+    """A prediction under way."""
+
+    def __init__(
+        self, classifier: Classifier, folder: PredictionFolder, options: PredictOptions
+    ) -> None:
+        self._classifier, self._folder, self._options = classifier, folder, options
+        self._result = Predicted(folder.path)
+        self._count = 0
+
+    def from_stores(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[_Slide]:
+        """The slides of stores that are not done."""
+        stores = [stack.enter_context(Store(path)) for path in paths]
+        labels = self._labels([r.id for store in stores for r in store.complete.values()])
+        self._hold({})
+        slides = list(stored_slides(
+            stores, self._classifier, batch_size=self._options.batch_size,
+            on_error=self._options.on_error, labels=labels,
+        ))  # fmt: skip
+        if not slides:
+            raise NothingToDo("no patch to predict", todo="see `histopipe info`")
+        ids = [slide.facts.slide for slide in slides]
+        if len(set(ids)) < len(ids):
+            raise UsageError(
+                "slides of one id in several stores", todo="predict the stores one by one, each with its own --out"
+            )  # fmt: skip
+        self._count = len(slides)
+        return (
+            slide for slide in slides if not self._is_done(slide.facts.slide, slide.facts.source)
+        )
+
+    def from_files(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[_Slide]:
+        """The slides of files that are not done, as they are planned."""
+        options, classifier = self._options, self._classifier
+        if classifier.spec is None:
+            raise UsageError(
+                f"{classifier.folder} does not say how its patches were made, and its store is gone",
+                todo="ingest the slides as those of the training were, and predict from the store",
+            )
+        spec = spec_from_json(classifier.spec, **options.tiling)
+        found = discover(paths)
+        names = [slide.id for slide in found]
+        mpps = {}
+        if options.mpp_csv is not None:
+            mpps = read_mpps(
+                options.mpp_csv, SlideNames(names), allow_extra=options.allow_extra_rows
+            )
+        self._hold({"spec": spec.to_json()})
+        self._count = len(found)
+        files = stack.enter_context(SlideFiles(
+            spec, batch_size=options.batch_size, stain_norm=classifier.stain_norm,
+            max_unreadable=options.max_unreadable, mpps=mpps, labels=self._labels(names),
+            default_mpp=None if options.default_mpp is None else Mpp(options.default_mpp),
+            workers=options.workers,
+        ))  # fmt: skip
+        todo = [slide for slide in found if not self._is_file_done(slide)]
+        return files.planned(todo, self._fail)
+
+    def run(self, slides: Iterator[_Slide]) -> Predicted:
+        """Predict slides, then put all of the folder together."""
+        result, fresh = self._result, []
+        if result.kept:
+            say(f"{len(result.kept)} slides are there already")
+        began = time.monotonic()
+        with (
+            closing(EpochProgress("predicting", None)) as progress,
+            PatchStream(self._classifier.network, progress) as stream,
+        ):
+            try:
+                for slide, results in stream.run(slides):
+                    scores = self._slide(slide, results)
+                    if scores is not None:
+                        fresh.append(scores)
+            except KeyboardInterrupt:
+                raise Interrupted(
+                    "interrupted", found=f"{len(result.done)} slides done",
+                    todo="the same command goes on with the others",
+                ) from None  # fmt: skip
+            result.seconds, result.input_wait = time.monotonic() - began, stream.input_wait
+        self._summarise(fresh)
+        return result
+
+    def _slide(
+        self,
+        slide: _Slide,
+        results: Iterator[tuple[NDArray[np.float32], NDArray[np.integer]]],
+    ) -> PatchScores | None:
+        """A slide's predictions into the folder; None if it failed."""
+        try:
+            found = list(results)
+        except (SlideError, DamagedStore) as error:
+            self._fail(slide.facts.slide, str(error))
+            return None
+        facts, classes = slide.ended(), self._classifier.classes
+        probability = np.concatenate([part for part, _ in found])
+        corners = np.concatenate([part for _, part in found])
+        order = np.lexsort((corners[:, 0], corners[:, 1]))
+        probability, corners = probability[order], corners[order].astype(np.int64)
+        count = len(order)
+        scores = PatchScores(
+            classes, (facts.slide,), (facts.patient,), slide=np.zeros(count, np.int32),
+            patient=np.zeros(count, np.int32), x_l0=corners[:, 0], y_l0=corners[:, 1],
+            label=_labels_of(slide, corners, classes), probability=probability,
+        )  # fmt: skip
+        self._folder.write(facts, scores)
+        self._result.done.append(facts.slide)
+        self._result.patches += facts.patches
+        self._result.skipped += facts.skipped
+        say(f"{self._place()} {facts.slide}: {facts.patches:,} patches")
+        return scores
+
+    def _summarise(self, fresh: Sequence[PatchScores]) -> None:
+        known = {part.slides[0] for part in fresh}
+        facts = self._folder.slides()
+        kept = [
+            self._folder.read(name) for name in facts if name not in known and facts[name].patches
+        ]
+        parts = [part for part in (*fresh, *kept) if len(part.label)]
+        if not parts:
+            return
+        scores, classifier = joined_scores(parts), self._classifier
+        seen = sorted(set(facts) & trained_on(classifier.folder / run_folder.SPLITS))
+        if seen:
+            say(
+                f"warning: {len(seen)} of these slides took part in the training ({', '.join(seen[:3])}"
+                f"{', …' if seen[3:] else ''}): figures of them say nothing of other slides"
+            )
+        by_level: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
+        for name, level in by_level:
+            write_summary(
+                self._folder.path / name, scores, level, self._options.aggregate,
+                labels=_labels_by(facts.values(), level), judging=classifier.judging,
+                thresholds=classifier.thresholds,
+            )  # fmt: skip
+        self._result.metrics = judged(parts, classifier.judging, classifier.thresholds)
+        if self._result.metrics is not None:
+            run_folder.write_text(
+                self._folder.path / METRICS,
+                json.dumps({"test": self._result.metrics.to_json()}, indent=2) + "\n",
+            )
+
+    def _hold(self, more: Mapping[str, Any]) -> None:
+        """Write down what makes these predictions, or hold it against what is there."""
+        classifier = self._classifier
+        hold_against(
+            self._folder.path / ABOUT,
+            {
+                "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
+                "classes": list(classifier.classes), "stain_norm": classifier.stain_norm,
+                "patch_size": classifier.patch_size, **more,
+            },
+            # What a folder is called says nothing: the weights themselves are compared.
+            silent=("histopipe", "run"), what="predictions",
+        )  # fmt: skip
+
+    def _labels(self, names: Sequence[str]) -> dict[str, SlideLabel] | None:
+        path = self._options.labels
+        if path is None:
+            return None
+        return read_labels(path, SlideNames(names), allow_extra=self._options.allow_extra_rows)
+
+    def _is_file_done(self, slide: SlideFile) -> bool:
+        try:
+            now = fingerprint(slide)
+        except SlideError:
+            return False  # told when it is planned
+        return self._is_done(slide.id, source_of(now.size_bytes, now.mtime_ns))
+
+    def _is_done(self, slide: str, source: str) -> bool:
+        done = self._folder.done(slide, source) is not None
+        if done:
+            self._result.kept.append(slide)
+        return done
+
+    def _fail(self, slide: str, reason: str) -> None:
+        self._result.failed[slide] = reason
+        say(f"{self._place()} {slide}: failed: {reason}")
+
+    def _place(self) -> str:
+        result = self._result
+        return f"{len(result.done) + len(result.failed) + len(result.kept)}/{self._count}"
+
+
+def _labels_of(
+    slide: _Slide, corners: NDArray[np.int64], classes: Sequence[str]
+) -> NDArray[np.int32]:
+    """(N,) class numbers of patches, -1 where none is known."""
+    if slide.labels is not None:
+        return np.array([slide.labels.get((x, y), -1) for x, y in corners.tolist()], np.int32)
+    label = slide.facts.label
+    number = classes.index(label) if label in classes else -1
+    return np.full(len(corners), number, np.int32)
+
+
+def _labels_by(facts: Iterator[SlideFacts] | Any, level: Level) -> dict[str, str]:
+    """Labels of slides; or of patients, where all of a patient's slides have one."""
+    found: dict[str, set[str]] = {}
+    for it in facts:
+        if it.label is not None:
+            found.setdefault(it.slide if level == "slide" else it.patient, set()).add(it.label)
+    return {name: labels.pop() for name, labels in found.items() if len(labels) == 1}

@@ -1,0 +1,312 @@
+"""Predictions of a run's model: from stores and straight from slides, interrupted, on several devices."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides, two_at_a_time
+
+from histopipe.dataset.batches import decode
+from histopipe.errors import DamagedStore
+from histopipe.evaluation.scores import PatchScores, joined_scores
+from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.prediction.slide_files import SlideFiles
+from histopipe.slides.discovery import discover
+from histopipe.store.store import Store
+from histopipe.tiling.spec import TilingSpec
+
+
+@pytest.fixture(scope="session")
+def trained(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch on slides of two classes, patches of 128 pixels."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    subprocess.run(
+        [*COMMAND, "train", str(made_store), "--epochs", "1", "--out", str(folder)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return folder
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def patch_files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted((folder / "patches").rglob("*.csv"))}
+
+
+@pytest.fixture(scope="session")
+def predicted(
+    trained: Path, made: Path, made_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Predictions from the store, on one and on two devices, and from its slides."""
+    base = tmp_path_factory.mktemp("predicted")
+    commands: dict[str, list[str]] = {
+        "store": [str(made_store)],
+        "two": [str(made_store), "--devices", "cpu:2", "--batch-size", "33"],
+        "slides": [str(made), "--labels", str(made / "labels.csv")],
+    }
+
+    def work(name: str) -> Path:
+        out = base / name
+        subprocess.run(
+            [*COMMAND, "predict", str(trained), *commands[name], "--out", str(out)],
+            check=True, capture_output=True,
+        )  # fmt: skip
+        return out
+
+    return two_at_a_time(work, list(commands))
+
+
+def test_probabilities_are_the_models_own(
+    predicted: dict[str, Path], trained: Path, made_store: Path
+) -> None:
+    import keras
+
+    model = keras.models.load_model(trained / "model.keras")
+    with Store(made_store) as store:
+        for number in (0, 11):
+            record = store.records[number]
+            rows = rows_of(predicted["store"] / "patches" / f"{record.id}.csv")
+            index = store.index(number)
+            place = {
+                corner: row
+                for row, corner in enumerate(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True))
+            }  # fmt: skip
+            assert len(rows) == len(place) == record.stored
+            order = [place[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
+            images = np.stack([store.read(record.id, row) for row in order])
+            expected = model.predict(images, verbose=0)
+            found = np.array([[float(row["p_normal"]), float(row["p_tumour"])] for row in rows])
+            assert np.allclose(found, expected, atol=1e-5)
+            assert {row["label"] for row in rows} == {record.label}
+            likeliest = [("normal", "tumour")[i] for i in found.argmax(axis=1)]
+            assert [row["predicted"] for row in rows] == likeliest
+
+
+def test_slides_need_no_store(predicted: dict[str, Path], made_store: Path) -> None:
+    """Bit by bit: the same patches, made by the same code."""
+    assert patch_files(predicted["slides"]) == patch_files(predicted["store"])
+    assert len(patch_files(predicted["slides"])) == 12
+    for name in ("slides.csv", "patients.csv", "metrics.json"):
+        assert (predicted["slides"] / name).read_bytes() == (predicted["store"] / name).read_bytes()
+    assert not list(predicted["slides"].rglob("data.mdb"))
+
+
+def test_two_devices_give_what_one_gives(predicted: dict[str, Path]) -> None:
+    for name in patch_files(predicted["store"]):
+        one, two = (rows_of(predicted[k] / "patches" / name) for k in ("store", "two"))
+        for a, b in zip(one, two, strict=True):
+            assert float(a["p_tumour"]) == pytest.approx(float(b["p_tumour"]), abs=1e-5)
+
+
+def test_slides_and_patients_are_means_of_their_patches(predicted: dict[str, Path]) -> None:
+    folder = predicted["store"]
+    patches: dict[str, list[float]] = defaultdict(list)
+    for name in patch_files(folder):
+        for row in rows_of(folder / "patches" / name):
+            patches[row["slide"]].append(float(row["p_tumour"]))
+    slides = rows_of(folder / "slides.csv")
+    assert list(slides[0]) == ["slide", "patient", "label", "patches", "predicted", "decided", "p_normal", "p_tumour"]  # fmt: skip
+    assert [row["slide"] for row in slides] == sorted(patches)
+    for row in slides:
+        mean = float(np.mean(patches[row["slide"]]))
+        assert float(row["p_tumour"]) == pytest.approx(mean, abs=1e-6)
+        assert row["predicted"] == ("tumour" if mean > 0.5 else "normal")
+        assert int(row["patches"]) == len(patches[row["slide"]])
+    by_patient = rows_of(folder / "patients.csv")
+    assert sum(int(row["patches"]) for row in by_patient) == sum(map(len, patches.values()))
+    metrics = json.loads((folder / "metrics.json").read_text())["test"]
+    assert metrics["patch"]["count"] == sum(map(len, patches.values()))
+    threshold = metrics["slide"]["mean"]["threshold"]
+    assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_what_was_interrupted_goes_on(
+    signal_number: int, trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = [*INTERRUPTIBLE, "predict", str(trained), str(made), "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not len(list(out.glob("patches/*.json"))) >= 3:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(signal_number)
+    _, told = process.communicate(timeout=60)
+    done = sorted(p.stem for p in out.glob("patches/*.json"))
+    assert 3 <= len(done) < 12, told
+    if signal_number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "the same command goes on with the others" in told
+    # What was written half is not taken for whole.
+    (out / "patches" / f"{done[0]}.json").unlink()
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert again.returncode == 0, again.stderr
+    assert f"{len(done) - 1} there before" in again.stdout
+    assert patch_files(out) == _without_labels(predicted["slides"])
+
+
+def _without_labels(folder: Path) -> dict[str, bytes]:
+    """The files of a prediction without --labels: these are not recorded in slides."""
+    found = {}
+    for name, value in patch_files(folder).items():
+        lines = value.decode().split("\r\n")
+        cells = [line.split(",") for line in lines[1:] if line]
+        for row in cells:
+            row[4] = ""
+        found[name] = "\r\n".join([lines[0], *map(",".join, cells), ""]).encode()
+    return found
+
+
+def test_a_bad_slide_costs_itself_only(
+    trained: Path, made: Path, data: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    shutil.copy(next(made.glob("*.svs")), folder)
+    shutil.copy(data / "bad" / "broken.svs", folder)
+    shutil.copy(data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs", folder)
+    done = run("predict", trained, folder, "--out", "out", "--json")
+    assert done.returncode == 3, done.stderr
+    told = json.loads(done.stdout)
+    assert len(told["done"]) == 1
+    assert set(told["failed"]) == {"broken", "TCGA-CR-7395-01A-01-TS1"}
+    assert "no usable mpp" in told["failed"]["TCGA-CR-7395-01A-01-TS1"]
+    # Only what is missing is done, now that its scale is known.
+    done = run("predict", trained, folder, "--out", "out", "--json", "--default-mpp", "0.25")
+    told = json.loads(done.stdout)
+    assert told["done"] == ["TCGA-CR-7395-01A-01-TS1"]
+    assert list(told["failed"]) == ["broken"]
+    assert rows_of(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
+
+
+def test_what_cannot_be_predicted_is_told(
+    trained: Path, made: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    def refused(code: int, message: str, *arguments: object) -> None:
+        done = run("predict", *arguments)
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+
+    refused(2, "holds no finished run", tmp_path, made, "--out", "a")
+    refused(4, "nowhere does not exist", trained, "nowhere", "--out", "a")
+    refused(2, "SLIDES and STORES are mixed", trained, made, made_store, "--out", "a")
+    (tmp_path / "empty").mkdir()
+    refused(4, "no slide in empty", trained, "empty", "--out", "a")
+    slide = next(made.glob("*.svs"))
+    for name, flags, message in (
+        ("large", ["--patch-size", "256"], "patches of another size"),
+        ("coarse", ["--patch-size", "128", "--mpp", "1"], "patches of another scale"),
+    ):
+        assert run("ingest", slide, "--out", f"{name}.lmdb", *flags).returncode == 0
+        refused(2, message, trained, f"{name}.lmdb", "--out", "a")
+    assert run("predict", trained, slide, "--out", "b").returncode == 0
+    refused(2, "holds predictions that were made otherwise", trained, slide, "--out", "b", "--overlap", "64")  # fmt: skip
+
+
+def test_slides_that_were_trained_on_are_told(trained: Path, made_store: Path, run: Run) -> None:
+    done = run("predict", trained, made_store, "--out", "out")
+    assert "of these slides took part in the training" in done.stderr
+
+
+ROUTES: dict[str, tuple[dict[str, Any], str]] = {
+    "copy": ({"patch_size": 256}, "made"),
+    "decode": ({"patch_size": 128}, "made"),
+    "openslide": ({"patch_size": 128, "mpp": 0.6}, "TCGA-CR-7395-01A-01-TS1.svs"),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_pixels_are_those_of_a_store_by_every_route(
+    route: str, data: Path, tmp_path: Path, run: Run
+) -> None:
+    settings, name = ROUTES[route]
+    folder = tmp_path / "slides"
+    if name == "made":
+        make_slides(folder, "--count", "1", "--size", "1024x1024")
+    else:
+        folder.mkdir()
+        shutil.copy(data / "slides" / name, folder)
+    spec = TilingSpec(**{"mpp": 0.5, **settings})
+    flags = [f"--patch-size={spec.patch_size}", f"--mpp={spec.mpp}", "--default-mpp=0.25"]
+    assert run("ingest", folder, *flags).returncode == 0
+    failures: dict[str, str] = {}
+    with (
+        SlideFiles(spec, batch_size=7, stain_norm="none", default_mpp=0.25, workers=1) as files,  # type: ignore[arg-type]
+        Store(tmp_path / "patches.lmdb") as store,
+    ):
+        (slide,) = files.planned(discover([folder]), failures.__setitem__)
+        assert store.records[0].route == route
+        pieces = [slide.load(step) for step in range(slide.steps)]
+        pixels = {
+            tuple(corner): image
+            for piece in pieces
+            for corner, image in zip(piece.corners[piece.real].tolist(), piece.images[piece.real], strict=True)
+        }  # fmt: skip
+        index = store.index(0)
+        assert len(pixels) == store.records[0].stored >= 4
+        for row in range(len(pixels)):
+            out = np.empty((spec.patch_size, spec.patch_size, 3), np.uint8)
+            decode(memoryview(store.value(0, row)), out)
+            corner = int(index["x_l0"][row]), int(index["y_l0"][row])
+            assert np.array_equal(pixels[corner], out)
+    assert not failures
+
+
+def test_a_model_of_one_stain_sees_that_stain(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip
+    store = shutil.copytree(made_store, tmp_path / "stained.lmdb")
+    assert run("stains", store).returncode == 0
+    done = run("train", store, "--epochs", "1", "--stain-norm", "reinhard", "--out", "run")
+    assert done.returncode == 0, done.stderr
+    for source in (store, made):
+        done = run("predict", "run", source, "--out", f"of-{source.name}")
+        assert done.returncode == 0, done.stderr
+    stored, files = (rows_of(tmp_path / f"of-{s.name}" / "slides.csv") for s in (store, made))
+    # A slide's stain is measured on other patches of it where there is no store.
+    for a, b in zip(stored, files, strict=True):
+        assert float(a["p_tumour"]) == pytest.approx(float(b["p_tumour"]), abs=0.02)
+
+
+def test_facts_of_strangers_are_held_against_what_is_expected(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {
+        "slide": "a", "patient": "a", "label": None, "width": 10, "height": 10, "bounds": [0, 0, 10, 10],
+        "mpp": None, "size_l0": 4.0, "stride_l0": 4.0, "source": "x",
+    }  # fmt: skip
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(facts))
+    assert SlideFacts.read(path).size_l0 == 4
+    for change in ({"bounds": [1, 2]}, {"width": "x"}, {"more": 1}, {"slide": None, "width": None}):
+        path.write_text(json.dumps(facts | change))
+        with pytest.raises(DamagedStore, match=r"a\.json is damaged"):
+            SlideFacts.read(path)
+    path.write_text("[1]")
+    with pytest.raises(DamagedStore):
+        SlideFacts.read(path)
+
+
+def test_joined_predictions_keep_whose_they_are() -> None:
+    def part(slide: str, patient: str, n: int) -> PatchScores:
+        zeros = np.zeros(n, np.int32)
+        place = np.arange(n, dtype=np.int64)
+        return PatchScores(
+            ("a", "b"), (slide,), (patient,), slide=zeros, patient=zeros, x_l0=place, y_l0=place,
+            label=zeros, probability=np.full((n, 2), n / 10, np.float32),
+        )  # fmt: skip
+
+    joined = joined_scores([part("z", "p", 2), part("a", "q", 3), part("m", "p", 1)])
+    names = [joined.slides[i] for i in joined.slide]
+    assert names == ["z", "z", "a", "a", "a", "m"]
+    assert [joined.patients[i] for i in joined.patient] == ["p", "p", "q", "q", "q", "p"]
+    assert joined.probability[:, 0].tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.3, 0.1])
