@@ -40,7 +40,7 @@ RANKS = {
 HOMES = {
     "openslide": {"slides"},
     "pydicom": {"slides"},
-    "tifffile": {"slides"},
+    "tifffile": {"slides", "reports"},
     "lmdb": {"store"},
     "tensorflow": {"dataset", "training", "embedding", "reports"},
     "keras": {"dataset", "training", "embedding", "reports"},

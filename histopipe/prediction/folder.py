@@ -8,6 +8,7 @@ from pathlib import Path
 from histopipe.evaluation.predictions_file import read_slide_predictions, write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.features.folder import path_within
+from histopipe.files import appearing
 from histopipe.prediction.slide_facts import SlideFacts
 
 PATCHES = "patches"
@@ -38,6 +39,10 @@ class PredictionFolder:
         """A slide's facts. Where they are there, its patches are."""
         return path_within(self.path / PATCHES, f"{slide}.json")
 
+    def thumbnail(self, slide: str) -> Path:
+        """A JPEG of a slide that was predicted without a store, which would have kept one."""
+        return path_within(self.path / PATCHES, f"{slide}.jpg")
+
     def done(self, slide: str, source: str) -> SlideFacts | None:
         """The facts of a slide that is predicted already, from the same source."""
         path = self.facts_path(slide)
@@ -46,12 +51,15 @@ class PredictionFolder:
         facts = SlideFacts.read(path)
         return facts if facts.source == source else None
 
-    def write(self, facts: SlideFacts, scores: PatchScores) -> None:
-        """A slide's predictions, then its facts."""
+    def write(self, facts: SlideFacts, scores: PatchScores, thumbnail: bytes | None = None) -> None:
+        """A slide's predictions and picture, then its facts."""
         path = self.csv(facts.slide)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.facts_path(facts.slide).unlink(missing_ok=True)  # of a file that was replaced since
         write_predictions(path, [({}, scores)])
+        if thumbnail is not None:
+            with appearing(self.thumbnail(facts.slide), hidden=True) as part:
+                part.write_bytes(thumbnail)
         facts.write(self.facts_path(facts.slide))
 
     def slides(self) -> dict[str, SlideFacts]:

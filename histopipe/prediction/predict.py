@@ -250,7 +250,7 @@ class _Prediction:
             patient=np.zeros(count, np.int32), x_l0=corners[:, 0], y_l0=corners[:, 1],
             label=_labels_of(slide, corners, classes), probability=probability,
         )  # fmt: skip
-        self._folder.write(facts, scores)
+        self._folder.write(facts, scores, slide.thumbnail)
         self._result.done.append(facts.slide)
         self._result.patches += facts.patches
         self._result.skipped += facts.skipped

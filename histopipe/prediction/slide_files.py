@@ -55,6 +55,11 @@ class OpenedSlide:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def thumbnail(self) -> bytes:
+        """A JPEG of the slide."""
+        return self.planned.thumbnails["thumb"]
+
+    @property
     def steps(self) -> int:
         """Batches; one that is empty for a slide without patches, so that it is told of."""
         return max(1, -(-len(self.order) // self.source.batch_size))

@@ -32,6 +32,8 @@ class StoredSlide:
     labels: Mapping[tuple[int, int], int] | None
     batches: Batches
     normalise: object | None
+    thumbnail: None = None
+    """The store has it."""
 
     @property
     def steps(self) -> int:

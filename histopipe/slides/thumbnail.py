@@ -50,34 +50,38 @@ class Thumbnail:
     lost: NDArray[np.bool_] | None = None
 
 
-def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None) -> Level:
+def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None, at: Mpp = THUMBNAIL_MPP) -> Level:
     """The coarsest level that is still about fine enough for a thumbnail: the cheapest to read.
 
     Args:
         levels: the slide's pyramid.
         mpp: its level-0 scale; None where unknown.
+        at: scale of the thumbnail.
     """
     scale = mpp or ASSUMED_MPP
-    fine = [level for level in levels if scale * level.downsample <= THUMBNAIL_MPP * 1.1]
+    fine = [level for level in levels if scale * level.downsample <= at * 1.1]
     return max(fine, key=lambda level: level.downsample) if fine else levels[0]
 
 
-def read_thumbnail(slide: Slide, mpp: Mpp | None, tiles: NativeTiles | None = None) -> Thumbnail:
+def read_thumbnail(
+    slide: Slide, mpp: Mpp | None, tiles: NativeTiles | None = None, at: Mpp = THUMBNAIL_MPP
+) -> Thumbnail:
     """The scanned area at about 8 µm a pixel, very large ones coarser, averaged over whole pixels of `thumbnail_level`.
 
     Args:
         slide: an open slide.
         mpp: its level-0 scale; None where unknown.
         tiles: that level's native tiles, if they can be had: several times as fast as OpenSlide.
+        at: the scale wanted in place of 8 µm.
 
     Raises:
         SlideUnreadable: nothing of it can be read.
     """
-    level = thumbnail_level(slide.info.levels, mpp)
+    level = thumbnail_level(slide.info.levels, mpp, at)
     level_mpp = Mpp((mpp or ASSUMED_MPP) * level.downsample)
     area = level.inside(slide.info.bounds)
     smallest = math.sqrt(area.size.area / MOST_PIXELS)
-    reduction = max(1, int(THUMBNAIL_MPP / level_mpp + 0.05), math.ceil(smallest))
+    reduction = max(1, int(at / level_mpp + 0.05), math.ceil(smallest))
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     canvas = _Canvas(
         slide,

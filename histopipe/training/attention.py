@@ -16,10 +16,10 @@ from histopipe.features.bag_set import Bag
 from histopipe.features.feature_file import read_coords
 from histopipe.features.folder import path_within
 from histopipe.files import appearing
+from histopipe.training import run_folder
 from histopipe.training.bag_model import BagModel
 from histopipe.training.progress import say
 
-FOLDER = "attention"
 _PIECE = 32_768
 _COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
 
@@ -41,7 +41,7 @@ def write_attention(folder: Path, bags: Sequence[Bag], model: BagModel) -> None:
     """
     for bag in bags:
         try:
-            path = path_within(folder / FOLDER, f"{bag.name}.csv")
+            path = path_within(folder / run_folder.ATTENTION, f"{bag.name}.csv")
             attention = attention_of(model, read_bag(bag, bag.headers[0].dtype))
             rows = list(_rows(bag, attention))
         except DamagedStore as error:  # one that was skipped in training, too

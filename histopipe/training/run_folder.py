@@ -26,6 +26,8 @@ from histopipe.training.result import METRICS
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
 MEMORY = "memory.json"
+ATTENTION = "attention"
+"""A folder, of runs on bags."""
 _DYING_SECONDS = 5.0
 """What a training that was killed may take to let go of its folder."""
 

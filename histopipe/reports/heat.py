@@ -1,0 +1,81 @@
+"""Values of a slide's patches as a picture: what heatmaps are drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = str
+"""What values are of, in words: `probability of tumour`, `attention (rank)`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideHeat:
+    """Values of a slide's patches.
+
+    Attributes:
+        slide: its id.
+        what: the values are of, in words.
+        x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
+        side_l0: of every patch.
+        values: (N,) float32, 0 to 1.
+        predicted: (N,) likeliest class of each; None where there are no classes.
+        bounds: x, y, width and height of what was scanned of level 0.
+        mpp: at level 0; None where unknown.
+    """
+
+    slide: str
+    what: str
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    side_l0: float
+    values: NDArray[np.float32]
+    predicted: NDArray[np.object_] | None
+    bounds: tuple[float, float, float, float]
+    mpp: float | None
+
+    def raster(self, pixel_l0: float) -> NDArray[np.float32]:
+        """(H, W) float32 mean of the patches that cover each pixel's centre; NaN where none does.
+
+        Args:
+            pixel_l0: side of a pixel, level-0 pixels. The picture is of `bounds`.
+        """
+        left, top, width, height = self.bounds
+        shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
+        # Corners of patches add and take away, and two cumulative sums give each pixel all patches that cover it.
+        sums, counts = np.zeros((2, shape[0] + 1, shape[1] + 1))
+        first_x, last_x = _centres(self.x_l0 - left, self.side_l0, pixel_l0, shape[1])
+        first_y, last_y = _centres(self.y_l0 - top, self.side_l0, pixel_l0, shape[0])
+        for rows, columns, sign in (
+            (first_y, first_x, 1), (last_y, last_x, 1), (first_y, last_x, -1), (last_y, first_x, -1),
+        ):  # fmt: skip
+            np.add.at(sums, (rows, columns), sign * self.values)
+            np.add.at(counts, (rows, columns), sign)
+        sums, counts = (it.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] for it in (sums, counts))
+        covered = counts > 0.5
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = np.where(covered, sums / counts, np.nan)
+        return np.clip(mean, 0, 1).astype(np.float32)
+
+
+def _centres(
+    start: NDArray[np.floating], side: float, pixel: float, count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First pixel whose centre lies in each patch, and the first behind it, along one axis."""
+    first = np.ceil(start / pixel - 0.5)
+    last = np.ceil((start + side) / pixel - 0.5)
+    return (
+        np.clip(first, 0, count).astype(np.int64),
+        np.clip(last, 0, count).astype(np.int64),
+    )
+
+
+def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """(N,) share of all values that lie below each, 0 to 1; equal ones get one rank. Attention differs by magnitudes, ranks do not."""
+    if len(values) < 2:
+        return np.ones(len(values), np.float32)
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    below = np.cumsum(counts) - counts
+    return np.asarray((below[place] / (len(values) - 1)).clip(0, 1), np.float32)
