@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo
-SOURCES := $(shell find histopipe -name '*.py') pyproject.toml
+SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
 .PHONY: help demo test check format lock clean
 

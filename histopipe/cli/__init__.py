@@ -25,6 +25,7 @@ COMMANDS = MappingProxyType(
         "quality": "Measure focus, pen marks and folds of every patch.",
         "train": "Train a patch model on a store.",
         "predict": "Predict stores or slides by a run's model.",
+        "report": "Write a store or a run as one HTML page.",
         "heatmap": "Draw predictions or attention over their slides.",
         "embed": "Compute features of every patch of a store.",
         "tune": "Search for settings that do better on validation.",

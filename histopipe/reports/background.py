@@ -59,14 +59,21 @@ class Backgrounds:
         return None
 
 
-def decoded(value: bytes, *, where: str) -> NDArray[np.uint8]:
+def decoded(value: bytes, *, where: str, least: int = 0) -> NDArray[np.uint8]:
     """The pixels of a small picture, (H, W, 3) uint8 RGB.
+
+    Args:
+        value: its file.
+        where: it stands, for messages.
+        least: if not 0, pixels that its longer side must keep: a JPEG is then decoded no larger than needed.
 
     Raises:
         DamagedStore: it is none.
     """
     try:
         with Image.open(io.BytesIO(value)) as image:
+            if least:
+                image.draft("RGB", (least, least))
             return np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DamagedStore(f"{where} cannot be decoded", found=str(error)[:200]) from error

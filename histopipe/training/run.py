@@ -26,6 +26,7 @@ from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.cluster import Cluster
 from histopipe.training.config import TrainConfig
 from histopipe.training.devices import make_strategy
+from histopipe.training.environment import environment
 from histopipe.training.history import epoch_line, history_row, is_better
 from histopipe.training.loop import Trainer, Wishes
 from histopipe.training.memory import (
@@ -282,6 +283,7 @@ class Run:
             "histopipe": __version__,
             "tensorflow": tf.__version__,
             "keras": keras.__version__,
+            "environment": environment(),
             "classes": self._splits.classes,
             "split_by": self._splits.split_by,
             self._task.unit: self._splits.count(),

@@ -1,0 +1,152 @@
+"""Charts as SVG for a page, in the page's own colours, so that they follow it from light to dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from numpy.typing import NDArray
+
+from histopipe.evaluation.metrics import Bin
+from histopipe.evaluation.roc import Roc
+
+_INK, _LINE = "#010101", "#020202"
+_SERIES = ("#030303", "#040404", "#050505", "#060606")
+_VARIABLES = {
+    _INK: "var(--ink)", _LINE: "var(--line)",
+    **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
+}  # fmt: skip
+"""Colours that no chart would have otherwise, and what they become."""
+
+_RC: Any = {
+    "svg.fonttype": "none", "font.size": 9, "axes.edgecolor": _LINE, "axes.labelcolor": _INK,
+    "text.color": _INK, "xtick.color": _INK, "ytick.color": _INK, "axes.grid": True,
+    "grid.color": _LINE, "grid.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
+    "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
+    "savefig.facecolor": "none", "axes.axisbelow": True, "text.parse_math": False,
+}  # fmt: skip
+_SIZE = (4.2, 3.0)
+_BINS, _SHARE_BINS = 30, 20
+
+Line = tuple[str, Sequence[float], Sequence[float | None]]
+"""Name, x and y."""
+
+
+def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | None = None) -> str:
+    """Curves over one axis; `mark` is a place on it."""
+    with _chart(title) as (figure, axes):
+        for (name, xs, ys), colour in zip(curves, _SERIES, strict=False):
+            values = [np.nan if value is None else value for value in ys]
+            axes.plot(
+                xs, values, color=colour, linewidth=1.6, label=name, marker="o", markersize=2.5
+            )
+        if mark is not None:
+            axes.axvline(mark, color=_INK, linewidth=0.8, linestyle=":")
+        axes.set(xlabel=x, ylabel=y)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend()
+        return _svg(figure, f"{title}: {', '.join(name for name, _, _ in curves)}")
+
+
+def histogram(title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False) -> str:  # fmt: skip
+    """How often values are."""
+    with _chart(title) as (figure, axes):
+        if share:
+            axes.hist(values, bins=_SHARE_BINS, range=(0, 1), color=_SERIES[0])
+        else:
+            axes.hist(values, bins=min(_BINS, max(5, len(np.unique(values)))), color=_SERIES[0])
+        axes.set(xlabel=x, ylabel=y)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        return _svg(
+            figure, f"{title}: {len(values)} values from {values.min():g} to {values.max():g}"
+        )
+
+
+def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
+    """ROC curves with their bands."""
+    with _chart(title, square=True) as (figure, axes):
+        axes.plot([0, 1], [0, 1], color=_LINE, linewidth=0.8, linestyle="--")
+        for (name, roc), colour in zip(curves.items(), _SERIES, strict=False):
+            if roc.low is not None and roc.high is not None:
+                axes.fill_between(
+                    roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0
+                )
+            axes.plot(
+                roc.false_positive, roc.true_positive, color=colour, linewidth=1.6, label=name
+            )
+        axes.set(
+            xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02)
+        )
+        axes.legend(loc="lower right")
+        return _svg(figure, f"{title} of {', '.join(curves)}")
+
+
+def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
+    """What came true, against what was predicted."""
+    with _chart(title, square=True) as (figure, axes):
+        axes.plot([0, 1], [0, 1], color=_LINE, linewidth=0.8, linestyle="--")
+        for (name, bins), colour in zip(curves.items(), _SERIES, strict=False):
+            filled = [it for it in bins if it.probability is not None and it.observed is not None]
+            most = max((it.count for it in filled), default=1)
+            xs, ys = [it.probability or 0 for it in filled], [it.observed or 0 for it in filled]
+            axes.plot(xs, ys, color=colour, linewidth=1, label=name)
+            axes.scatter(xs, ys, s=[6 + 60 * it.count / most for it in filled], color=colour)
+        axes.set(
+            xlabel="predicted probability",
+            ylabel="share observed",
+            xlim=(-0.02, 1.02),
+            ylim=(-0.02, 1.02),
+        )
+        axes.legend(loc="upper left")
+        return _svg(figure, f"{title} of {', '.join(curves)}")
+
+
+class _chart:  # noqa: N801 - reads as a function
+    """A figure and its axes, in the page's style."""
+
+    def __init__(self, title: str, *, square: bool = False) -> None:
+        self._title, self._square = title, square
+        self._style = mpl.rc_context(_RC)
+
+    def __enter__(self) -> tuple[Figure, Axes]:
+        self._style.__enter__()
+        figure = Figure(figsize=(3.4, 3.4) if self._square else _SIZE, layout="constrained")
+        FigureCanvasSVG(figure)
+        axes = figure.subplots()
+        axes.set_title(self._title, fontsize=10, loc="left")
+        return figure, axes
+
+    def __exit__(self, *error: object) -> None:
+        self._style.__exit__(None, None, None)
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """The figure as an element for a page."""
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    # Ids that nothing refers to would be doubled by the page's other charts.
+    used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
+    text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
+    for colour, variable in _VARIABLES.items():
+        text = text.replace(colour, variable)
+    text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font: \1px system-ui, sans-serif", text)
+    width, height = figure.get_size_inches() * 72
+    head = f'<svg class="chart" role="img" aria-label="{_escaped(label)}" viewBox="0 0 {width:g} {height:g}"'
+    return re.sub(r"<svg[^>]*?(?= xmlns)", head, text, count=1)
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

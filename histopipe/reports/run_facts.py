@@ -1,0 +1,122 @@
+"""All that a run's report is made of, read from the run's folder and checked."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.splits import Side
+from histopipe.errors import DamagedStore, HistopipeError, UsageError
+from histopipe.evaluation.evaluate import JudgeSettings
+from histopipe.evaluation.predictions_file import read_predictions
+from histopipe.evaluation.scores import PatchScores
+from histopipe.store.store import Store
+from histopipe.training import run_folder
+from histopipe.training.config import TrainConfig
+from histopipe.training.result import METRICS, TrainResult, read_result
+from histopipe.training.settings_file import known, read_config
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A finished run.
+
+    Attributes:
+        folder: the run's.
+        config: its settings.
+        result: what it came to.
+        facts: what else `metrics.json` says.
+        splits: what `splits.json` says.
+        history: a row an epoch, numbers by column.
+        predictions: of validation and test.
+        stores: its stores, where they still are; open.
+        missing: what could not be read, and why.
+    """
+
+    folder: Path
+    config: TrainConfig
+    result: TrainResult
+    facts: Mapping[str, Any]
+    splits: Mapping[str, Any]
+    history: Sequence[Mapping[str, float | None]]
+    predictions: Mapping[Side, PatchScores]
+    stores: Sequence[Store]
+    missing: Sequence[str]
+
+    @property
+    def judging(self) -> JudgeSettings:
+        """What it was judged by."""
+        return self.config.judging
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names, by number."""
+        return tuple(self.facts["classes"])
+
+    def store_of(self, slide: str) -> tuple[Store, int] | None:
+        """The store that holds a slide, and its number there."""
+        name, _, uuid = slide.partition("@")
+        for store in self.stores:
+            for number, record in store.complete.items():
+                if record.id == name and store.uuid.startswith(uuid):
+                    return store, number
+        return None
+
+
+def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack) -> RunFacts:
+    """A finished run and its stores.
+
+    Args:
+        folder: the run's.
+        stores: where they are, if not where they were.
+        stack: closes them.
+
+    Raises:
+        UsageError: there is no finished run.
+        DamagedStore: it cannot be read.
+    """
+    if (folder / "folds").is_dir() or (folder / "summary.json").exists():
+        raise UsageError(
+            f"{folder} is a cross-validation", expected="one of its runs",
+            todo="name the folder of one fold; summary.csv has them side by side",
+        )  # fmt: skip
+    result = read_result(folder)
+    config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
+    opened, missing = [], []
+    if config.mil is None:
+        for path in stores or map(Path, config.stores):
+            try:
+                opened.append(stack.enter_context(Store(path)))
+            except HistopipeError as error:
+                missing.append(f"pictures of patches and slides: {error}")
+    return RunFacts(
+        folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
+        _history(folder / run_folder.HISTORY), read_predictions(folder / run_folder.PREDICTIONS),
+        opened, missing,
+    )  # fmt: skip
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise TypeError(type(value).__name__)  # noqa: TRY301 - told with the others
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedStore(f"{path} cannot be read", found=repr(error)[:200]) from error
+    return value
+
+
+def _history(path: Path) -> list[dict[str, float | None]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return [
+                {name: float(cell) if cell else None for name, cell in row.items()}
+                for row in csv.DictReader(file)
+            ]
+    except (OSError, ValueError, TypeError) as error:
+        raise DamagedStore(f"{path} cannot be read", found=repr(error)[:200]) from error

@@ -1,0 +1,258 @@
+"""The report of a store: what it holds, slide by slide, with pictures of what was taken of each."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.ingest.request import duplicates
+from histopipe.reports import charts
+from histopipe.reports.background import decoded
+from histopipe.reports.page import (
+    Card,
+    Cards,
+    Cell,
+    Charts,
+    Column,
+    Facts,
+    Notes,
+    Page,
+    Picture,
+    Row,
+    Table,
+    Text,
+    number,
+)
+from histopipe.reports.pictures import SIDE, plan_picture, strip
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store
+from histopipe.store.summary import summarise
+
+_SAMPLED = 6
+_MOST_FRAMES = 20_000
+"""Patches whose edges are drawn on a slide's picture; more would be nothing but edges."""
+_COLUMNS = (
+    Column("slide"), Column("state"), Column("label"), Column("patient"), Column("patches", True),
+    Column("unreadable", True), Column("tissue", True), Column("focus", True), Column("pen", True),
+    Column("mpp", True), Column("mpp from"), Column("route"), Column("level", True), Column("notes"),
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class _Measures:
+    """Columns of all slides' indices, as far as they are measured."""
+
+    values: dict[str, list[NDArray[Any]]]
+
+    def of(self, name: str) -> NDArray[np.float32]:
+        """All values of a column that are known."""
+        found = np.concatenate(self.values.get(name) or [np.empty(0, np.float32)])
+        return np.asarray(found[np.isfinite(found)], np.float32)
+
+
+def store_page(
+    path: Path, *, pictures: bool = True, told: Callable[[], None] = lambda: None
+) -> Page:
+    """The page of a store.
+
+    Args:
+        path: its folder.
+        pictures: of every slide; without, the page of a very large store stays small.
+        told: called after each slide.
+
+    Raises:
+        NothingToDo, DamagedStore: it cannot be read.
+    """
+    with Store(path) as store:
+        summary = summarise(store)
+        measures, rows = _Measures({}), []
+        for slide, record in store.records.items():
+            rows.append(_row(store, slide, record, measures, pictures=pictures))
+            told()
+    spec, states = summary["spec"], summary["states"]
+    scale = f"{spec['mpp']:g} µm a pixel" if spec["mpp"] else f"level {spec['level']}"
+    page = Page(
+        f"Store {path.name}",
+        f"{spec['patch_size']}² patches at {scale}, made {summary['created']}, of {path}",
+    )
+    failed = [record for record in summary["slides"] if record["state"] == SlideState.FAILED]
+    whole = states.get(SlideState.COMPLETE, 0) == len(rows)
+    page.add(
+        "Summary", _cards(summary), Text("Every slide is complete.", "good") if whole else None,
+        _settings(summary),
+    )  # fmt: skip
+    page.add("Failures", _failures(failed))
+    page.add("Warnings", _warnings(summary))
+    page.add("Distributions", _distributions(summary, measures))
+    page.add("Slides", Table("Every slide", _COLUMNS, rows))
+    return page
+
+
+def _cards(summary: Mapping[str, Any]) -> Cards:
+    states = summary["states"]
+    cards = [
+        Card("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
+        Card("patches", f"{summary['patches']:,}", f"{summary['unreadable']:,} unreadable"),
+        Card("size", _bytes(summary["file_bytes"]), f"{_bytes(summary['patch_bytes'])} of patches"),
+        Card("labels", str(len(summary["labels"])), _counts(summary["labels"])),
+        Card("routes", str(len(summary["routes"])), _counts(summary["routes"])),
+        Card("scale from", str(len(summary["mpp_sources"])), _counts(summary["mpp_sources"])),
+    ]  # fmt: skip
+    if summary["patch_labels"]:
+        counts = summary["patch_labels"]
+        cards.append(Card("patches with a class", f"{sum(counts.values()):,}", _counts(counts)))
+    return Cards(cards)
+
+
+def _settings(summary: Mapping[str, Any]) -> Facts:
+    spec = dict(summary["spec"])
+    algorithms = spec.pop("algorithms", {})
+    facts = [(name, str(value)) for name, value in spec.items() if value is not None]
+    facts.append(("algorithms", ", ".join(map(str, algorithms.values()))))
+    facts.append(("uuid", summary["uuid"]))
+    return Facts("Settings of the store", facts)
+
+
+def _failures(failed: Sequence[Mapping[str, Any]]) -> Table | None:
+    if not failed:
+        return None
+    rows = [
+        Row(
+            [
+                Cell(it["id"], tone="id"),
+                Cell(it["error_kind"] or ""),
+                Cell(it["error"] or "", tone="why"),
+            ]
+        )
+        for it in failed
+    ]
+    columns = (Column("slide"), Column("due to"), Column("reason"))
+    return Table("Slides that failed", columns, rows)
+
+
+def _warnings(summary: Mapping[str, Any]) -> Notes | None:
+    records = summary["slides"]
+    notes = duplicates(SlideRecord.from_json(it, where="slide") for it in records)
+    if len(summary["routes"]) > 1:
+        notes.append(
+            "Patches were made by several routes, so some went through JPEG once more than others; where routes go with labels "
+            "a model may learn them. `--route` forces one."
+        )
+    estimated = summary["mpp_sources"].get("objective-power", 0)
+    if estimated:
+        notes.append(
+            f"{estimated} slides have their scale from the objective's power, which is an estimate."
+        )
+    empty = [it["id"] for it in records if it["state"] == "complete" and not it["stored"]]
+    if empty:
+        notes.append(
+            f"{len(empty)} slides have no patch: {', '.join(empty[:5])}{', …' if empty[5:] else ''}"
+        )
+    return Notes(notes) if notes else None
+
+
+def _distributions(summary: Mapping[str, Any], measures: _Measures) -> Charts | None:
+    complete = [it["stored"] for it in summary["slides"] if it["state"] == "complete"]
+    if not complete:
+        return None
+    made = [charts.histogram("Patches per slide", np.array(complete), x="patches", y="slides")]
+    for name, title, share in (
+        ("tissue", "Tissue", True), ("focus", "Focus", False), ("pen", "Pen", True),
+        ("dark", "Folded or black", True), ("covered", "Covered by the class drawn", True),
+    ):  # fmt: skip
+        values = measures.of(name)
+        if len(values):
+            x = "variance of the Laplacian at 1 µm" if name == "focus" else "share of a patch"
+            made.append(charts.histogram(title, values, x=x, share=share))
+    return Charts(made)
+
+
+def _row(
+    store: Store, slide: int, record: SlideRecord, measures: _Measures, *, pictures: bool
+) -> Row:
+    medians: dict[str, float] = {}
+    shown: list[Picture] = []
+    notes = [record.error or record.route_reason or "", *record.notes, *record.annotation_notes]
+    tone = {"complete": "good", "failed": "bad"}.get(record.state, "")
+    if record.state is SlideState.COMPLETE and record.planned:
+        try:
+            index = store.index(slide)
+            for name in ("tissue", "focus", "pen", "dark", "covered"):
+                if name in index:
+                    measures.values.setdefault(name, []).append(index[name])
+                    known = index[name][np.isfinite(index[name])]
+                    if len(known):
+                        medians[name] = float(np.median(known))
+            if pictures:
+                shown = _pictures(store, slide, record, index)
+        except DamagedStore as error:
+            notes, tone = [str(error), *notes], "bad"
+    cells = [
+        Cell(record.id, tone="id"), Cell(str(record.state), tone=tone), Cell(record.label or ""),
+        Cell(record.patient or ""), number(record.stored), number(record.unreadable),
+        number(medians.get("tissue"), 2), number(medians.get("focus"), 0), number(medians.get("pen"), 3),
+        number(record.mpp, 3), Cell(record.mpp_source or ""), Cell(record.route or ""),
+        number(record.level), Cell("; ".join(filter(None, notes)), tone="why"),
+    ]  # fmt: skip
+    return Row(cells, shown)
+
+
+def _pictures(
+    store: Store, slide: int, record: SlideRecord, index: Mapping[str, NDArray[Any]]
+) -> list[Picture]:
+    """The thumbnail with mask and grid, and a few patches from all over the slide."""
+    made = []
+    where = f"{store.path}, slide {record.id}"
+    thumbnail, mask = store.thumbnail(slide), store.thumbnail(slide, "mask")
+    side = (record.read_size or 0) * (record.downsample or 0)
+    if thumbnail is not None and record.bounds:
+        corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
+        frames = corners if len(corners) <= _MOST_FRAMES else corners[:0]
+        picture = plan_picture(
+            decoded(thumbnail, where=where, least=SIDE), None if mask is None else _mask(mask, where), frames,
+            side, record.bounds,
+        )  # fmt: skip
+        caption = f"{record.id}: {record.stored:,} patches" + (
+            "" if mask is None else "; pale: no tissue"
+        )
+        made.append(Picture.of(f"plan-{slide}", caption, picture))
+    rows = np.flatnonzero(index["length"])
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_SAMPLED, len(rows))).astype(int))]
+    patches = []
+    for row in chosen.tolist():
+        try:
+            patches.append(store.read(record.id, row))
+        except (DamagedStore, UsageError):
+            continue  # a damaged patch is `histopipe verify`'s to tell
+    if patches:
+        made.append(
+            Picture.of(f"patches-{slide}", f"{len(patches)} of its patches", strip(patches))
+        )
+    return made
+
+
+def _mask(value: bytes, where: str) -> NDArray[np.uint8]:
+    try:
+        with Image.open(io.BytesIO(value)) as image:
+            return np.asarray(image.convert("L"))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DamagedStore(
+            f"{where}: its mask cannot be decoded", found=str(error)[:200]
+        ) from error
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    some = list(counts.items())
+    return ", ".join(f"{count:,} {name}" for name, count in some[:4]) + (", …" if some[4:] else "")

@@ -1,0 +1,243 @@
+"""Heatmaps: pixels against a slow twin, files read back by those who open them, and what there is nothing to draw of."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import shapely
+from conftest import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from matplotlib import colormaps
+from PIL import Image
+from test_reader import a_store, jpegs
+
+from histopipe.annotations.read import read_annotations
+from histopipe.dataset.split_makers import make_splits
+from histopipe.evaluation.predictions_file import write_predictions
+from histopipe.evaluation.scores import PatchScores
+from histopipe.geometry import PointL0
+from histopipe.prediction.folder import PredictionFolder
+from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.reports.heat import SlideHeat, ranks
+from histopipe.reports.heat_geojson import write_heat_geojson
+from histopipe.reports.heat_png import draw_heat, scale_bar_um
+from histopipe.reports.heat_tiff import coloured, write_heat_tiff
+from histopipe.slides.slide import Slide
+from histopipe.store.store import Store
+
+
+def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **more: Any) -> SlideHeat:  # fmt: skip
+    x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
+    facts: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | more
+    names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
+    return SlideHeat("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
+
+
+CELLS = st.lists(
+    st.tuples(st.integers(-10, 90), st.integers(-10, 60), st.floats(0, 1)), min_size=1, max_size=12
+)
+
+
+@given(CELLS, st.floats(3, 40), st.floats(0.7, 9))
+@settings(max_examples=60)
+def test_a_pixel_is_the_mean_of_the_patches_over_it(
+    cells: list[tuple[int, int, float]], side: float, pixel: float
+) -> None:
+    heat = heat_of([c[:2] for c in cells], [c[2] for c in cells], side, bounds=(5, 3, 80, 50))
+    raster = heat.raster(pixel)
+    assert raster.shape == (round(50 / pixel), round(80 / pixel))
+    for row in range(raster.shape[0]):
+        for column in range(raster.shape[1]):
+            x, y = 5 + (column + 0.5) * pixel, 3 + (row + 0.5) * pixel
+            # Centres that lie on an edge to rounding may fall on either side.
+            near = [
+                min(abs(x - left), abs(x - left - side), abs(y - top), abs(y - top - side))
+                for left, top, _ in cells
+            ]
+            if min(near) < 1e-6:
+                continue
+            over = [
+                v for left, top, v in cells if left <= x < left + side and top <= y < top + side
+            ]
+            expected = np.mean(over) if over else np.nan
+            assert raster[row, column] == pytest.approx(expected, abs=1e-4, nan_ok=True)
+
+
+def test_ranks() -> None:
+    assert ranks(np.array([3.0, 1.0, 2.0])).tolist() == [1, 0, 0.5]
+    assert ranks(np.array([1.0, 1.0, 9.0])).tolist() == [0, 0, 1]
+    assert ranks(np.array([5.0])).tolist() == [1]
+
+
+def test_a_scale_bar_is_a_round_number() -> None:
+    assert [scale_bar_um(most) for most in (1, 1.9, 2, 4.9, 50, 330, 12_000)] == [1, 1, 2, 2, 50, 200, 10_000]  # fmt: skip
+
+
+def test_the_pyramid_opens_as_a_slide_of_the_same_scale(tmp_path: Path) -> None:
+    corners = [(x, y) for y in range(100, 4100, 64) for x in range(200, 8200, 64)]
+    values = [(i % 101) / 100 for i in range(len(corners))]
+    heat = heat_of(corners, values, 64, bounds=(100, 50, 9000, 5000), mpp=0.25)
+    pixel = write_heat_tiff(heat, tmp_path / "heat.tiff")
+    assert pixel == 4
+    with Slide(tmp_path / "heat.tiff") as slide:
+        info = slide.info
+        assert info.vendor == "generic-tiff"
+        assert float(info.mpp_x or 0) == pytest.approx(1.0)
+        assert [(it.size.width, it.size.height) for it in info.levels][:2] == [(2250, 1250), (1125, 625)]  # fmt: skip
+        assert len(info.levels) == 5
+        pixels = slide.read_region(PointL0(0, 0), 0, info.size)
+    for (x, y), value in list(zip(corners, values, strict=True))[::37]:
+        middle = pixels[(y - 50 + 32) // 4, (x - 100 + 32) // 4]
+        expected = np.array(colormaps["viridis"](value)[:3]) * 255
+        assert np.abs(middle - expected).max() <= 4
+    assert (pixels[:12] == 255).all(), "above the first patch"
+    assert (coloured(np.full((2, 2), np.nan, np.float32)) == 255).all()
+
+
+def test_objects_are_read_back_where_the_patches_are(tmp_path: Path) -> None:
+    corners = [(200, 200), (264, 200), (328, 200), (500, 400), (600, 100)]
+    heat = heat_of(corners, [0.9, 0.8, 0.2, 0.7, 0.1], 64, bounds=(100, 50, 600, 500))
+    path = tmp_path / "cells.geojson"
+    assert write_heat_geojson(heat, path, objects="cells", threshold=0.5) == 5
+    features = json.loads(path.read_text())["features"]
+    assert features[0]["geometry"]["coordinates"][0][0] == [100, 150], "from the bounds on"
+    assert [f["properties"]["classification"]["name"] for f in features] == [
+        "b",
+        "b",
+        "a",
+        "b",
+        "a",
+    ]
+    assert features[1]["properties"]["measurements"]["probability of b"] == pytest.approx(0.8)
+    path = tmp_path / "contours.geojson"
+    assert write_heat_geojson(heat, path, objects="contours", threshold=0.5) == 2
+    outlines = read_annotations(path)
+    assert not outlines.notes
+    areas = sorted((it.area for it in outlines.found), key=lambda area: float(area.area))
+    expected = [shapely.box(400, 350, 464, 414), shapely.box(100, 150, 228, 214)]
+    assert all(a.equals_exact(b, 1e-6, normalize=True) or a.equals(b) for a, b in zip(areas, expected, strict=True))  # fmt: skip
+    told = [f["properties"]["measurements"] for f in json.loads(path.read_text())["features"]]
+    assert sorted(t["patches"] for t in told) == [1, 2]
+    assert max(t["mean probability of b"] for t in told) == pytest.approx(0.85)
+
+
+def test_the_picture_is_of_the_whole_slide_with_the_patches_in_it(tmp_path: Path) -> None:
+    background = np.full((48, 64, 3), 200, np.uint8)
+    draw_heat(heat_of([(0, 0), (320, 240)], [1.0, 0.0], 64), background, tmp_path / "heat.png")
+    with Image.open(tmp_path / "heat.png") as image:
+        pixels = np.asarray(image.convert("RGB")).astype(int)
+    yellow, purple = (np.array(colormaps["viridis"](v)[:3]) * 255 for v in (1.0, 0.0))
+    for colour in (yellow, purple):
+        over = 0.55 * colour + 0.45 * 200
+        assert (np.abs(pixels - over).max(axis=2) < 4).mean() > 0.004
+    draw_heat(heat_of([(0, 0)], [1.0], 64, mpp=None), None, tmp_path / "without.png")
+    assert (tmp_path / "without.png").stat().st_size > 1000
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["heat.png", "without.png"]
+
+
+# The command
+
+
+def scores_of_slide(slide: str, count: int, **more: Any) -> PatchScores:
+    zeros = np.zeros(count, np.int32)
+    values = np.linspace(0, 1, count, dtype=np.float32)
+    return PatchScores(
+        ("n", "t"), (slide,), (slide,), slide=zeros, patient=zeros, x_l0=64 * np.arange(count),
+        y_l0=np.zeros(count, np.int64), label=zeros - 1, probability=np.stack([1 - values, values], axis=1), **more,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def predictions(tmp_path: Path) -> Path:
+    """A folder of predictions of two slides, one in a sub-folder, and one without patches."""
+    folder = PredictionFolder(tmp_path / "predictions")
+    for name, count in (("x/one", 9), ("two", 4), ("empty", 0)):
+        facts = SlideFacts(
+            slide=name, patient=name, label=None, width=640, height=64, bounds=[0, 0, 640, 64],
+            mpp=0.5, size_l0=64.0, stride_l0=64.0, source="", patches=count,
+        )  # fmt: skip
+        folder.write(facts, scores_of_slide(name, count))
+    (folder.path / "predict.json").write_text("{}")
+    return folder.path
+
+
+def test_every_slide_gets_every_file(predictions: Path, tmp_path: Path, run: Run) -> None:
+    done = run("heatmap", predictions, "--to", "png,tiff,geojson", "--json")
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["files"]) == {"x/one", "two"}
+    found = {
+        str(p.relative_to(tmp_path / "heatmaps")) for p in (tmp_path / "heatmaps").rglob("*.*")
+    }
+    assert found == {f"{s}.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
+    features = json.loads((tmp_path / "heatmaps" / "two.geojson").read_text())["features"]
+    assert [round(f["properties"]["measurements"]["probability of t"], 3) for f in features] == [0, 0.333, 0.667, 1]  # fmt: skip
+    done = run("heatmap", predictions, "--class", "n", "--slide", "two", "--to", "geojson", "--out", "n")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [p.name for p in (tmp_path / "n").iterdir()] == ["two.geojson"]
+
+
+def test_what_cannot_be_drawn_is_told(predictions: Path, tmp_path: Path, run: Run) -> None:
+    def refused(code: int, message: str, *arguments: object) -> None:
+        done = run("heatmap", *arguments)
+        assert (done.returncode, message in done.stderr + done.stdout) == (code, True), done.stderr
+
+    refused(2, "holds no predictions", tmp_path / "nothing")
+    refused(2, "--class: found 'x', expected n or t", predictions, "--class", "x")
+    refused(2, "has no predictions of slide 'three': expected such as", predictions, "--slide", "three")  # fmt: skip
+    refused(2, "--to: found jpeg", predictions, "--to", "jpeg")
+    refused(2, "--threshold", predictions, "--threshold", "2")
+    facts = predictions / "patches" / "two.json"
+    facts.write_text(facts.read_text().replace('"size_l0": 64.0', '"size_l0": 0'))
+    refused(5, "slide two: its size", predictions, "--slide", "two")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return a_store(tmp_path / "patches.lmdb", {f"{'nt'[i % 2]}{i}": jpegs(0, 6, 32) for i in range(6)}, patch_size=32)  # fmt: skip
+
+
+def test_a_runs_test_patches_are_drawn_on_the_stores_slides(
+    store: Path, tmp_path: Path, run: Run
+) -> None:
+    """Of a slide that is on both sides, all of them."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text(f'stores = ["{store}"]\n')
+    with Store(store) as opened:
+        make_splits([opened], split_by="slide", seed=1)
+    sides = [({"split": side}, scores_of_slide("n0", 3)) for side in ("validation", "test")]
+    write_predictions(folder / "predictions.csv", sides)
+    done = run("heatmap", folder)
+    assert done.returncode == 5, "records of this store have no size"
+    assert "slide n0: its size" in done.stderr
+    (folder / "config.toml").write_text("")
+    done = run("heatmap", folder)
+    assert done.returncode == 4
+    assert "no store holds slide n0: found no store; give the store" in done.stderr
+
+
+def test_attention_is_drawn_by_rank(made_store: Path, tmp_path: Path, run: Run) -> None:
+    folder = tmp_path / "run" / "attention"
+    folder.mkdir(parents=True)
+    with Store(made_store) as store:
+        record = next(iter(store.complete.values()))
+        index = store.index(0)
+    shares = np.geomspace(1e-6, 1, record.planned)
+    with (folder / "bag.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["slide", "x_l0", "y_l0", "size_l0", "attention"])
+        for x, y, share in zip(index["x_l0"], index["y_l0"], shares / shares.sum(), strict=True):
+            writer.writerow([record.id, x, y, 128, share])
+    done = run("heatmap", tmp_path / "run", "--store", made_store, "--to", "png,geojson")
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "heatmaps" / f"{record.id}.geojson"
+    features = json.loads(path.read_text())["features"]
+    values = [next(iter(f["properties"]["measurements"].values())) for f in features]
+    assert values == pytest.approx(np.linspace(0, 1, record.planned).tolist())
+    assert (tmp_path / "heatmaps" / f"{record.id}.png").exists()
