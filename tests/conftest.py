@@ -70,6 +70,18 @@ def run(tmp_path: Path) -> Run:
     return call
 
 
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The browser that pages are tested in. Without it the tests that need it say so and are skipped; CI requires it."""
+    found = os.environ.get("HISTOPIPE_TEST_BROWSER") or shutil.which("chromium")
+    if not found or not shutil.which("chromedriver"):
+        assert "HISTOPIPE_TEST_BROWSER" not in os.environ, "chromium or chromedriver is missing"
+        pytest.skip(
+            "there is no chromium with its chromedriver (Debian: chromium, chromium-driver)"
+        )
+    return found
+
+
 def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
     """Results by item. A training spends most of a test on one core, loading TensorFlow."""
     items = list(items)
@@ -117,3 +129,14 @@ def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pictures = jpegs(0, 120, 32)
     slides = {f"{'nt'[i % 2]}{i}": pictures[10 * i : 10 * i + 10] for i in range(12)}
     return a_store(tmp_path_factory.mktemp("stores") / "small.lmdb", slides, patch_size=32)
+
+
+@pytest.fixture(scope="session")
+def trained(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch on slides of two classes, patches of 128 pixels."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    subprocess.run(
+        [*COMMAND, "train", str(made_store), "--epochs", "1", "--out", str(folder)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return folder

@@ -26,17 +26,6 @@ from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec
 
 
-@pytest.fixture(scope="session")
-def trained(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one epoch on slides of two classes, patches of 128 pixels."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    subprocess.run(
-        [*COMMAND, "train", str(made_store), "--epochs", "1", "--out", str(folder)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return folder
-
-
 def rows_of(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))

@@ -1,0 +1,304 @@
+"""Reports as a person meets them: in a browser, from disk, with a thousand slides, on a narrow screen, on paper."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simplejpeg
+from conftest import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from sklearn.metrics import roc_auc_score, roc_curve
+from test_store import RECORD, SPEC, columns_of
+
+from histopipe.evaluation.roc import roc_of
+from histopipe.evaluation.scores import Scores
+from histopipe.store.record import FailureKind
+from histopipe.store.writer import StoreWriter
+
+SLIDES = 1000
+EVIL = "<img src=x onerror=document.title='evil'>&\"'"
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[webdriver.Chrome]:
+    options = Options()
+    options.binary_location = chromium
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
+def visit(browser: webdriver.Chrome, page: Path, width: int = 1280, **media: str) -> None:
+    """Open a page from disk; it says nothing on the console and asks for nothing."""
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    browser.get(page.resolve().as_uri())
+    assert_quiet(browser)
+
+
+def assert_quiet(browser: webdriver.Chrome) -> None:
+    assert browser.get_log("browser") == []
+    asked = browser.execute_script(
+        "return performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('data:'))"
+    )
+    assert asked == []
+
+
+def rows_shown(browser: webdriver.Chrome, column: int) -> list[str]:
+    """A column of the last table's rows that are shown, as it stands."""
+    script = (
+        "return Array.from([...document.querySelectorAll('table.sortable')].at(-1).tBodies[0].rows)"
+        f".filter(r => !r.hidden && r.cells.length > 3).map(r => r.cells[{column}].textContent)"
+    )
+    found: list[str] = browser.execute_script(script)
+    return found
+
+
+@pytest.fixture(scope="module")
+def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of a thousand slides with thumbnails; every tenth failed, and one has a name that means harm."""
+    path = tmp_path_factory.mktemp("thousand") / "many.lmdb"
+    rng = np.random.default_rng(1)
+    patches = [simplejpeg.encode_jpeg(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(3)]
+    thumbnail = simplejpeg.encode_jpeg(rng.integers(0, 255, (30, 40, 3), np.uint8))
+    facts: dict[str, Any] = {
+        "width": 400, "height": 300, "bounds": [0, 0, 400, 300], "mpp": 0.5, "read_size": 8,
+        "downsample": 1.0, "stride": 8, "route": "copy", "level": 0,
+    }  # fmt: skip
+    with StoreWriter(path, dataclasses.replace(SPEC, patch_size=8)) as writer:
+        ids = [f"slide-{i:04d}" for i in range(SLIDES)]
+        ids[7] = EVIL
+        records = [dataclasses.replace(RECORD, id=name, label="nt"[i % 2], **facts) for i, name in enumerate(ids)]  # fmt: skip
+        numbers = writer.register(records)
+        for i, record in enumerate(records):
+            if i % 10 == 3:
+                writer.fail(numbers[record.id], record, f"{record.id} is broken", FailureKind.FILE)
+                continue
+            count = 1 + i % 3
+            crc = writer.put_patches(numbers[record.id], range(count), patches[:count])
+            columns = columns_of(crc, np.array([len(p) for p in patches[:count]]))
+            columns["focus"] = rng.random(count) * 100
+            done = dataclasses.replace(record, planned=count, stored=count)
+            writer.complete(numbers[record.id], done, columns, {"thumb": thumbnail})
+    return path
+
+
+@pytest.fixture(scope="module")
+def store_report(thousand: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from histopipe.reports.report import report
+
+    return report(thousand, out=tmp_path_factory.mktemp("report") / "store.html")
+
+
+def test_a_thousand_slides_sort_and_filter(browser: webdriver.Chrome, store_report: Path) -> None:
+    visit(browser, store_report)
+    assert browser.title == "Store many.lmdb"
+    table = browser.find_elements(By.CSS_SELECTOR, "table.sortable")[-1]
+    slides = rows_shown(browser, 1)
+    assert len(slides) == SLIDES
+    headers = {h.text.split()[0]: h for h in table.find_elements(By.CSS_SELECTOR, "th")}
+    # A number is sorted as a number, there and back; and what is missing stays last.
+    for times, direction in ((1, "ascending"), (2, "descending")):
+        headers["focus"].find_element(By.TAG_NAME, "button").click()
+        assert headers["focus"].get_attribute("aria-sort") == direction
+        found = rows_shown(browser, 8)
+        known = [float(v) for v in found if v]
+        assert known == sorted(known, reverse=times == 2)
+        assert found[: len(known)] == [v for v in found if v]
+        assert len(found) - len(known) == SLIDES // 10
+    # By the keyboard alone.
+    headers["slide"].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
+    assert headers["focus"].get_attribute("aria-sort") is None
+    assert rows_shown(browser, 1)[-1] == "slide-0999"
+    search = browser.find_elements(By.CSS_SELECTOR, "input[type=search]")[-1]
+    search.send_keys("failed slide-00")
+    assert rows_shown(browser, 1) == [f"slide-{i:04d}" for i in range(3, 100, 10)]
+    assert browser.find_elements(By.CSS_SELECTOR, "output")[-1].text == "10 of 1000"
+    search.send_keys(Keys.CONTROL, "a")
+    search.send_keys(Keys.DELETE)
+    assert len(rows_shown(browser, 1)) == SLIDES
+    assert_quiet(browser)
+
+
+def test_pictures_are_decoded_as_they_are_seen(browser: webdriver.Chrome, store_report: Path) -> None:  # fmt: skip
+    visit(browser, store_report)
+    assert browser.find_elements(By.TAG_NAME, "img") == []
+    button = browser.find_element(By.CSS_SELECTOR, "tbody button.open")
+    button.send_keys(Keys.SPACE)
+    assert button.get_attribute("aria-expanded") == "true"
+    loaded = "return [...document.images].filter(i => i.complete && i.naturalWidth > 80).length"
+    WebDriverWait(browser, 10).until(lambda b: b.execute_script(loaded) == 2)
+    button.send_keys(Keys.SPACE)
+    assert browser.find_elements(By.TAG_NAME, "img") == []
+    browser.find_element(By.CSS_SELECTOR, ".tools button.open").click()
+    images = browser.find_elements(By.TAG_NAME, "img")
+    assert len(images) == 2 * (SLIDES - SLIDES // 10)
+    with_source = browser.execute_script("return [...document.images].filter(i => i.src).length")
+    assert with_source < 60, "far from what is seen, nothing is decoded"
+    assert_quiet(browser)
+
+
+def test_a_slides_name_is_text_and_nothing_else(
+    browser: webdriver.Chrome, store_report: Path
+) -> None:
+    visit(browser, store_report)
+    assert EVIL in rows_shown(browser, 1)
+    assert browser.title == "Store many.lmdb"
+    assert "evil" not in browser.title
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_sticks_out(browser: webdriver.Chrome, store_report: Path, run_report: Path, width: int) -> None:  # fmt: skip
+    for page in (store_report, run_report):
+        visit(browser, page, width)
+        browser.find_element(By.CSS_SELECTOR, "nav")
+        wide = browser.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= width
+        charts = browser.find_elements(By.CSS_SELECTOR, "svg.chart")
+        assert len(charts) >= 2
+        assert all(0 < chart.size["width"] <= width for chart in charts)
+        assert all(chart.get_attribute("aria-label") for chart in charts)
+
+
+def test_light_dark_and_paper(browser: webdriver.Chrome, run_report: Path) -> None:
+    colours = {}
+    for scheme in ("light", "dark"):
+        visit(browser, run_report, prefers_color_scheme=scheme)
+        text = "text, tspan"
+        colours[scheme] = browser.execute_script(
+            "const c = e => getComputedStyle(e);"
+            f"return [c(document.body).backgroundColor, c(document.querySelector('svg.chart {text}')).fill]"
+        )
+    assert colours["light"] == ["rgb(255, 255, 255)", "rgb(28, 36, 48)"]
+    assert colours["dark"] == ["rgb(20, 24, 30)", "rgb(230, 234, 240)"]
+    paper = browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    assert len(base64.b64decode(paper["data"])) > 20_000
+
+
+@pytest.fixture(scope="module")
+def run_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from histopipe.reports.report import report
+
+    return report(trained, out=tmp_path_factory.mktemp("report") / "run.html")
+
+
+def test_a_run_is_told_whole(browser: webdriver.Chrome, run_report: Path, trained: Path) -> None:
+    visit(browser, run_report)
+    names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
+    assert names == [
+        "Summary", "Figures", "Curves", "ROC and calibration", "Confusion", "Slides", "Patches", "Heatmaps",
+        "Splits", "Configuration", "Environment", "Not measured",
+    ]  # fmt: skip
+    metrics = json.loads((trained / "metrics.json").read_text())
+    text = browser.find_element(By.TAG_NAME, "main").text
+    for side in ("validation", "test"):
+        assert f"{metrics[side]['patch']['auc']:.3f}" in text
+    intervals = [
+        ends
+        for side in ("validation", "test")
+        for name, ends in metrics[side]["patch"]["intervals"].items()
+        if name in ("accuracy", "brier")
+    ]
+    assert intervals
+    for low, high in intervals:
+        assert f"[{low:.3f}, {high:.3f}]" in text
+    for part in (
+        "split by patient", "How good the model is on slides of another hospital", metrics["tensorflow"],
+        "patients: too few for intervals", "most surely found",
+    ):  # fmt: skip
+        assert part.lower() in text.lower(), part
+    confusion = browser.find_element(By.CSS_SELECTOR, "table.confusion").text
+    for row in metrics["test"]["patch"]["confusion"]:
+        assert " ".join(map(str, row)) in confusion
+    # Every picture can be seen.
+    decoded = "return [...document.images].every(i => i.complete && i.naturalWidth > 50)"
+    for image in browser.find_elements(By.CSS_SELECTOR, "img"):
+        browser.execute_script("arguments[0].scrollIntoView()", image)
+    WebDriverWait(browser, 20).until(lambda b: b.execute_script(decoded))
+    assert len(browser.find_elements(By.CSS_SELECTOR, "img")) > 5
+    assert_quiet(browser)
+
+
+def test_a_run_whose_store_is_gone_is_told_without_pictures(
+    trained: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "run")
+    config = (folder / "config.toml").read_text().replace(str(made_store), str(tmp_path / "gone.lmdb"))  # fmt: skip
+    (folder / "config.toml").write_text(config)
+    done = run("report", "run")
+    assert done.returncode == 0, done.stderr
+    page = (folder / "report.html").read_text()
+    assert "pictures of patches and slides: no store at" in page
+    assert "data:image" not in page
+    assert run("report", "run", "--store", made_store).returncode == 0
+    assert "data:image/webp" in (folder / "report.html").read_text()
+    assert run("report", "run", "--store", made_store, "--no-pictures", "--out", "plain.html").returncode == 0  # fmt: skip
+    assert "data:image/webp" not in (tmp_path / "plain.html").read_text()
+
+
+def test_what_cannot_be_reported_is_told(trained: Path, tmp_path: Path, run: Run) -> None:
+    def refused(code: int, message: str, *arguments: object) -> None:
+        done = run("report", *arguments)
+        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+
+    refused(4, "is neither a store nor a run", tmp_path)
+    folder = shutil.copytree(trained, tmp_path / "run")
+    (folder / "history.csv").write_text("epoch\nx\n")
+    refused(5, "history.csv cannot be read", folder)
+    (folder / "metrics.json").unlink()
+    refused(2, "holds no finished run", folder)
+    (folder / "summary.json").write_text("{}")
+    refused(2, "is a cross-validation", folder)
+    assert not list(tmp_path.rglob("report.html"))
+
+
+# The curve
+
+
+@st.composite
+def some_scores(draw: st.DrawFn) -> Scores:
+    count = draw(st.integers(2, 40))
+    values = np.array(draw(st.lists(st.integers(0, 10), min_size=count, max_size=count))) / 10
+    label = np.array(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count)), np.int32)
+    patient = np.array(draw(st.lists(st.integers(0, 5), min_size=count, max_size=count)), np.int32)
+    probability = np.stack([1 - values, values], axis=1)
+    return Scores(label, probability, patient, np.arange(count))
+
+
+@given(some_scores(), st.integers(0, 5))
+@settings(max_examples=80)
+def test_the_curve_is_scikit_learns_and_lies_in_its_band(scores: Scores, seed: int) -> None:
+    roc = roc_of(scores, 1, patients=6, seed=seed)
+    if len(np.unique(scores.label)) < 2:
+        assert roc is None
+        return
+    assert roc is not None
+    false_rate, true_rate, _ = roc_curve(scores.label, scores.probability[:, 1], drop_intermediate=False)  # fmt: skip
+    assert np.allclose(roc.false_positive, false_rate)
+    assert np.allclose(roc.true_positive, true_rate)
+    area = np.trapezoid(roc.true_positive, roc.false_positive)
+    assert area == pytest.approx(roc_auc_score(scores.label, scores.probability[:, 1]))
+    if roc.low is not None and roc.high is not None:
+        assert ((roc.low >= 0) & (roc.low <= roc.high) & (roc.high <= 1)).all()
+        assert (np.diff(roc.low) >= -1e-9).all()
+        assert len(np.unique(scores.patient)) > 1
