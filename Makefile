@@ -21,11 +21,9 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
-demo: $(VENV)/.installed ## make slides, ingest them, train on them; ends with the held-out AUC
+demo: $(VENV)/.installed ## make slides, tile them, train, predict; ends with the held-out AUC and reports
 	rm -rf $(DEMO)
-	$(BIN)/python tools/make_slides.py $(DEMO)/slides --count 12 --size 4096x4096 --classes normal,tumour
-	$(BIN)/histopipe ingest $(DEMO)/slides --out $(DEMO)/patches.lmdb
-	$(BIN)/histopipe train $(DEMO)/patches.lmdb --out $(DEMO)/run --epochs 8
+	$(BIN)/histopipe demo --out $(DEMO)
 
 test: $(VENV)/.installed ## the tests, against the installed package
 	$(BIN)/python -P -m pytest -n 2 --dist loadfile

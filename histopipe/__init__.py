@@ -19,7 +19,12 @@ from histopipe.errors import HistopipeError
 
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
+    from histopipe.dataset.quality import measure_quality
     from histopipe.embedding.embed import embed
+    from histopipe.ingest.annotate import annotate
+    from histopipe.prediction.predict import predict
+    from histopipe.reports.heatmap import heatmap
+    from histopipe.reports.report import report
     from histopipe.store.store import Store, StoreSet, open_store
     from histopipe.studies.comparison import compare
     from histopipe.studies.cross_validation import cross_validate
@@ -31,11 +36,16 @@ __all__ = [
     "Store",
     "StoreSet",
     "__version__",
+    "annotate",
     "compare",
     "cross_validate",
     "embed",
+    "heatmap",
     "load_dataset",
+    "measure_quality",
     "open_store",
+    "predict",
+    "report",
     "train",
     "tune",
 ]
@@ -43,11 +53,16 @@ __all__ = [
 _HOME = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
+    "annotate": "histopipe.ingest.annotate",
     "compare": "histopipe.studies.comparison",
     "cross_validate": "histopipe.studies.cross_validation",
     "embed": "histopipe.embedding.embed",
+    "heatmap": "histopipe.reports.heatmap",
     "load_dataset": "histopipe.dataset.loader",
+    "measure_quality": "histopipe.dataset.quality",
     "open_store": "histopipe.store.store",
+    "predict": "histopipe.prediction.predict",
+    "report": "histopipe.reports.report",
     "train": "histopipe.training.supervise",
     "tune": "histopipe.studies.tune",
 }

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import io
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from conftest import TOOLS
 from numpy.typing import NDArray
 from PIL import Image
 
+from histopipe.demo.pyramid_tiff import Page, write_pyramid
+from histopipe.demo.slide_maker import SlideSettings, leica_description
 from histopipe.geometry import Size
-
-sys.path.insert(0, str(TOOLS))
-from make_slides import leica_description
-from pyramid_tiff import Page, write_pyramid
 
 Pixels = NDArray[np.uint8]
 
@@ -95,7 +90,9 @@ def aperio(size: Size, mpp: float = 0.5) -> str:
 def leica(size: Size, tile: Size, origin: tuple[int, int], mpp: float) -> str:
     """The description that makes OpenSlide take a TIFF for a Leica slide, lying somewhere on a larger area."""
     whole = (origin[0] + size.width + 100, origin[1] + size.height + 100)
-    return leica_description([size], Namespace(mpp=mpp, tile=tile.width, bounds=(*origin, *whole)))
+    return leica_description(
+        [size], SlideSettings(mpp=mpp, tile=tile.width, bounds=(*origin, *whole))
+    )
 
 
 def write_slide(

@@ -32,6 +32,7 @@ RANKS = {
             ["embedding", "export", "studies"],
             ["prediction"],
             ["reports"],
+            ["demo"],
             ["cli"],
         ]
     )
@@ -123,11 +124,16 @@ def test_public_names() -> None:
         "Store",
         "StoreSet",
         "__version__",
+        "annotate",
         "compare",
         "cross_validate",
         "embed",
+        "heatmap",
         "load_dataset",
+        "measure_quality",
         "open_store",
+        "predict",
+        "report",
         "train",
         "tune",
     }

@@ -57,7 +57,7 @@ def visit(browser: webdriver.Chrome, page: Path, width: int = 1280, **media: str
 
 
 def assert_quiet(browser: webdriver.Chrome) -> None:
-    assert browser.get_log("browser") == []
+    assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
     asked = browser.execute_script(
         "return performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('data:'))"
     )

@@ -32,6 +32,7 @@ COMMANDS = MappingProxyType(
         "export": "Write a store's index or patches for other tools.",
         "compare": "Hold runs against each other.",
         "stains": "Measure how each slide of a store is stained.",
+        "demo": "Everything once, on made slides: ends with a report.",
         "bench": "Measure what feeds a training, and name the bottleneck.",
     }
 )

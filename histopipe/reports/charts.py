@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -17,22 +20,28 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.metrics import Bin
 from histopipe.evaluation.roc import Roc
+from histopipe.files import appearing
+
+
+@dataclass(frozen=True, slots=True)
+class _Colours:
+    """Of text, of lines, and of series."""
+
+    ink: str
+    line: str
+    series: tuple[str, ...]
+
 
 _INK, _LINE = "#010101", "#020202"
 _SERIES = ("#030303", "#040404", "#050505", "#060606")
+_PAGE = _Colours(_INK, _LINE, _SERIES)
+_LIGHT = _Colours("#1c2430", "#d5dae1", ("#0072b2", "#d55e00", "#00835e", "#a8528a"))
 _VARIABLES = {
     _INK: "var(--ink)", _LINE: "var(--line)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
 }  # fmt: skip
 """Colours that no chart would have otherwise, and what they become."""
 
-_RC: Any = {
-    "svg.fonttype": "none", "font.size": 9, "axes.edgecolor": _LINE, "axes.labelcolor": _INK,
-    "text.color": _INK, "xtick.color": _INK, "ytick.color": _INK, "axes.grid": True,
-    "grid.color": _LINE, "grid.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
-    "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
-    "savefig.facecolor": "none", "axes.axisbelow": True, "text.parse_math": False,
-}  # fmt: skip
 _SIZE = (4.2, 3.0)
 _BINS, _SHARE_BINS = 30, 20
 
@@ -73,20 +82,18 @@ def histogram(title: str, values: NDArray[np.floating], *, x: str, y: str = "pat
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
     """ROC curves with their bands."""
     with _chart(title, square=True) as (figure, axes):
-        axes.plot([0, 1], [0, 1], color=_LINE, linewidth=0.8, linestyle="--")
-        for (name, roc), colour in zip(curves.items(), _SERIES, strict=False):
-            if roc.low is not None and roc.high is not None:
-                axes.fill_between(
-                    roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0
-                )
-            axes.plot(
-                roc.false_positive, roc.true_positive, color=colour, linewidth=1.6, label=name
-            )
-        axes.set(
-            xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02)
-        )
-        axes.legend(loc="lower right")
+        _draw_roc(axes, curves, _PAGE)
         return _svg(figure, f"{title} of {', '.join(curves)}")
+
+
+def _draw_roc(axes: Axes, curves: Mapping[str, Roc], colours: _Colours) -> None:
+    axes.plot([0, 1], [0, 1], color=colours.line, linewidth=0.8, linestyle="--")
+    for (name, roc), colour in zip(curves.items(), colours.series, strict=False):
+        if roc.low is not None and roc.high is not None:
+            axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
+        axes.plot(roc.false_positive, roc.true_positive, color=colour, linewidth=1.6, label=name)
+    axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+    axes.legend(loc="lower right")
 
 
 def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
@@ -109,12 +116,23 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
         return _svg(figure, f"{title} of {', '.join(curves)}")
 
 
+def _style(colours: _Colours) -> Any:
+    ink, line = colours.ink, colours.line
+    return {
+        "svg.fonttype": "none", "font.size": 9, "axes.edgecolor": line, "axes.labelcolor": ink,
+        "text.color": ink, "xtick.color": ink, "ytick.color": ink, "axes.grid": True,
+        "grid.color": line, "grid.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
+        "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
+        "savefig.facecolor": "none", "axes.axisbelow": True, "text.parse_math": False,
+    }  # fmt: skip
+
+
 class _chart:  # noqa: N801 - reads as a function
     """A figure and its axes, in the page's style."""
 
-    def __init__(self, title: str, *, square: bool = False) -> None:
+    def __init__(self, title: str, *, square: bool = False, colours: _Colours = _PAGE) -> None:
         self._title, self._square = title, square
-        self._style = mpl.rc_context(_RC)
+        self._style = mpl.rc_context(_style(colours))
 
     def __enter__(self) -> tuple[Figure, Axes]:
         self._style.__enter__()
@@ -126,6 +144,17 @@ class _chart:  # noqa: N801 - reads as a function
 
     def __exit__(self, *error: object) -> None:
         self._style.__exit__(None, None, None)
+
+
+def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
+    """ROC curves as a picture of their own, in the colours of a light page."""
+    with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
+        _draw_roc(axes, curves, _LIGHT)
+        FigureCanvasAgg(figure)
+        with appearing(path, hidden=True) as part:
+            figure.savefig(
+                part, dpi=120, format="png", facecolor="white", metadata={"Software": None}
+            )
 
 
 def _svg(figure: Figure, label: str) -> str:

@@ -36,7 +36,7 @@ def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, un
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
         say(
-            f"{dropped} {unit} left out (unreadable, too near another side's, or kept from a search)"
+            f"{dropped} {unit} left out (unreadable, of no class, unfit, too near another side's, or kept from a search)"
         )
     sites = site_by_label(splits.slides)
     if len(sites) > 1:

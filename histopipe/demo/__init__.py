@@ -1,0 +1,1 @@
+"""Slides that never were, to try everything on."""

@@ -1,0 +1,182 @@
+"""Drawing slides that never were: smooth outlines of tissue on glass, nodules of another tissue within, textures of all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.errors import UsageError
+from histopipe.geometry import PointL0, Size
+from histopipe.slides.slide import Slide
+
+Pixels = NDArray[np.uint8]
+
+BANK = 2048
+"""Side of the picture that texture is cut from."""
+
+GLASS = (243, 242, 244)
+STROMA = np.array([222, 160, 196], np.float32)
+NUCLEUS = np.array([96, 62, 138], np.float32)
+
+NUCLEI = {"normal": (60.0, 5.5), "tumour": (220.0, 8.0)}
+"""Nuclei per 256² pixels at 0.5 mpp, and their radius in pixels, by class."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A smooth closed curve: radius as a function of the angle."""
+
+    x: float
+    y: float
+    radius: float
+    waves: NDArray[np.float64]  # (K, 2) amplitude and phase
+
+    def radii(self, angles: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Radius at each angle, pixels."""
+        total = np.ones_like(angles)
+        for k, (amplitude, phase) in enumerate(self.waves, start=2):
+            total += amplitude * np.cos(k * angles + phase)
+        return self.radius * total
+
+    def depth(self, x: float, y: float) -> float:
+        """How far towards the centre a point lies from the curve, along its ray; negative outside."""
+        dx, dy = x - self.x, y - self.y
+        return float(self.radii(np.array([np.arctan2(dy, dx)]))[0] - np.hypot(dx, dy))
+
+    def inside(self, xs: NDArray[np.floating], ys: NDArray[np.floating]) -> NDArray[np.bool_]:
+        """(len(ys), len(xs)) bool: which pixel centres lie within."""
+        dx, dy = xs[None, :] - self.x, ys[:, None] - self.y
+        return np.asarray(np.hypot(dx, dy) < self.radii(np.arctan2(dy, dx)))
+
+    def polygon(self, points: int = 180) -> list[list[float]]:
+        """A closed ring of level-0 points."""
+        angles = np.linspace(0, 2 * np.pi, points + 1)
+        radii = self.radii(angles)
+        xs, ys = self.x + radii * np.cos(angles), self.y + radii * np.sin(angles)
+        return [[float(x), float(y)] for x, y in zip(xs, ys, strict=True)]
+
+
+def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Outline]:
+    """Pieces of tissue that cover about 40 % of a slide."""
+    radius = np.sqrt(0.4 * size.width * size.height / (count * np.pi))
+    radius = min(radius, 0.42 * min(size.width, size.height))
+    return [
+        Outline(
+            x=float(size.width * (i + 0.5) / count + rng.uniform(-0.03, 0.03) * size.width),
+            y=float(size.height * rng.uniform(0.45, 0.55)),
+            radius=float(radius * rng.uniform(0.85, 1.0)),
+            waves=np.stack([rng.uniform(0, 0.09, 5), rng.uniform(0, 2 * np.pi, 5)], axis=1),
+        )
+        for i in range(count)
+    ]
+
+
+def random_nodules(rng: np.random.Generator, tissue: Outline, count: int) -> list[Outline]:
+    """Round areas within a piece of tissue, each about a third as wide."""
+    return [
+        Outline(
+            x=float(tissue.x + 0.45 * tissue.radius * np.cos(turn)),
+            y=float(tissue.y + 0.45 * tissue.radius * np.sin(turn)),
+            radius=float(tissue.radius * rng.uniform(0.28, 0.38)),
+            waves=np.stack([rng.uniform(0, 0.09, 5), rng.uniform(0, 2 * np.pi, 5)], axis=1),
+        )
+        for turn in rng.uniform(0, 2 * np.pi) + np.arange(count) * 2 * np.pi / max(1, count)
+    ]
+
+
+def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels:
+    """H&E-like tissue: wavy pink stroma with purple nuclei. (BANK, BANK, 3) uint8."""
+    density, radius = NUCLEI[kind]
+    scale = 0.5 / mpp
+    coarse = Image.fromarray(rng.integers(0, 255, (BANK // 16, BANK // 16), np.uint8))
+    waves = np.asarray(coarse.resize((BANK, BANK), Image.Resampling.BICUBIC), np.float32) / 255
+    tissue = STROMA + (waves[..., None] - 0.5) * np.array([30, 60, 30], np.float32)
+    tissue += rng.normal(0, 5, tissue.shape).astype(np.float32)
+    ys, xs = np.mgrid[-24:25, -24:25]
+    for _ in range(int(density * BANK * BANK / (256 * scale) ** 2)):
+        r = radius * scale * rng.uniform(0.7, 1.3)
+        reach = min(24, int(r * 1.5) + 1)
+        y, x = rng.integers(24, BANK - 25, 2)
+        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[
+            24 - reach : 25 + reach, 24 - reach : 25 + reach
+        ]
+        alpha = np.clip(r - near, 0, 1)[..., None] * 0.85
+        area = tissue[y - reach : y + reach + 1, x - reach : x + reach + 1]
+        area += alpha * (NUCLEUS + rng.normal(0, 10) - area)
+    return np.clip(tissue, 0, 255).astype(np.uint8)
+
+
+def slide_texture(path: Path) -> Pixels:
+    """The most colourful square of a real slide, mirrored up to the bank's size if it is small."""
+    with Slide(path) as slide:
+        size = slide.info.size
+        side = min(BANK, size.width, size.height)
+        best: Pixels | None = None
+        for y in range(0, size.height - side + 1, max(1, (size.height - side) // 4)):
+            for x in range(0, size.width - side + 1, max(1, (size.width - side) // 4)):
+                area = slide.read_region(PointL0(x, y), 0, Size(side, side))
+                if best is None or np.ptp(area, axis=2).mean() > np.ptp(best, axis=2).mean():
+                    best = area
+    if best is None:
+        raise UsageError(f"{path} is empty")
+    pad = BANK - side
+    return np.pad(best, ((0, pad), (0, pad), (0, 0)), mode="symmetric")
+
+
+@dataclass(frozen=True)
+class Area:
+    """Outlines of one class, and what is seen in them. `texture` goes on without a seam."""
+
+    kind: str
+    outlines: Sequence[Outline]
+    texture: Pixels
+
+
+def endless(texture: Pixels, tile: int) -> Pixels:
+    """A texture mirrored twice over, so that it goes on without a seam; and a tile more, so that none must be wrapped."""
+    return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
+
+
+@dataclass(frozen=True)
+class Painter:
+    """Draws any part of one slide's level 0, always the same."""
+
+    size: Size
+    tile: int
+    areas: Sequence[Area]
+    glass: Pixels
+
+    def tile_row(self, top: int) -> Pixels:
+        """A row of tiles, (tile, width rounded up to tiles, 3) uint8, glass beyond the slide's edge."""
+        columns = -(-self.size.width // self.tile)
+        row = np.empty((self.tile, columns * self.tile, 3), np.uint8)
+        for column in range(columns):
+            left = column * self.tile
+            row[:, left : left + self.tile] = self._tile(left, top)
+        return row
+
+    def _tile(self, left: int, top: int) -> Pixels:
+        picture = self.glass
+        for area in self.areas:
+            picture = self._laid_on(picture, area, left, top)
+        return picture
+
+    def _laid_on(self, below: Pixels, area: Area, left: int, top: int) -> Pixels:
+        t = self.tile
+        depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
+        # Far from every edge, as nearly all tiles are, no pixel has to be asked.
+        clear = 2.0 * t
+        if max(depths, default=-np.inf) < -clear:
+            return below
+        y, x = top % (2 * BANK), left % (2 * BANK)
+        tissue = area.texture[y : y + t, x : x + t]
+        if max(depths) > clear:
+            return tissue
+        xs, ys = left + np.arange(t) + 0.5, top + np.arange(t) + 0.5
+        mask = np.logical_or.reduce([o.inside(xs, ys) for o in area.outlines])
+        return np.where(mask[..., None], tissue, below)

@@ -1,0 +1,204 @@
+"""Making slides: pyramids of what a painter draws, in the dialects of TIFF that scanners write, one row of tiles in memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.demo.painting import (
+    GLASS,
+    Area,
+    Painter,
+    endless,
+    random_nodules,
+    random_outlines,
+    slide_texture,
+    synthetic_texture,
+)
+from histopipe.demo.pyramid_tiff import JpegTiles, Page, write_pyramid
+from histopipe.geometry import Size
+
+Pixels = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlideSettings:
+    """How a slide is made.
+
+    Attributes:
+        size: of level 0.
+        mpp: of level 0.
+        levels: downsamples, 1 first.
+        tile: side of the native tiles.
+        quality, subsampling: of the tiles' JPEG.
+        format: "svs" (Aperio), "tiff", or "scn" (Leica).
+        bounds: scn only: x, y, width and height of the area that it lies on.
+        pieces: of tissue.
+        nodules: of tumour in each piece.
+        texture: a slide whose texture is taken.
+        seed: decides everything that is drawn.
+    """
+
+    size: Size = field(default_factory=lambda: Size(4096, 4096))
+    mpp: float = 0.499
+    levels: Sequence[int] = (1, 4, 16)
+    tile: int = 256
+    quality: int = 90
+    subsampling: str = "420"
+    format: str = "svs"
+    bounds: Sequence[int] | None = None
+    pieces: int = 1
+    nodules: int = 0
+    texture: Path | None = None
+    seed: int = 1
+
+
+def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> None:
+    """Write a slide, and beside it `NAME.geojson` with the outlines of what is on it, level-0 pixels.
+
+    Args:
+        path: the slide; its suffix must be that of the format.
+        kind: of its tissue.
+        number: each draws another one.
+        settings: the rest.
+    """
+    rng = np.random.default_rng((settings.seed, number))
+    texture = (
+        slide_texture(settings.texture)
+        if settings.texture
+        else synthetic_texture(rng, kind, settings.mpp)
+    )
+    outlines = random_outlines(rng, settings.size, settings.pieces)
+    glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
+    areas = [Area(kind, outlines, endless(texture, settings.tile))]
+    if settings.nodules:
+        within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
+        tumour = synthetic_texture(rng, "tumour", settings.mpp)
+        areas.append(Area("tumour", within, endless(tumour, settings.tile)))
+    painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
+    _write_slide(path, painter, settings)
+    _write_outlines(path.with_suffix(".geojson"), areas)
+
+
+def write_labels(path: Path, labels: Sequence[tuple[str, str]]) -> None:
+    """`labels.csv`: slides and their classes."""
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("slide", "label"), *labels])
+
+
+def pyramid(
+    painter: Painter, downsamples: Sequence[int], quality: int, subsampling: str
+) -> Iterator[JpegTiles]:
+    """The compressed tiles of every level. Level 0 is drawn as it is consumed; coarser levels are averaged from it on
+    the way, and only their compressed tiles are kept.
+    """
+    tile = painter.tile
+    coarse: dict[int, list[bytes]] = {d: [] for d in downsamples[1:]}
+    parts: dict[int, list[Pixels]] = {d: [] for d in downsamples[1:]}
+
+    def encoded(row: Pixels) -> Iterator[bytes]:
+        for left in range(0, row.shape[1], tile):
+            yield simplejpeg.encode_jpeg(
+                np.ascontiguousarray(row[:, left : left + tile]),
+                quality=quality, colorspace="RGB", colorsubsampling=subsampling,
+            )  # fmt: skip
+
+    def flush(downsample: int) -> None:
+        if parts[downsample]:
+            row = np.concatenate(parts[downsample])
+            width = -(-row.shape[1] // tile) * tile
+            square = ((0, tile - row.shape[0]), (0, width - row.shape[1]), (0, 0))
+            coarse[downsample] += encoded(np.pad(row, square, mode="edge"))
+            parts[downsample] = []
+
+    def level_0() -> Iterator[bytes]:
+        for top in range(0, painter.size.height, tile):
+            row = painter.tile_row(top)
+            yield from encoded(row)
+            seen = row[: painter.size.height - top, : painter.size.width]
+            for d in coarse:
+                rows, columns = seen.shape[0] // d * d, seen.shape[1] // d * d
+                if rows and columns:
+                    parts[d].append(np.asarray(Image.fromarray(seen[:rows, :columns]).reduce(d)))
+                if sum(map(len, parts[d])) >= tile:
+                    flush(d)
+        for d in coarse:
+            flush(d)
+
+    yield level_0()
+    for d in downsamples[1:]:
+        yield coarse[d]
+
+
+def _write_slide(path: Path, painter: Painter, options: SlideSettings) -> None:
+    """One slide, in the format that the path's suffix asks for."""
+    levels = [Size(painter.size.width // d, painter.size.height // d) for d in options.levels]
+    describe = {".svs": _aperio_description, ".scn": leica_description}.get(path.suffix)
+    description = describe(levels, options) if describe else None
+    tiles = pyramid(painter, options.levels, options.quality, options.subsampling)
+    pages = (
+        Page(
+            size=size,
+            tile=Size(painter.tile, painter.tile),
+            tiles=compressed,
+            subsampling=options.subsampling,
+            description=description if number == 0 or path.suffix == ".svs" else None,
+            mpp=options.mpp * options.levels[number],
+        )
+        for number, (size, compressed) in enumerate(zip(levels, tiles, strict=True))
+    )
+    write_pyramid(path, pages)
+
+
+def _aperio_description(levels: list[Size], options: SlideSettings) -> str:
+    width, height = levels[0].width, levels[0].height
+    scale = f"|AppMag = {round(10 / options.mpp)}|MPP = {options.mpp:.4f}"
+    return (
+        f"Aperio Image Library v11.2.1 \r\n{width}x{height} [0,0 {width}x{height}] "
+        f"({options.tile}x{options.tile}) JPEG/RGB Q={options.quality}" + scale
+    )
+
+
+def leica_description(levels: list[Size], options: SlideSettings) -> str:
+    """Leica's XML, the TIFF dialect in which a slide can say where on a larger area it lies."""
+    nm = options.mpp * 1000
+    # OpenSlide takes an image that fills its whole area for the macro, so the area is a tile larger.
+    whole = levels[0].width + options.tile, levels[0].height + options.tile
+    x, y, width, height = options.bounds or (0, 0, *whole)
+    dimensions = "".join(
+        f'<dimension sizeX="{s.width}" sizeY="{s.height}" r="{i}" ifd="{i}"/>'
+        for i, s in enumerate(levels)
+    )
+    size = f'sizeX="{levels[0].width * nm:.0f}" sizeY="{levels[0].height * nm:.0f}"'
+    return (
+        '<?xml version="1.0"?><scn xmlns="http://www.leica-microsystems.com/scn/2010/10/01">'
+        f'<collection name="made" sizeX="{width * nm:.0f}" sizeY="{height * nm:.0f}"><image name="main">'
+        '<creationDate>2020-01-01T00:00:00Z</creationDate><device model="made" version="1"/>'
+        f'<pixels sizeX="{levels[0].width}" sizeY="{levels[0].height}">{dimensions}</pixels>'
+        f'<view {size} offsetX="{x * nm:.0f}" offsetY="{y * nm:.0f}" spacingZ="0"/>'
+        "<scanSettings><objectiveSettings>"
+        f"<objective>{round(10 / options.mpp)}</objective></objectiveSettings><illuminationSettings>"
+        "<illuminationSource>brightfield</illuminationSource><numericalAperture>0.5</numericalAperture>"
+        "</illuminationSettings></scanSettings></image></collection></scn>"
+    )
+
+
+def _write_outlines(path: Path, areas: Sequence[Area]) -> None:
+    features = [
+        {
+            "type": "Feature",
+            "geometry": {"type": "Polygon", "coordinates": [outline.polygon()]},
+            "properties": {"classification": {"name": area.kind}},
+        }
+        for area in areas
+        for outline in area.outlines
+    ]
+    path.write_text(json.dumps({"type": "FeatureCollection", "features": features}))

@@ -1,0 +1,41 @@
+"""The demo's refusals. `make demo`, which CI runs, is the demo itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from conftest import Run
+
+from histopipe.annotations.read import read_annotations
+from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.geometry import PointL0, Size
+from histopipe.slides.slide import Slide
+
+
+def test_a_demo_does_not_touch_what_is_there(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "mine.txt").write_text("mine")
+    done = run("demo")
+    assert done.returncode == 2
+    assert "demo exists and is not empty" in done.stderr
+    assert [p.name for p in (tmp_path / "demo").iterdir()] == ["mine.txt"]
+    done = run("demo", "--slides", "3", "--out", "other")
+    assert done.returncode == 2
+    assert "--slides: found 3, expected 6 or more" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_nodules_are_where_their_outlines_are(tmp_path: Path) -> None:
+    path = tmp_path / "slide.svs"
+    make_slide(path, "normal", 0, SlideSettings(size=Size(2048, 2048), nodules=2))
+    outlines = read_annotations(path.with_suffix(".geojson"))
+    assert [it.name for it in outlines.found] == ["normal", "tumour", "tumour"]
+    tissue, *nodules = (it.area for it in outlines.found)
+    assert all(tissue.contains(it) for it in nodules)
+    with Slide(path) as slide:
+        darkness = []
+        for area in (tissue.difference(nodules[0]).difference(nodules[1]), *nodules):
+            place = area.representative_point()
+            corner = PointL0(int(place.x) - 48, int(place.y) - 48)
+            darkness.append(255 - float(slide.read_region(corner, 0, Size(96, 96)).mean()))
+    assert min(darkness[1:]) > 1.15 * darkness[0], "more nuclei"
