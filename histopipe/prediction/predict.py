@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,16 +14,16 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.arguments import check_whole, store_paths
-from histopipe.dataset.batches import OnError
 from histopipe.dataset.splits import trained_on
 from histopipe.embedding.stream import PatchStream
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, SlideError, UsageError
-from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores, joined_scores
 from histopipe.features.folder import hold_against
 from histopipe.geometry import Mpp
 from histopipe.prediction.classifier import Classifier, load_classifier
 from histopipe.prediction.folder import ABOUT, PATIENTS, SLIDES, PredictionFolder
+from histopipe.prediction.options import PredictOptions
+from histopipe.prediction.result import Predicted
 from histopipe.prediction.slide_facts import SlideFacts
 from histopipe.prediction.slide_files import OpenedSlide, SlideFiles, source_of
 from histopipe.prediction.stored_slides import StoredSlide, stored_slides
@@ -40,67 +39,6 @@ from histopipe.training.result import METRICS
 
 DATA = "data.mdb"
 _Slide = StoredSlide | OpenedSlide
-
-
-@dataclass(slots=True)
-class Predicted:
-    """What a prediction came to.
-
-    Attributes:
-        folder: where it lies.
-        done, kept: ids of slides predicted now, and before.
-        failed: why, by id.
-        patches, skipped: predicted now, and damaged ones left out.
-        seconds, input_wait: that it took, and of these waiting for patches.
-        metrics: how good it is, where labels of two classes are known.
-    """
-
-    folder: Path
-    done: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
-    patches: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    input_wait: float = 0.0
-    metrics: Evaluation | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """For a program."""
-        names = ("done", "kept", "failed", "patches", "skipped", "seconds", "input_wait")
-        told = {name: getattr(self, name) for name in names}
-        metrics = {} if self.metrics is None else {"metrics": self.metrics.to_json()}
-        return {"folder": str(self.folder), **told, **metrics}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictOptions:
-    """How slides are predicted.
-
-    Attributes:
-        batch_size: patches at once, over all devices.
-        devices: as for training.
-        aggregate: how patches are put together to slides and patients.
-        labels: a labels file; the recorded ones of a store if not given.
-        allow_extra_rows: ignore its rows, and those of `mpp_csv`, that name no slide.
-        on_error: "skip" leaves out patches that are damaged in a store.
-        tiling: of slides' files: settings of a `TilingSpec` that are to be others than in training.
-        mpp_csv, default_mpp: scales of slides' files that do not say theirs.
-        max_unreadable: share of the patches of a slide's file that may be lost to damage.
-        workers: processes that read slides' files.
-    """
-
-    batch_size: int = 64
-    devices: str = "auto"
-    aggregate: Aggregation = "mean"
-    labels: Path | None = None
-    allow_extra_rows: bool = False
-    on_error: OnError = "raise"
-    tiling: Mapping[str, Any] = field(default_factory=dict)
-    mpp_csv: Path | None = None
-    default_mpp: float | None = None
-    max_unreadable: float = 0.01
-    workers: int | None = None
 
 
 def predict(
