@@ -83,7 +83,9 @@ def covered_squares(
     Returns:
         (N,) float32, 0 to 1.
     """
-    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int64)
+    if not mask.any():
+        return np.zeros(len(x), np.float32)
+    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
     np.cumsum(np.cumsum(mask, axis=0, dtype=np.int32), axis=1, out=sums[1:, 1:])
 
     def up_to(column: NDArray[np.floating], row: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -20,6 +20,8 @@ ALGORITHMS: Mapping[str, str] = {"focus": "focus-1", "pen": "pen-1", "dark": "da
 
 _LEAST_DENSITY = 0.6
 """Of the three channels together. Ink is denser; glass has 0.1, pale eosin 0.3."""
+_BRIGHT = 256 * 10 ** (-_LEAST_DENSITY / 3)
+"""Three channels that are all brighter than this are not so dense together."""
 _FOLD_DENSITY = 2.4
 """Of the three channels together, at 8 µm. Well-stained tissue of one layer has 0.6 to 1.8; two layers have the sum of both."""
 _DENSITY: NDArray[np.float32] = -np.log10((np.arange(256) + 1) / 256).astype(np.float32)
@@ -37,12 +39,17 @@ def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
     Returns:
         (H, W) bool.
     """
-    red, green, blue = (_DENSITY[rgb[..., channel]] for channel in range(3))
+    found = np.zeros(rgb.shape[:2], np.bool_)
+    # Where all is bright there is no ink, and on most of a thumbnail all is.
+    darker = np.minimum(np.minimum(rgb[..., 0], rgb[..., 1]), rgb[..., 2]) < _BRIGHT
+    pixels = rgb[darker]
+    red, green, blue = (_DENSITY[pixels[:, channel]] for channel in range(3))
     strong = red + green + blue > _LEAST_DENSITY
     is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
     is_green = (red > 1.3 * green) & (blue > 1.15 * green)
     is_red = (green > 4 * red) & (blue > 0.8 * green)
-    return np.asarray(strong & (is_blue | is_green | is_red))
+    found[darker] = strong & (is_blue | is_green | is_red)
+    return found
 
 
 def dark_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
