@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -283,7 +284,7 @@ def test_what_is_not_as_it_should_be_is_told_by_feature(tmp_path: Path) -> None:
     assert "feature f2 left out: it lies beside the slide of 2220×2967, at 5000 to 5010" in told
     assert "feature f3 sticks out" in told
     assert [it.excluded for it in regions.outlines] == [True, False, False]
-    assert regions.told(path)[0].endswith(" and 1 more")
+    assert regions.told(path) == [f"a.geojson: {told}"]
 
 
 def test_shapes_of_geojson(tmp_path: Path) -> None:
@@ -435,6 +436,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
     "nan.geojson": (POLYGON % "NaN", "NaN, which is no number"),
     "infinite.geojson": (POLYGON % "Infinity", "Infinity, which is no number"),
     "large.geojson": (POLYGON % "1e999", "a coordinate: found"),
+    "digits.geojson": (POLYGON % ("1" * 400), "the coordinates of its Polygon"),
     "text.geojson": (POLYGON % '"a"', "the coordinates of its Polygon"),
     "cut.geojson": (POLYGON[:60], "not JSON"),
     "number.geojson": ("17", "not GeoJSON: found int"),
@@ -496,7 +498,7 @@ def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-    st.sampled_from(["type", "features", "geometry", "coordinates", "geometries", "properties", "classification", "id", "name"]),
+    st.sampled_from(["type", "features", "geometry", "coordinates", "geometries", "properties", "classification", "id", "name", "names", "objectType"]),
     inner | st.sampled_from(["Feature", "FeatureCollection", "Polygon", "MultiPolygon", "GeometryCollection"]), max_size=5)))  # fmt: skip
 @settings(max_examples=300)
 def test_any_json_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
@@ -625,3 +627,18 @@ def test_only_the_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
     assert done.returncode == 2
     assert "roi: Epidermis in the store, None asked for" in done.stderr
     assert run("ingest", "slides", "--roi", "Epidermis").returncode == 2
+
+
+def test_a_slide_that_is_ingested_anew_says_that_its_classes_are_gone(skin: Path, run: Run) -> None:
+    slides = ["ingest", "slides", "--patch-size", "64"]
+    assert run(*slides, "--annotations", "drawn").returncode == 0
+    os.utime(skin / "slides" / "CMU-1-Small-Region.svs")
+    done = run(*slides, "--force")
+    assert done.returncode == 0, done.stderr
+    assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {None}  # fmt: skip
+    with Store(skin / "patches.lmdb") as store:
+        record = store.slides[0]
+        assert (record.annotations, record.patch_labels) == (None, {})
+        assert "the classes of its patches are gone" in " ".join(record.notes)
+    assert run("annotate", "patches.lmdb", "drawn").returncode == 0
+    assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {"Dermis", "Epidermis", None}  # fmt: skip

@@ -225,3 +225,14 @@ def test_epidermis_is_told_from_dermis(data: Path, tmp_path: Path, run: Run) -> 
     assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
     predictions = (tmp_path / "run" / "predictions.csv").read_text().splitlines()
     assert {line.split(",")[5] for line in predictions[1:]} == {"Dermis", "Epidermis"}
+
+
+def test_bounds_that_nothing_meets_are_told(drawn: Path) -> None:
+    labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(exclude_pen=0.0))
+    with Store(drawn) as store:
+        crcs = {number: store.index(number)["crc"] for number in store.complete}
+    with ColumnWriter(drawn) as writer:
+        for number, crc in crcs.items():
+            writer.put(number, {"pen": np.ones(PATCHES, np.float32)}, crc=crc)
+    with Store(drawn) as store, pytest.raises(NothingToDo, match=r"fit to be used: found.*pen=0"):
+        make_splits([store], split_by="slide", seed=1, labelling=labelling)

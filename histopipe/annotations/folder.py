@@ -31,6 +31,8 @@ def find_annotations(place: Path, names: SlideNames) -> AnnotationFiles:
     Raises:
         UsageError: there is none, none names a slide, or two name the same.
     """
+    if not place.exists():
+        raise UsageError(f"{place} does not exist", expected="a folder of annotations, or a file")
     paths = [place] if place.is_file() else sorted(p for p in place.rglob("*") if _is_one(p))
     if not paths:
         raise UsageError(

@@ -47,7 +47,8 @@ def class_name(properties: Mapping[str, Any]) -> str | None:
     found = properties.get("classification")
     if isinstance(found, Mapping):
         names = found.get("names")
-        found = found.get("name") or (": ".join(map(str, names)) if names else None)
+        several = ": ".join(map(str, names)) if isinstance(names, list) else None
+        found = found.get("name") or several
     return found.strip() or None if isinstance(found, str) else None
 
 
@@ -103,7 +104,7 @@ def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> N
             case _:
                 outlines.leave_out(feature, f"{shape or 'no geometry'} has no area")
                 return
-    except (TypeError, ValueError, KeyError, IndexError) as error:
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise UsageError(
             f"{feature}: the coordinates of its {shape}", found=str(error)[:80],
             expected="rings of [x, y]",

@@ -20,7 +20,7 @@ from histopipe.annotations.read import read_annotations
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import RegionL0, Size
 
-_TOLD = 3
+_TOLD = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,11 @@ def candidates(stores: Sequence[SlideSource], labelling: Labelling) -> Candidate
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2:
         raise _nothing_to_tell_apart(classes, labelling.labels_from)
+    if not any(fit.any() for _, fit in found):
+        raise NothingToDo(
+            "no labelled patch is fit to be used", found=str(labelling.patch_filter),
+            todo="lower these bounds: `histopipe report STORE` shows what was measured",
+        )  # fmt: skip
     return Candidates(classes, slides, [fit for _, fit in found])
 
 

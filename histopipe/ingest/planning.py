@@ -71,6 +71,9 @@ def plan_slide(settings: Settings, job: SlideJob) -> PlannedSlide | SlideFailure
         return SlideFailure(str(error), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
+    if record.annotations is not None and job.annotations is None:
+        notes.append("the classes of its patches are gone: `histopipe annotate` gives them anew")
+        record = dataclasses.replace(record, annotations=None)
     record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
     if regions is not None and labels is not None and job.annotations is not None:
         record = dataclasses.replace(

@@ -215,6 +215,7 @@ def _renewed(record: SlideRecord, slide: SlideFile) -> SlideRecord:
         patient=record.patient,
         label=record.label,
         site=record.site,
+        annotations=record.annotations,  # only so that it can be told that its labels are gone
         unknown=record.unknown,
     )
 

@@ -47,7 +47,7 @@ def telling_patches(run: RunFacts) -> Iterator[Block]:
 def _patches(
     run: RunFacts, scores: PatchScores, rows: NDArray[np.intp], number: int
 ) -> Iterator[Picture]:
-    """Pictures of the first of some rows that can be read, no more than two of a slide in a row of equals."""
+    """Pictures of the first of some rows that can be read."""
     shown = 0
     for row in rows.tolist():
         if shown == _OF_EACH:
