@@ -116,4 +116,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }
 }
 watch(document);
-addEventListener("beforeprint", () => document.querySelectorAll("img[data-from]").forEach(show));
+addEventListener("beforeprint", () => {
+  document.querySelectorAll("img[data-from]").forEach(show);
+  document.querySelectorAll("details").forEach((it) => { it.open = true; });
+});
