@@ -52,6 +52,7 @@ def test_a_pixel_is_the_mean_of_the_patches_over_it(
     heat = heat_of([c[:2] for c in cells], [c[2] for c in cells], side, bounds=(5, 3, 80, 50))
     raster = heat.raster(pixel)
     assert raster.shape == (round(50 / pixel), round(80 / pixel))
+    assert raster.dtype == np.float32
     for row in range(raster.shape[0]):
         for column in range(raster.shape[1]):
             x, y = 5 + (column + 0.5) * pixel, 3 + (row + 0.5) * pixel
@@ -160,7 +161,7 @@ def predictions(tmp_path: Path) -> Path:
     for name, count in (("x/one", 9), ("two", 4), ("empty", 0)):
         facts = SlideFacts(
             slide=name, patient=name, label=None, width=640, height=64, bounds=[0, 0, 640, 64],
-            mpp=0.5, size_l0=64.0, stride_l0=64.0, source="", patches=count,
+            mpp=0.5, mpp_source=None, size_l0=64.0, stride_l0=64.0, source="", patches=count,
         )  # fmt: skip
         folder.write(facts, scores_of_slide(name, count))
     (folder.path / "predict.json").write_text("{}")
@@ -174,12 +175,12 @@ def test_every_slide_gets_every_file(predictions: Path, tmp_path: Path, run: Run
     found = {
         str(p.relative_to(tmp_path / "heatmaps")) for p in (tmp_path / "heatmaps").rglob("*.*")
     }
-    assert found == {f"{s}.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
-    features = json.loads((tmp_path / "heatmaps" / "two.geojson").read_text())["features"]
+    assert found == {f"{s}.heat.{k}" for s in ("x/one", "two") for k in ("png", "tiff", "geojson")}
+    features = json.loads((tmp_path / "heatmaps" / "two.heat.geojson").read_text())["features"]
     assert [round(f["properties"]["measurements"]["probability of t"], 3) for f in features] == [0, 0.333, 0.667, 1]  # fmt: skip
     done = run("heatmap", predictions, "--class", "n", "--slide", "two", "--to", "geojson", "--out", "n")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert [p.name for p in (tmp_path / "n").iterdir()] == ["two.geojson"]
+    assert [p.name for p in (tmp_path / "n").iterdir()] == ["two.heat.geojson"]
 
 
 def test_what_cannot_be_drawn_is_told(predictions: Path, tmp_path: Path, run: Run) -> None:
@@ -194,7 +195,22 @@ def test_what_cannot_be_drawn_is_told(predictions: Path, tmp_path: Path, run: Ru
     refused(2, "--threshold", predictions, "--threshold", "2")
     facts = predictions / "patches" / "two.json"
     facts.write_text(facts.read_text().replace('"size_l0": 64.0', '"size_l0": 0'))
-    refused(5, "slide two: its size", predictions, "--slide", "two")
+    refused(4, "two: failed: slide two: its size", predictions, "--slide", "two")
+    (tmp_path / "slides").mkdir()
+    done = run("heatmap", predictions)
+    assert done.returncode == 3, "one slide's damage costs that slide only"
+    assert (tmp_path / "heatmaps" / "x" / "one.heat.png").exists()
+
+
+def test_nothing_that_is_called_as_a_slide_is_overwritten(
+    predictions: Path, tmp_path: Path, run: Run
+) -> None:
+    folder = tmp_path / "slides"
+    folder.mkdir()
+    for name in ("two.tiff", "two.geojson", "two.png"):
+        (folder / name).write_text("mine")
+    assert run("heatmap", predictions, "--slide", "two", "--to", "png,tiff,geojson", "--out", folder).returncode == 0  # fmt: skip
+    assert {p.name for p in folder.iterdir() if p.read_bytes() == b"mine"} == {"two.tiff", "two.geojson", "two.png"}  # fmt: skip
 
 
 @pytest.fixture
@@ -214,12 +230,15 @@ def test_a_runs_test_patches_are_drawn_on_the_stores_slides(
     sides = [({"split": side}, scores_of_slide("n0", 3)) for side in ("validation", "test")]
     write_predictions(folder / "predictions.csv", sides)
     done = run("heatmap", folder)
-    assert done.returncode == 5, "records of this store have no size"
+    assert done.returncode == 4, "records of this store have no size"
     assert "slide n0: its size" in done.stderr
     (folder / "config.toml").write_text("")
     done = run("heatmap", folder)
     assert done.returncode == 4
     assert "no store holds slide n0: found no store; give the store" in done.stderr
+    (folder / "splits").mkdir()
+    done = run("heatmap", folder)
+    assert (done.returncode, "is a cross-validation" in done.stderr) == (2, True)
 
 
 def test_attention_is_drawn_by_rank(made_store: Path, tmp_path: Path, run: Run) -> None:
@@ -236,8 +255,8 @@ def test_attention_is_drawn_by_rank(made_store: Path, tmp_path: Path, run: Run) 
             writer.writerow([record.id, x, y, 128, share])
     done = run("heatmap", tmp_path / "run", "--store", made_store, "--to", "png,geojson")
     assert done.returncode == 0, done.stderr
-    path = tmp_path / "heatmaps" / f"{record.id}.geojson"
+    path = tmp_path / "heatmaps" / f"{record.id}.heat.geojson"
     features = json.loads(path.read_text())["features"]
     values = [next(iter(f["properties"]["measurements"].values())) for f in features]
     assert values == pytest.approx(np.linspace(0, 1, record.planned).tolist())
-    assert (tmp_path / "heatmaps" / f"{record.id}.png").exists()
+    assert (tmp_path / "heatmaps" / f"{record.id}.heat.png").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -24,7 +25,10 @@ from histopipe.dataset.splits import SIDES, SplitBy, read_splits, write_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.store.columns import ColumnWriter
 from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import spec_from_json
 from histopipe.training.config import TrainConfig
+from histopipe.training.plan import new_splits
 
 BY_ANNOTATION = Labelling(labels_from="annotation")
 PATCHES = 40
@@ -236,3 +240,70 @@ def test_bounds_that_nothing_meets_are_told(drawn: Path) -> None:
             writer.put(number, {"pen": np.ones(PATCHES, np.float32)}, crc=crc)
     with Store(drawn) as store, pytest.raises(NothingToDo, match=r"fit to be used: found.*pen=0"):
         make_splits([store], split_by="slide", seed=1, labelling=labelling)
+
+
+def test_given_splits_are_held_against_the_settings(drawn: Path, tmp_path: Path) -> None:
+    path = tmp_path / "splits.json"
+    with Store(drawn) as store:
+        write_splits(make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION), path)
+        given: dict[str, Any] = {"splits": str(path), "stores": (str(drawn),), "split_by": "slide"}
+        assert new_splits(TrainConfig(**given, labels_from="annotation"), [store]).classes
+        with pytest.raises(
+            UsageError, match="--labels-from slide, expected --labels-from annotation"
+        ):
+            new_splits(TrainConfig(**given), [store])
+        with pytest.raises(UsageError, match="has patches that the bounds would leave out: found"):
+            new_splits(TrainConfig(**given, labels_from="annotation", min_tissue=0.9), [store])
+
+
+def test_a_patch_that_could_not_be_measured_is_unfit_alone() -> None:
+    index: dict[str, Any] = {
+        "crc": np.zeros(4), "length": np.ones(4), "pen": np.array([0.1, np.nan, 0.9, 0.2]),
+        "focus": np.array([5, np.nan, 1, 9]),
+    }  # fmt: skip
+    assert PatchFilter(exclude_pen=0.5).fit(index, where="x").tolist() == [True, False, False, True]
+    assert PatchFilter(min_focus=5).fit(index, where="x").tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize("name", ["mixed", "a", "z"])
+def test_no_name_of_a_class_is_special(name: str, tmp_path: Path) -> None:
+    pictures = jpegs(0, PATCHES, 32)
+    path = a_store(tmp_path / "named.lmdb", {f"s{i}": pictures for i in range(8)}, patch_size=32)
+    with ColumnWriter(path) as writer, Store(path) as store:
+        writer.class_numbers([name, "other", "rare"])
+        for number in range(8):
+            label = np.arange(PATCHES) % 2 if number else np.full(PATCHES, 2)
+            names = ["rare"] if not number else [name, "other"]
+            counts = dict.fromkeys(names, PATCHES // len(names))
+            columns = {"label": label.astype(np.int32)}
+            writer.put(number, columns, crc=store.index(number)["crc"], patch_labels=counts)
+    with Store(path) as store, pytest.raises(NothingToDo, match="leaves no 'rare' patch"):
+        make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION)
+
+
+def test_labels_that_come_while_an_ingest_runs_are_not_undone(drawn: Path) -> None:
+    with Store(drawn) as store:
+        before = store.records[0]
+        spec = spec_from_json(store.spec)
+    with StoreWriter(drawn, spec) as writer:
+        writer.change(0, label="new", patient="P", site=None)
+    with Store(drawn) as store:
+        assert store.records[0] == dataclasses.replace(before, label="new", patient="P", site=None)
+
+
+def test_a_reader_sees_columns_that_are_added(tmp_path: Path) -> None:
+    """A block with more columns may begin on the page where an old one did."""
+    pictures = jpegs(0, 10, 32) * 250
+    path = a_store(tmp_path / "large.lmdb", {"a0": pictures, "b1": pictures}, patch_size=32)
+    with ColumnWriter(path) as writer, Store(path) as store:
+        first = {slide: store.index(slide) for slide in (0, 1)}
+        for turn in range(40):
+            slide = turn % 2
+            columns = {
+                ("covered", "pen", "dark")[turn % 3]: np.full(len(pictures), turn / 99, np.float32)
+            }
+            writer.put(slide, columns, crc=first[slide]["crc"])
+            for other in (0, 1):
+                with store.reading() as reading:
+                    for name in ("crc", "y_l0", "length"):
+                        assert np.array_equal(reading.column(other, name), first[other][name])

@@ -17,8 +17,11 @@ import pytest
 from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides, two_at_a_time
 
 from histopipe.dataset.batches import decode
-from histopipe.errors import DamagedStore
+from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import PatchScores, joined_scores
+from histopipe.prediction.folder import PredictionFolder
+from histopipe.prediction.predict import predict
 from histopipe.prediction.slide_facts import SlideFacts
 from histopipe.prediction.slide_files import SlideFiles
 from histopipe.slides.discovery import discover
@@ -271,7 +274,7 @@ def test_a_model_of_one_stain_sees_that_stain(made: Path, made_store: Path, tmp_
 def test_facts_of_strangers_are_held_against_what_is_expected(tmp_path: Path) -> None:
     facts: dict[str, Any] = {
         "slide": "a", "patient": "a", "label": None, "width": 10, "height": 10, "bounds": [0, 0, 10, 10],
-        "mpp": None, "size_l0": 4.0, "stride_l0": 4.0, "source": "x",
+        "mpp": None, "mpp_source": None, "size_l0": 4.0, "stride_l0": 4.0, "source": "x",
     }  # fmt: skip
     path = tmp_path / "a.json"
     path.write_text(json.dumps(facts))
@@ -299,3 +302,122 @@ def test_joined_predictions_keep_whose_they_are() -> None:
     assert names == ["z", "z", "a", "a", "a", "m"]
     assert [joined.patients[i] for i in joined.patient] == ["p", "p", "q", "q", "q", "p"]
     assert joined.probability[:, 0].tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.3, 0.1])
+
+
+# In this process: TensorFlow takes three seconds to load.
+
+
+def test_labels_may_come_later(trained: Path, made: Path, tmp_path: Path) -> None:
+    folder, out, fresh = (tmp_path / name for name in ("some", "out", "fresh"))
+    folder.mkdir()
+    for name in ("slide-000.svs", "slide-001.svs"):
+        shutil.copy(made / name, folder)
+    assert len(predict(trained, folder, out=out).done) == 2
+    assert {row["label"] for row in rows_of(out / "slides.csv")} == {""}
+    assert not (out / "metrics.json").exists()
+    labels = tmp_path / "labels.csv"
+    labels.write_text("slide,label,patient\nslide-000,normal,A\nslide-001,tumour,A\n")
+    again = predict(trained, folder, out=out, labels=labels)
+    assert (len(again.kept), again.done) == (2, [])
+    assert [row["label"] for row in rows_of(out / "slides.csv")] == ["normal", "tumour"]
+    assert [row["patient"] for row in rows_of(out / "patients.csv")] == ["A"]
+    predict(trained, folder, out=fresh, labels=labels)
+    assert (fresh / "metrics.json").exists()
+    for path in sorted(fresh.rglob("*.*")):
+        assert path.read_bytes() == (out / path.relative_to(fresh)).read_bytes()
+
+
+def test_what_failed_or_is_empty_is_so_in_the_table(
+    trained: Path, made: Path, tmp_path: Path
+) -> None:
+    from tifffile import TiffWriter
+
+    folder, out = tmp_path / "some", tmp_path / "out"
+    folder.mkdir()
+    shutil.copy(made / "slide-000.svs", folder)
+    shutil.copy(made / "slide-001.svs", folder)
+    with TiffWriter(folder / "blank.tiff") as file:
+        white = np.full((1024, 1024, 3), 245, np.uint8)
+        file.write(white, tile=(256, 256), photometric="rgb", resolution=(20_000, 20_000), resolutionunit=3)  # fmt: skip
+    assert not predict(trained, folder, out=out).failed
+    rows = {row["slide"]: row for row in rows_of(out / "slides.csv")}
+    assert set(rows) == {"blank", "slide-000", "slide-001"}
+    blank = rows["blank"]
+    assert (blank["patches"], blank["predicted"], blank["p_tumour"]) == ("0", "", "")
+    (folder / "slide-001.svs").write_text("no slide any more")
+    assert set(predict(trained, folder, out=out).failed) == {"slide-001"}
+    assert {row["slide"] for row in rows_of(out / "slides.csv")} == {"blank", "slide-000"}
+
+
+def test_another_scale_is_given_by_another_flag(trained: Path, data: Path, tmp_path: Path) -> None:
+    slide = data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs"
+    for mpp, done in ((0.25, 1), (0.25, 0), (0.5, 1)):
+        assert len(predict(trained, slide, out=tmp_path / "out", default_mpp=mpp).done) == done
+
+
+def test_levels_of_another_scale_are_refused(trained: Path, made: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    metrics = json.loads((copy / "metrics.json").read_text())
+    assert metrics["patch_mpp"] == pytest.approx(0.499)
+    metrics["spec"] |= {"mpp": None, "level": 1}
+    (copy / "metrics.json").write_text(json.dumps(metrics))
+    result = predict(copy, next(made.glob("*.svs")), out=tmp_path / "out")
+    assert "patches of another scale" in next(iter(result.failed.values()))
+
+
+def test_nothing_else_is_written_over(trained: Path, made: Path, tmp_path: Path, run: Run) -> None:
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
+    slide = next(made.glob("*.svs"))
+    done = run("predict", copy, slide, "--out", copy)
+    assert done.returncode == 2
+    assert "holds something else than predictions" in done.stderr
+    assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
+
+
+@pytest.mark.parametrize("mpp", [-1.0, 0.0, float("nan")])
+def test_scales_that_no_slide_has_are_refused(
+    mpp: float, trained: Path, made: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=r"--default-mpp: found .*, expected from 0\.05 to 50"):
+        predict(trained, made, out=tmp_path / "out", default_mpp=mpp)
+
+
+def test_flags_for_slides_are_refused_for_stores(
+    trained: Path, made_store: Path, tmp_path: Path
+) -> None:
+    for options, name in (
+        ({"tiling": {"overlap": 64}}, "--overlap"),
+        ({"workers": 9}, "--workers"),
+    ):
+        with pytest.raises(UsageError, match=f"{name}: found a store"):
+            predict(trained, made_store, out=tmp_path / "out", **options)
+
+
+def test_test_slides_with_patches_left_out_were_not_trained_on(tmp_path: Path) -> None:
+    def slide(name: str, sides: list[int]) -> SlideSplit:
+        return SlideSplit(
+            0, 0, name, "a", name, None, None, len(sides), 0, np.array(sides, np.int8)
+        )
+
+    slides = (slide("train", [0, 0]), slide("test", [2, -1]), slide("both", [2, 0]), slide("validation", [1, -1]))  # fmt: skip
+    write_splits(Splits("slide", 1, (0.7, 0.15, 0.15), ("x",), ("a",), slides), tmp_path / "splits.json")  # fmt: skip
+    assert trained_on(tmp_path / "splits.json") == {"train", "both", "validation"}
+    assert trained_on(tmp_path / "nothing.json") == set()
+
+
+def test_a_slide_may_be_called_as_a_part_file_is(tmp_path: Path) -> None:
+    folder = PredictionFolder(tmp_path)
+    empty = np.zeros(0, np.int32)
+    for name in ("part-x", "x"):
+        facts = SlideFacts(
+            slide=name, patient=name, label=None, width=9, height=9, bounds=[0, 0, 9, 9], mpp=None,
+            mpp_source=None, size_l0=4.0, stride_l0=4.0, source="",
+        )  # fmt: skip
+        folder.write(facts, PatchScores(
+            ("a", "b"), (name,), (name,), slide=empty, patient=empty, x_l0=empty.astype(np.int64),
+            y_l0=empty.astype(np.int64), label=empty, probability=np.zeros((0, 2), np.float32),
+        ))  # fmt: skip
+    assert set(folder.slides()) == {"part-x", "x"}
+    for name in folder.slides():
+        assert len(folder.read(name).label) == 0

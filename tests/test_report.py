@@ -27,6 +27,7 @@ from test_store import RECORD, SPEC, columns_of
 
 from histopipe.evaluation.roc import roc_of
 from histopipe.evaluation.scores import Scores
+from histopipe.reports.charts import roc_chart
 from histopipe.store.record import FailureKind
 from histopipe.store.writer import StoreWriter
 
@@ -248,7 +249,7 @@ def test_a_run_whose_store_is_gone_is_told_without_pictures(
     done = run("report", "run")
     assert done.returncode == 0, done.stderr
     page = (folder / "report.html").read_text()
-    assert "pictures of patches and slides: no store at" in page
+    assert "Pictures of patches and slides: no store at" in page
     assert "data:image" not in page
     assert run("report", "run", "--store", made_store).returncode == 0
     assert "data:image/webp" in (folder / "report.html").read_text()
@@ -262,12 +263,13 @@ def test_what_cannot_be_reported_is_told(trained: Path, tmp_path: Path, run: Run
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
     refused(4, "is neither a store nor a run", tmp_path)
+    refused(2, "--out: found .", trained, "--out", ".")
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "history.csv").write_text("epoch\nx\n")
     refused(5, "history.csv cannot be read", folder)
     (folder / "metrics.json").unlink()
     refused(2, "holds no finished run", folder)
-    (folder / "summary.json").write_text("{}")
+    (folder / "splits").mkdir()
     refused(2, "is a cross-validation", folder)
     assert not list(tmp_path.rglob("report.html"))
 
@@ -302,3 +304,14 @@ def test_the_curve_is_scikit_learns_and_lies_in_its_band(scores: Scores, seed: i
         assert ((roc.low >= 0) & (roc.low <= roc.high) & (roc.high <= 1)).all()
         assert (np.diff(roc.low) >= -1e-9).all()
         assert len(np.unique(scores.patient)) > 1
+
+
+def test_every_class_has_its_curve() -> None:
+    rng = np.random.default_rng(1)
+    names = ["_first", *"bcdefghij"]
+    label = rng.integers(0, len(names), 300).astype(np.int32)
+    probability = rng.dirichlet(np.ones(len(names)), 300)
+    scores = Scores(label, probability, np.arange(300, dtype=np.int32) % 30, np.arange(300))
+    curves = {name: roc_of(scores, i, patients=30, seed=1) for i, name in enumerate(names)}
+    chart = roc_chart("ROC", {name: roc for name, roc in curves.items() if roc is not None})
+    assert all(f">{name}<" in chart or f"> {name}<" in chart for name in names)

@@ -15,8 +15,10 @@ from histopipe.annotations.outline import Outline
 
 _MOST_POINTS = 256
 """Of a piece that patches are cut with: cutting takes time by the points of both."""
-_AT_ONCE = 20_000
-"""Patches at a time: what is made of each takes about a kilobyte."""
+_MOST_AT_ONCE, _LEAST_AT_ONCE = 20_000, 64
+_MOST_MEETINGS = 1_000_000
+"""Patches at a time, and classes and pieces that they may meet together: each takes some hundred bytes."""
+_SAMPLED = 200
 
 
 class Coverage:
@@ -50,16 +52,28 @@ class Coverage:
             x, y: (N,) left and top edges of the squares, level-0 pixels.
             side: of every square.
         """
+        at_once = self._at_once(x, y, side)
 
         def some(start: int) -> NDArray[np.float64]:
-            here = slice(start, start + _AT_ONCE)
+            here = slice(start, start + at_once)
             areas = self._areas(x[here], y[here], side)[:, : self._classes]
             return np.clip(areas / (side * side), 0, 1)
 
-        starts = range(0, len(x), _AT_ONCE)
+        starts = range(0, len(x), at_once)
         # shapely lets go of Python's lock in all that takes time.
         with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), max(1, len(starts)))) as pool:
             yield from pool.map(some, starts)
+
+    def _at_once(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:
+        """How many squares to look at together, by how many pieces some of them meet."""
+        some = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLED, len(x))).astype(int))
+        _, tree = self._prepared()
+        met = sum(
+            len(tree.query(shapely.box(x[i], y[i], x[i] + side, y[i] + side)))
+            for i in some.tolist()
+        )
+        each = self._classes + 1 + met / max(1, len(some))
+        return int(np.clip(_MOST_MEETINGS / each, _LEAST_AT_ONCE, _MOST_AT_ONCE))
 
     def _prepared(self) -> tuple[NDArray[np.object_], shapely.STRtree]:
         """The pieces and their index, this thread's own: GEOS prepares a geometry as it is first asked, and two threads at one

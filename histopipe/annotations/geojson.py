@@ -16,6 +16,9 @@ from histopipe.errors import UsageError
 
 _IGNORED = "Ignore*"
 """QuPath's class for what is to be left out of everything."""
+_OLD_RESULTS = ("PathCellObject", "PathDetectionObject", "PathTileObject")
+_OLD_ANNOTATION = "PathAnnotationObject"
+"""What QuPath 0.2 has in place of an id and an object type."""
 _OBJECTS = ("annotation", None)
 """Detections, cells and tiles are results of QuPath, not outlines that a person drew."""
 
@@ -31,8 +34,9 @@ def read_geojson(text: str) -> Outlines:
     for number, feature in enumerate(_features(_parsed(text)), 1):
         properties = feature.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        name = f"feature {feature.get('id', number)}"
-        if _object_type(properties) not in _OBJECTS:
+        name = feature.get("id", number)
+        name = f"feature {number if name == _OLD_ANNOTATION else name}"
+        if _object_type(properties) not in _OBJECTS or feature.get("id") in _OLD_RESULTS:
             others += 1
             continue
         kind = class_name(properties)

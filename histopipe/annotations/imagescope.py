@@ -41,7 +41,11 @@ def read_imagescope(root: Element) -> Outlines:
                 points = _ellipse(*points)
             into.add(feature, _class_of(layer), [[points]])
         outlines.notes += positive.notes + negative.notes
-        outlines.found += _without(positive.found, [it.area for it in negative.found])
+        left = _without(positive.found, [it.area for it in negative.found])
+        gone = {it.feature for it in positive.found} - {it.feature for it in left}
+        for feature in sorted(gone):
+            outlines.leave_out(feature, "negative regions cover it")
+        outlines.found += left
     return outlines
 
 

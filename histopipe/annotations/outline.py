@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
 import shapely
 from shapely.geometry.base import BaseGeometry
 
@@ -21,6 +22,8 @@ Ring = Sequence[Point]
 MOST_COORDINATE = 1e8
 """Pixels. No slide is as large, and areas of larger numbers lose their decimals."""
 _LEAST_POINTS = 3
+_SAMPLED, _MOST_MET = 100, 50
+"""Lines of an outline that are looked at, and how many others each may meet, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,7 @@ class Outlines:
         Raises:
             UsageError: a coordinate is no number that could be a pixel.
         """
+        feature, name = plain(feature), None if name is None else plain(name)
         parts = []
         for rings in polygons:
             shell, *holes = rings or [()]
@@ -83,6 +87,11 @@ class Outlines:
                     shapely.Polygon(shell, [h for h in holes if len(set(h)) >= _LEAST_POINTS])
                 )
         drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
+        if not drawn.is_valid and any(_is_tangled(part) for part in parts):
+            self.notes.append(
+                f"{feature} left out: it crosses itself too often to enclose anything"
+            )
+            return
         area = polygonal(drawn)
         if area.is_empty:
             self.notes.append(f"{feature} left out: it has no area")
@@ -96,7 +105,7 @@ class Outlines:
 
     def leave_out(self, feature: str, why: str) -> None:
         """Note something that is no area."""
-        self.notes.append(f"{feature} left out: {why}")
+        self.notes.append(f"{plain(feature)} left out: {why}")
 
 
 def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
@@ -106,6 +115,24 @@ def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
         geometry = shapely.make_valid(geometry, method="structure", keep_collapsed=False)
     parts = [p for p in shapely.get_parts(geometry) if isinstance(p, shapely.Polygon) and p.area]
     return parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
+
+
+def plain(text: str) -> str:
+    """A text that can be written: halves of characters, which JSON may have, are replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _is_tangled(polygon: shapely.Polygon) -> bool:
+    """Whether lines cross so often that repairing would take memory and time by their square, as no one draws."""
+    for ring in (polygon.exterior, *polygon.interiors):
+        points = shapely.get_coordinates(ring)
+        lines = np.asarray(shapely.linestrings(np.stack([points[:-1], points[1:]], axis=1)), object)
+        tree = shapely.STRtree(lines)
+        some = np.unique(np.linspace(0, len(lines) - 1, _SAMPLED).astype(int))
+        met = [len(tree.query(lines[i])) for i in some.tolist()]
+        if np.mean(met) > _MOST_MET:
+            return True
+    return False
 
 
 def _check_numbers(ring: Ring, feature: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import shapely
+
 from histopipe.annotations.asap import ROOT as ASAP
 from histopipe.annotations.asap import read_asap
 from histopipe.annotations.geojson import read_geojson
@@ -15,8 +17,12 @@ from histopipe.errors import UsageError
 
 GEOJSON, XML = (".geojson", ".json"), (".xml",)
 SUFFIXES = (*GEOJSON, *XML)
-MOST_BYTES = 256 << 20
-"""Outlines of a whole slide's glands are some megabytes. What is parsed takes up to ten times its size in memory."""
+MOST_BYTES = 128 << 20
+"""Outlines of a whole slide's glands are some megabytes. What is parsed takes 20 to 40 times its size in memory."""
+_STRANGE = (
+    ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, shapely.errors.ShapelyError,
+)  # fmt: skip
+"""What parsers raise at files that nobody thought of: encodings that they do not know, digits without end."""
 
 
 def read_annotations(path: Path) -> Outlines:
@@ -26,8 +32,7 @@ def read_annotations(path: Path) -> Outlines:
         UsageError: it cannot be read, or is none of these; the file is named.
     """
     try:
-        _check_size(path.stat().st_size)
-        data = path.read_bytes()
+        data = file_bytes(path)
         return read_geojson(_text(data)) if path.suffix.lower() in GEOJSON else _read_xml(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
@@ -35,14 +40,27 @@ def read_annotations(path: Path) -> Outlines:
         raise UsageError(
             f"{path}: {error.what}", found=error.found, expected=error.expected, todo=error.todo
         ) from error
+    except _STRANGE as error:
+        raise UsageError(
+            f"{path} cannot be read", found=f"{type(error).__name__}: {str(error)[:200]}",
+            expected="annotations of QuPath, ASAP or ImageScope",
+        ) from error  # fmt: skip
 
 
-def _check_size(size: int) -> None:
+def file_bytes(path: Path) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        UsageError: they are too many.
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
     if size > MOST_BYTES:
         raise UsageError(
             "too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
             todo="export annotations without detections and cells",
         )  # fmt: skip
+    return path.read_bytes()
 
 
 def _text(data: bytes) -> str:

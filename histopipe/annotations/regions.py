@@ -16,7 +16,7 @@ import shapely
 from shapely.affinity import translate
 
 from histopipe.annotations.outline import Outline, Outlines
-from histopipe.annotations.read import read_annotations
+from histopipe.annotations.read import file_bytes, read_annotations
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import RegionL0, Size
 
@@ -58,10 +58,11 @@ def source_text(path: Path, rules: AnnotationRules) -> str:
     """What labels come from, so that it can be seen whether they would come out as they are.
 
     Raises:
-        OSError: the file cannot be read.
+        UsageError: the file is too large.
+        OSError: it cannot be read.
     """
     facts = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
-    return f"{path.name}, crc32 {zlib.crc32(path.read_bytes()):08x}, {facts}"
+    return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {facts}"
 
 
 def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:

@@ -15,7 +15,7 @@ import click
 def command(out: Path, slides: int) -> None:
     """Make slides of tissue with tumour outlined in it, tile them, train on the outlines, predict new slides, and write reports.
 
-    It needs no data and no network, and takes about two minutes on 2 cores. What it does, step by step, are the commands of the
+    It needs no data and no network, and takes about a minute on 2 cores. What it does, step by step, are the commands of the
     README. It needs TensorFlow.
 
     \b

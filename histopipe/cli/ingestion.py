@@ -41,12 +41,13 @@ def run_ingest(
     from histopipe.ingest.request import IngestOptions, recorded, resolved
     from histopipe.ingest.run import ingest
     from histopipe.slides.discovery import discover
+    from histopipe.slides.scale import check_mpp
     from histopipe.slides.tables import SlideNames
 
     if flags["slide_timeout"] != flags["slide_timeout"]:
         raise UsageError("--slide-timeout", found="nan", expected="seconds")
     if flags["default_mpp"] is not None:
-        _check_mpp(flags["default_mpp"])
+        check_mpp("--default-mpp", flags["default_mpp"])
     records = recorded(out)
     found = with_recorded_ids(discover(slides), records, resolved)
     names = SlideNames([s.id for s in found], [record.id for record in records.values()])
@@ -153,14 +154,6 @@ def _annotations(flags: dict[str, Any], names: SlideNames) -> AnnotationFiles | 
     for note in found.notes:
         click.echo(note, err=True)
     return found
-
-
-def _check_mpp(value: float) -> None:
-    from histopipe.slides.scale import PLAUSIBLE_MPP
-
-    low, high = PLAUSIBLE_MPP
-    if not low <= value <= high:
-        raise UsageError("--default-mpp", found=value, expected=f"from {low:g} to {high:g}")
 
 
 def _listed(

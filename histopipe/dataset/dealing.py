@@ -173,7 +173,7 @@ def _state(seed: int) -> int:
 def _too_few(label: str, count: int, unit: str, needed: int) -> NothingToDo:
     """The error for a class that cannot be on every side."""
     return NothingToDo(
-        f"class {label!r} cannot be split", found=f"{count} {unit}{'s' if count != 1 else ''}",
+        f"class {' '.join(label.split())!r} cannot be split", found=f"{count} {unit}{'s' if count != 1 else ''}",
         expected=f"at least {needed}, so that every side it must be on has one",
         todo="add slides, or split by something smaller (--split-by slide, region or patch)",
     )  # fmt: skip

@@ -72,7 +72,8 @@ class PatchFilter:
                 continue
             values = index.get(column)
             readable = index["length"] > 0
-            if values is None or np.isnan(values[readable]).any():
+            if values is None or (np.isnan(values).all() and readable.any()):
                 raise UsageError(f"{where}: {column} has not been measured", todo=command)
-            kept &= (values >= bound) if off == 0 else ~(values > bound)
+            # What is not known of one patch, because it is damaged, is within no bound.
+            kept &= (values >= bound) if off == 0 else (values <= bound)
         return kept

@@ -167,10 +167,14 @@ def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
         return pixels
     try:
         small: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            value, colorspace="RGB", min_height=side // scale, min_width=side // scale, strict=False
+            value,
+            colorspace="RGB",
+            min_height=-(-side // scale),
+            min_width=-(-side // scale),
+            strict=False,
         )
     except ValueError as error:
         raise DamagedStore("it cannot be decoded", found=str(error)) from error
-    if small.shape != (side // scale, side // scale, 3):
+    if small.shape != (-(-side // scale), -(-side // scale), 3):
         raise DamagedStore("its size", found=small.shape)
     return small

@@ -102,7 +102,7 @@ def divide(
     elif split_by == "patch":
         divided = _by_patch(found.slides, dealing)
     else:
-        divided = _by_group(found.slides, split_by, dealing)
+        divided = _by_group(found.slides, found.classes, split_by, dealing)
     fit_only = (
         slide if fit.all() else replace(slide, sides=np.where(fit, slide.sides, DROPPED).astype(np.int8))
         for slide, fit in zip(divided, found.fit, strict=True)
@@ -123,7 +123,9 @@ def _refuse_missing(splits: Splits, side: Side, classes: Sequence[str]) -> None:
             )
 
 
-def _by_group(slides: list[SlideSplit], split_by: SplitBy, dealing: Dealing) -> list[SlideSplit]:
+def _by_group(
+    slides: list[SlideSplit], classes: Sequence[str], split_by: SplitBy, dealing: Dealing
+) -> list[SlideSplit]:
     keys: dict[SplitBy, Callable[[SlideSplit], str | None]] = {
         "patient": lambda slide: slide.patient,
         "site": lambda slide: slide.site,
@@ -142,7 +144,7 @@ def _by_group(slides: list[SlideSplit], split_by: SplitBy, dealing: Dealing) -> 
         members[group].append(slide)
     strata: dict[str, list[int]] = defaultdict(list)
     for group, inside in members.items():
-        strata[_stratum(inside)].append(group)
+        strata[_stratum(inside, classes)].append(group)
     sides = dealing.groups(_large_enough(strata, slides), split_by)
     return [
         replace(slide, sides=np.full(slide.count, sides[group], np.int8))
@@ -150,12 +152,12 @@ def _by_group(slides: list[SlideSplit], split_by: SplitBy, dealing: Dealing) -> 
     ]
 
 
-def _stratum(slides: Sequence[SlideSplit]) -> str:
+def _stratum(slides: Sequence[SlideSplit], classes: Sequence[str]) -> str:
     """What a group is dealt with: others of the label that most of its slides have, or whose patches have the same classes."""
     if slides[0].labels is None:
         return Counter(slide.label for slide in slides).most_common(1)[0][0]
     found = {int(code) for slide in slides if slide.labels is not None for code in slide.labels}
-    return str(sorted(found - {-1}))
+    return " and\n".join(classes[code] for code in sorted(found - {-1}))
 
 
 def _large_enough(
@@ -174,7 +176,9 @@ def _large_enough(
     if ordered and len(together) < len(SIDES):
         largest = max(ordered, key=lambda name: len(ordered[name]))
         together += ordered.pop(largest)
-    return {**ordered, "mixed": sorted(together)}
+        small.append(largest)
+    # Between the names what no class's name has, so that this is none of them.
+    return {**ordered, " or\n".join(sorted(small)): sorted(together)}
 
 
 def _joined(

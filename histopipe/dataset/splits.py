@@ -179,9 +179,10 @@ def recorded_numbers(path: Path) -> dict[str, int]:
 def trained_on(path: Path) -> set[str]:
     """Ids of the slides in a `splits.json` that a training saw any patch of; none where it cannot be read."""
     try:
-        slides = json.loads(path.read_text(encoding="utf-8"))["slides"]
-        return {str(slide["id"]) for slide in slides if slide.get("side") != "test"}
-    except (OSError, ValueError, KeyError, TypeError):
+        slides = map(_slide_from_json, json.loads(path.read_text(encoding="utf-8"))["slides"])
+        seen = (SIDES.index("train"), SIDES.index("validation"))
+        return {slide.id for slide in slides if np.isin(slide.sides, seen).any()}
+    except (OSError, ValueError, KeyError, TypeError, zlib.error):
         return set()
 
 

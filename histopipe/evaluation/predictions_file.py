@@ -24,15 +24,22 @@ _FACTS: Mapping[Level, tuple[str, ...]] = {
 
 
 def write_predictions(
-    path: Path, parts: Iterable[tuple[Mapping[str, object], PatchScores]]
+    path: Path,
+    parts: Iterable[tuple[Mapping[str, object], PatchScores]],
+    *,
+    hidden: bool = False,
 ) -> None:
     """Write predictions by one rename.
 
     Args:
         path: where to.
         parts: each with columns that are the same in all its rows, such as the side; at least one.
+        hidden: see `appearing`.
     """
-    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+    with (
+        appearing(path, hidden=hidden) as part,
+        part.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.writer(file)
         header: list[str] = []
         for facts, scores in parts:

@@ -61,12 +61,12 @@ class Scores:
 
 def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
     """The same predictions, with one numbering of all their patients."""
-    names = sorted({name for part in parts for name in part.patients})
+    names = tuple(sorted({name for part in parts for name in part.patients}))
     number = {name: i for i, name in enumerate(names)}
     renumbered = []
     for part in parts:
         new = np.array([number[name] for name in part.patients], np.int32)
-        renumbered.append(replace(part, patients=tuple(names), patient=new[part.patient]))
+        renumbered.append(replace(part, patients=names, patient=new[part.patient]))
     return renumbered
 
 

@@ -11,6 +11,7 @@ from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.patch_labels import label_patches
 from histopipe.annotations.regions import read_regions, source_text
 from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.ingest.measuring import Measured, measure_slides
 from histopipe.slides.tables import SlideNames
@@ -130,9 +131,15 @@ def annotate_store(
     """
     with Store(store) as opened:
         names = SlideNames(record.id for record in opened.slides)
+        complete = {record.id for record in opened.complete.values()}
     files = find_annotations(annotations, names)
     result = label_slides(store, files.by_slide, rules, told=told, workers=workers)
     result.notes.extend(files.notes)
+    result.notes.extend(
+        f"{file.name} is of slide {slide}, which is not complete"
+        for slide, file in sorted(files.by_slide.items())
+        if slide not in complete
+    )
     return result
 
 
@@ -180,9 +187,11 @@ def label_slides(
 
 def _is_same(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
     """Whether a slide has these labels already: a reader need not see its index written anew."""
+    if record.annotations is None:
+        return False
     try:
         return record.annotations == source_text(file, rules)
-    except OSError:
+    except (OSError, UsageError):
         return False  # told by who reads it
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
-from histopipe.errors import DamagedStore, SlideError, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.ingest.pool import TookTooLong, WorkerDied, WorkerPool
 from histopipe.store.columns import ColumnWriter
 
@@ -93,6 +93,14 @@ def measure_slides(
                     told(slide, None, str(error))
                 except WorkerDied as error:
                     told(slide, None, _what_happened(error, seconds))
+                except HistopipeError:
+                    raise  # the store or the machine, not the slide
+                except Exception as error:  # noqa: BLE001 - one slide that nobody thought of must not end the others
+                    told(
+                        slide,
+                        None,
+                        f"{type(error).__name__}: {error}; please report this error of histopipe",
+                    )
                 else:
                     told(slide, found, "")
         finally:

@@ -101,7 +101,8 @@ def _ingest(
     numbers = writer.register(sorted(map(new_record, slides), key=lambda record: record.id))
     todo = sort_out(slides, known, numbers, options)
     for number, record in todo.relabelled.items():
-        writer.update(number, record)  # its labels are others now; its pixels are the same
+        # Its labels are others now; its pixels are the same, and another command may be at its index.
+        writer.change(number, label=record.label, patient=record.patient, site=record.site)
     progress.begin(len(slides))
     for outcome in todo.outcomes:
         progress.finished(outcome)

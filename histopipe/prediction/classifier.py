@@ -11,9 +11,12 @@ from typing import Any
 from histopipe.dataset.kinds import StainNorm
 from histopipe.dataset.labelling import LabelsFrom
 from histopipe.embedding.stream import Network
-from histopipe.errors import UsageError
+from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
+from histopipe.geometry import Mpp, same_scale
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.studies.cross_validation import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.quiet import load_quietly
@@ -31,6 +34,7 @@ class Classifier:
         classes: names, by number.
         patch_size: side of the patches that it takes.
         spec: how the patches that it was trained on were made; None where the run does not say.
+        patch_mpp: their scale; None where that is not known.
         stain_norm: what their stain was made to be.
         labels_from: what its classes are of.
         judging: what it was judged by.
@@ -43,6 +47,7 @@ class Classifier:
     classes: tuple[str, ...]
     patch_size: int
     spec: Mapping[str, Any] | None
+    patch_mpp: float | None
     stain_norm: StainNorm
     labels_from: LabelsFrom
     judging: JudgeSettings
@@ -63,6 +68,7 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
         DamagedStore: it cannot be read.
         MachineShort: TensorFlow is not installed.
     """
+    check_one_run(folder)
     result = read_result(folder)
     config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
     if config.mil is not None:
@@ -78,8 +84,24 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     )
     return Classifier(
         folder, network, tuple(facts["classes"]), network.patch_size,
-        facts.get("spec") or _spec_of_stores(config), config.stain_norm, config.labels_from,
+        facts.get("spec") or _spec_of_stores(config), facts.get("patch_mpp"), config.stain_norm, config.labels_from,
         config.judging, _thresholds(result), network.sha256,
+    )  # fmt: skip
+
+
+def check_scale(record: SlideRecord, classifier: Classifier) -> None:
+    """Refuse a slide whose patches, of a pyramid level taken as it is, have another scale than the training's.
+
+    Raises:
+        ScaleError: they have.
+    """
+    found, expected = record.patch_mpp, classifier.patch_mpp
+    if found is None or expected is None or same_scale(Mpp(found), Mpp(expected)):
+        return
+    raise ScaleError(
+        f"{record.id}: patches of another scale than the model of {classifier.folder} was trained on",
+        found=f"{found:g} µm a pixel", expected=f"{expected:g}",
+        todo="train on patches by --mpp, which finds the level of each slide",
     )  # fmt: skip
 
 

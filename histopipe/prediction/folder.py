@@ -56,7 +56,7 @@ class PredictionFolder:
         path = self.csv(facts.slide)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.facts_path(facts.slide).unlink(missing_ok=True)  # of a file that was replaced since
-        write_predictions(path, [({}, scores)])
+        write_predictions(path, [({}, scores)], hidden=True)
         if thumbnail is not None:
             with appearing(self.thumbnail(facts.slide), hidden=True) as part:
                 part.write_bytes(thumbnail)

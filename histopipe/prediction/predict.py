@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,12 +18,12 @@ from histopipe.dataset.arguments import check_whole, store_paths
 from histopipe.dataset.splits import trained_on
 from histopipe.embedding.stream import PatchStream
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, SlideError, UsageError
-from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores, joined_scores
+from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores
 from histopipe.features.folder import hold_against
 from histopipe.geometry import Mpp
-from histopipe.prediction.classifier import Classifier, load_classifier
-from histopipe.prediction.folder import ABOUT, PATIENTS, SLIDES, PredictionFolder
-from histopipe.prediction.options import PredictOptions
+from histopipe.prediction.classifier import Classifier, check_scale, load_classifier
+from histopipe.prediction.folder import ABOUT, PATIENTS, SLIDES, PredictionFolder, is_prediction
+from histopipe.prediction.options import PredictOptions, files_spec
 from histopipe.prediction.result import Predicted
 from histopipe.prediction.slide_facts import SlideFacts
 from histopipe.prediction.slide_files import OpenedSlide, SlideFiles, source_of
@@ -30,9 +31,9 @@ from histopipe.prediction.stored_slides import StoredSlide, stored_slides
 from histopipe.prediction.summary import judged, write_summary
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.identity import fingerprint
+from histopipe.slides.scale import MppSource
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps
 from histopipe.store.store import Store
-from histopipe.tiling.spec import spec_from_json
 from histopipe.training import run_folder
 from histopipe.training.progress import EpochProgress, say
 from histopipe.training.result import METRICS
@@ -93,9 +94,14 @@ class _Prediction:
         self._classifier, self._folder, self._options = classifier, folder, options
         self._result = Predicted(folder.path)
         self._count = 0
+        self._said: dict[str, StoredSlide] = {}
+        self._file_labels: dict[str, SlideLabel] = {}
+        self._mpps: dict[str, Mpp] = {}
+        self._give_up: Callable[[], None] = lambda: None
 
     def from_stores(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[_Slide]:
         """The slides of stores that are not done."""
+        self._options.check_for_stores()
         stores = [stack.enter_context(Store(path)) for path in paths]
         labels = self._labels([r.id for store in stores for r in store.complete.values()])
         self._hold({})
@@ -105,8 +111,8 @@ class _Prediction:
         ))  # fmt: skip
         if not slides:
             raise NothingToDo("no patch to predict", todo="see `histopipe info`")
-        ids = [slide.facts.slide for slide in slides]
-        if len(set(ids)) < len(ids):
+        self._said = {slide.facts.slide: slide for slide in slides}
+        if len(self._said) < len(slides):
             raise UsageError(
                 "slides of one id in several stores", todo="predict the stores one by one, each with its own --out"
             )  # fmt: skip
@@ -118,116 +124,144 @@ class _Prediction:
     def from_files(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[_Slide]:
         """The slides of files that are not done, as they are planned."""
         options, classifier = self._options, self._classifier
-        if classifier.spec is None:
-            raise UsageError(
-                f"{classifier.folder} does not say how its patches were made, and its store is gone",
-                todo="ingest the slides as those of the training were, and predict from the store",
-            )
-        spec = spec_from_json(classifier.spec, **options.tiling)
+        spec = files_spec(classifier, options)
         found = discover(paths)
-        names = [slide.id for slide in found]
-        mpps = {}
+        names = SlideNames(slide.id for slide in found)
         if options.mpp_csv is not None:
-            mpps = read_mpps(
-                options.mpp_csv, SlideNames(names), allow_extra=options.allow_extra_rows
-            )
+            self._mpps = read_mpps(options.mpp_csv, names, allow_extra=options.allow_extra_rows)
+        self._file_labels = self._labels([slide.id for slide in found]) or {}
         self._hold({"spec": spec.to_json()})
         self._count = len(found)
         files = stack.enter_context(SlideFiles(
             spec, batch_size=options.batch_size, stain_norm=classifier.stain_norm,
-            max_unreadable=options.max_unreadable, mpps=mpps, labels=self._labels(names),
-            default_mpp=None if options.default_mpp is None else Mpp(options.default_mpp),
-            workers=options.workers,
+            max_unreadable=options.max_unreadable, mpps=self._mpps, labels=self._file_labels,
+            default_mpp=options.mpp, workers=options.workers,
+            check=lambda record: check_scale(record, classifier),
         ))  # fmt: skip
+        self._give_up = files.close
         todo = [slide for slide in found if not self._is_file_done(slide)]
         return files.planned(todo, self._fail)
 
     def run(self, slides: Iterator[_Slide]) -> Predicted:
         """Predict slides, then put all of the folder together."""
-        result, fresh = self._result, []
+        result = self._result
         if result.kept:
             say(f"{len(result.kept)} slides are there already")
         began = time.monotonic()
         with (
+            run_folder.roomy(self._folder.path),
             closing(EpochProgress("predicting", None)) as progress,
             PatchStream(self._classifier.network, progress) as stream,
         ):
             try:
                 for slide, results in stream.run(slides):
-                    scores = self._slide(slide, results)
-                    if scores is not None:
-                        fresh.append(scores)
+                    self._slide(slide, results)
             except KeyboardInterrupt:
+                self._give_up()  # first: what is being loaded waits for it
                 raise Interrupted(
                     "interrupted", found=f"{len(result.done)} slides done",
                     todo="the same command goes on with the others",
                 ) from None  # fmt: skip
             result.seconds, result.input_wait = time.monotonic() - began, stream.input_wait
-        self._summarise(fresh)
+            self._summarise()
         return result
 
     def _slide(
         self,
         slide: _Slide,
         results: Iterator[tuple[NDArray[np.float32], NDArray[np.integer]]],
-    ) -> PatchScores | None:
-        """A slide's predictions into the folder; None if it failed."""
+    ) -> None:
+        """A slide's predictions into the folder, unless it fails."""
         try:
             found = list(results)
+            facts = slide.ended()
         except (SlideError, DamagedStore) as error:
             self._fail(slide.facts.slide, str(error))
-            return None
-        facts, classes = slide.ended(), self._classifier.classes
+            return
         probability = np.concatenate([part for part, _ in found])
         corners = np.concatenate([part for _, part in found])
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         probability, corners = probability[order], corners[order].astype(np.int64)
-        count = len(order)
+        zeros = np.zeros(len(order), np.int32)
         scores = PatchScores(
-            classes, (facts.slide,), (facts.patient,), slide=np.zeros(count, np.int32),
-            patient=np.zeros(count, np.int32), x_l0=corners[:, 0], y_l0=corners[:, 1],
-            label=_labels_of(slide, corners, classes), probability=probability,
+            self._classifier.classes, (facts.slide,), (facts.patient,), slide=zeros, patient=zeros,
+            x_l0=corners[:, 0], y_l0=corners[:, 1], label=self._labels_of(slide, facts, corners),
+            probability=probability,
         )  # fmt: skip
         self._folder.write(facts, scores, slide.thumbnail)
         self._result.done.append(facts.slide)
         self._result.patches += facts.patches
         self._result.skipped += facts.skipped
         say(f"{self._place()} {facts.slide}: {facts.patches:,} patches")
-        return scores
 
-    def _summarise(self, fresh: Sequence[PatchScores]) -> None:
-        known = {part.slides[0] for part in fresh}
-        facts = self._folder.slides()
-        kept = [
-            self._folder.read(name) for name in facts if name not in known and facts[name].patches
+    def _labels_of(
+        self, slide: _Slide | None, facts: SlideFacts, corners: NDArray[np.int64]
+    ) -> NDArray[np.int32]:
+        """(N,) class numbers of patches, -1 where none is known."""
+        classes = self._classifier.classes
+        if self._classifier.labels_from == "annotation":
+            # A slide's own label says nothing of any of its patches.
+            drawn = slide.drawn(classes) if slide is not None else {}
+            return np.array([drawn.get((x, y), -1) for x, y in corners.tolist()], np.int32)
+        number = classes.index(facts.label) if facts.label in classes else -1
+        return np.full(len(corners), number, np.int32)
+
+    def _renewed(self, facts: SlideFacts) -> tuple[SlideFacts, PatchScores]:
+        """A slide's predictions with what is said of it now: labels may have come, or changed, since they were made."""
+        scores = self._folder.read(facts.slide)
+        slide = self._said.get(facts.slide)
+        said = self._file_labels.get(facts.slide)
+        if slide is not None:
+            now = replace(facts, label=slide.facts.label, patient=slide.facts.patient)
+        elif said is not None:
+            now = replace(facts, label=said.label, patient=said.patient or facts.patient)
+        else:
+            return facts, scores
+        corners = np.stack([scores.x_l0, scores.y_l0], axis=1)
+        label = self._labels_of(slide, now, corners)
+        if now != facts or not np.array_equal(label, scores.label):
+            scores = replace(scores, patients=(now.patient,), label=label)
+            self._folder.write(now, scores)
+        return now, scores
+
+    def _summarise(self) -> None:
+        found = [
+            self._renewed(facts)
+            for name, facts in self._folder.slides().items()
+            if name not in self._result.failed
         ]
-        parts = [part for part in (*fresh, *kept) if len(part.label)]
-        if not parts:
-            return
-        scores, classifier = joined_scores(parts), self._classifier
-        seen = sorted(set(facts) & trained_on(classifier.folder / run_folder.SPLITS))
+        classifier, folder = self._classifier, self._folder.path
+        seen = sorted({f.slide for f, _ in found} & trained_on(classifier.folder / run_folder.SPLITS))  # fmt: skip
         if seen:
             say(
                 f"warning: {len(seen)} of these slides took part in the training ({', '.join(seen[:3])}"
                 f"{', …' if seen[3:] else ''}): figures of them say nothing of other slides"
             )
+        parts = [scores for _, scores in found if len(scores.label)]
         by_level: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
         for name, level in by_level:
             write_summary(
-                self._folder.path / name, scores, level, self._options.aggregate,
-                labels=_labels_by(facts.values(), level), judging=classifier.judging,
-                thresholds=classifier.thresholds,
+                folder / name, parts, [facts for facts, _ in found], level, self._options.aggregate,
+                classes=classifier.classes, judging=classifier.judging, thresholds=classifier.thresholds,
             )  # fmt: skip
         self._result.metrics = judged(parts, classifier.judging, classifier.thresholds)
+        (folder / METRICS).unlink(missing_ok=True)
         if self._result.metrics is not None:
-            run_folder.write_text(
-                self._folder.path / METRICS,
-                json.dumps({"test": self._result.metrics.to_json()}, indent=2) + "\n",
-            )
+            text = json.dumps({"test": self._result.metrics.to_json()}, indent=2) + "\n"
+            run_folder.write_text(folder / METRICS, text)
 
     def _hold(self, more: Mapping[str, Any]) -> None:
-        """Write down what makes these predictions, or hold it against what is there."""
-        classifier = self._classifier
+        """Write down what makes these predictions, or hold it against what is there.
+
+        Raises:
+            UsageError: there is something else, or what another model predicted.
+        """
+        classifier, folder = self._classifier, self._folder.path
+        if not is_prediction(folder) and any(folder.iterdir()):
+            raise UsageError(
+                f"{folder} holds something else than predictions", found=min(folder.iterdir()).name,
+                todo="choose another --out",
+            )  # fmt: skip
         hold_against(
             self._folder.path / ABOUT,
             {
@@ -250,7 +284,12 @@ class _Prediction:
             now = fingerprint(slide)
         except SlideError:
             return False  # told when it is planned
-        return self._is_done(slide.id, source_of(now.size_bytes, now.mtime_ns))
+        source = source_of(now.size_bytes, now.mtime_ns)
+        facts = self._folder.done(slide.id, source)
+        given = self._mpps.get(slide.id) or self._options.mpp
+        # What a header says comes before what a user says.
+        rescaled = facts is not None and facts.mpp_source != MppSource.PROPERTIES and given not in (None, facts.mpp)  # fmt: skip
+        return not rescaled and self._is_done(slide.id, source)
 
     def _is_done(self, slide: str, source: str) -> bool:
         done = self._folder.done(slide, source) is not None
@@ -265,23 +304,3 @@ class _Prediction:
     def _place(self) -> str:
         result = self._result
         return f"{len(result.done) + len(result.failed) + len(result.kept)}/{self._count}"
-
-
-def _labels_of(
-    slide: _Slide, corners: NDArray[np.int64], classes: Sequence[str]
-) -> NDArray[np.int32]:
-    """(N,) class numbers of patches, -1 where none is known."""
-    if slide.labels is not None:
-        return np.array([slide.labels.get((x, y), -1) for x, y in corners.tolist()], np.int32)
-    label = slide.facts.label
-    number = classes.index(label) if label in classes else -1
-    return np.full(len(corners), number, np.int32)
-
-
-def _labels_by(facts: Iterator[SlideFacts] | Any, level: Level) -> dict[str, str]:
-    """Labels of slides; or of patients, where all of a patient's slides have one."""
-    found: dict[str, set[str]] = {}
-    for it in facts:
-        if it.label is not None:
-            found.setdefault(it.slide if level == "slide" else it.patient, set()).add(it.label)
-    return {name: labels.pop() for name, labels in found.items() if len(labels) == 1}

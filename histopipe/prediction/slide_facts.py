@@ -21,7 +21,7 @@ class SlideFacts:
         slide, patient: its id, and whose it is.
         label: its class, where one is known.
         width, height: of level 0; `bounds` are x, y, width and height of what was scanned of it.
-        mpp: at level 0; None where unknown.
+        mpp, mpp_source: at level 0, and where that came from; None where unknown.
         size_l0, stride_l0: side of a patch, and distance of neighbours.
         patches, skipped: predicted, and damaged ones left out.
         source: what the patches were made of, so that it can be seen whether they would be the same.
@@ -34,6 +34,7 @@ class SlideFacts:
     height: int
     bounds: list[int]
     mpp: float | None
+    mpp_source: str | None
     size_l0: float
     stride_l0: float
     source: str
@@ -49,14 +50,16 @@ class SlideFacts:
             slide=record.id, patient=record.patient or record.id, label=record.label,
             width=record.width, height=record.height,
             bounds=list(record.bounds) or [0, 0, record.width, record.height], mpp=record.mpp,
-            size_l0=(record.read_size or 0) * scale, stride_l0=(record.stride or 0) * scale,
+            mpp_source=record.mpp_source, size_l0=(record.read_size or 0) * scale, stride_l0=(record.stride or 0) * scale,
             source=source, notes=list(record.notes),
         )  # fmt: skip
 
     def write(self, path: Path) -> None:
         """As a JSON file, by one rename."""
         with appearing(path, hidden=True) as part:
-            part.write_text(json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False))
+            part.write_text(
+                json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
+            )
 
     @classmethod
     def read(cls, path: Path) -> SlideFacts:

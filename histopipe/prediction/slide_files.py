@@ -18,7 +18,7 @@ from histopipe.dataset.batches import aligned_empty, decode
 from histopipe.dataset.kinds import StainNorm
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.embedding.stream import Piece
-from histopipe.errors import DamagedStore, SlideUnreadable
+from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.files import Closing
 from histopipe.geometry import Mpp
 from histopipe.ingest.chunks import Chunk, chunk_of, chunks
@@ -30,7 +30,9 @@ from histopipe.ingest.request import new_record
 from histopipe.ingest.worker import make_patches, prepare
 from histopipe.prediction.slide_facts import SlideFacts
 from histopipe.slides.discovery import SlideFile
+from histopipe.slides.identity import fingerprint
 from histopipe.slides.tables import SlideLabel
+from histopipe.store.record import SlideRecord
 from histopipe.tiling.spec import TilingSpec
 from histopipe.training.quiet import load_quietly
 
@@ -45,7 +47,6 @@ class OpenedSlide:
     """A planned slide, as `SlidePatches`."""
 
     facts: SlideFacts
-    labels: None
     job: SlideJob
     planned: PlannedSlide
     source: SlideFiles
@@ -88,8 +89,18 @@ class OpenedSlide:
             images = self._normaliser()(images)
         return Piece(images, corners, real)
 
+    def drawn(self, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """Nothing is drawn on it."""
+        return {}
+
     def ended(self) -> SlideFacts:
-        """The facts, once all is predicted."""
+        """The facts, once all is predicted.
+
+        Raises:
+            SlideUnreadable: the file is no longer what was planned.
+        """
+        if fingerprint(self.job.slide) != self.planned.before:
+            raise SlideUnreadable(f"{self.job.slide.path} changed while it was being read")
         count = len(self.order) - len(self.lost)
         return replace(self.facts, patches=count, skipped=len(self.lost))
 
@@ -157,6 +168,7 @@ class SlideFiles(Closing):
         max_unreadable: share of a slide's patches, 0 to 1, that may be lost to damage.
         default_mpp, mpps: scales of slides that do not say theirs, by id.
         labels: label and patient by slide id.
+        check: raises a SlideError for a planned slide that is not to be predicted.
         workers: processes; one a core if not given.
     """
 
@@ -170,11 +182,13 @@ class SlideFiles(Closing):
         default_mpp: Mpp | None = None,
         mpps: Mapping[str, Mpp] | None = None,
         labels: Mapping[str, SlideLabel] | None = None,
+        check: Callable[[SlideRecord], None] = lambda _: None,
         workers: int | None = None,
     ) -> None:
         self.spec, self.batch_size, self.stain_norm = spec, batch_size, stain_norm
         self.max_unreadable = max_unreadable
         self.settings = Settings(Path(), spec, default_mpp)
+        self._check = check
         self._mpps, self._labels = mpps or {}, labels or {}
         self._ahead = 1 + (workers or len(os.sched_getaffinity(0)))
         self.pool = WorkerPool(workers or len(os.sched_getaffinity(0)), prepare)
@@ -199,10 +213,10 @@ class SlideFiles(Closing):
                     job.slide.id, f"{job.slide.path}: the process that planned it died ({error})"
                 )
                 continue
-            if isinstance(found, SlideFailure):
-                failed(job.slide.id, found.reason)
-            else:
+            try:
                 yield self._opened(job, found)
+            except SlideError as error:
+                failed(job.slide.id, str(error))
 
     def close(self) -> None:
         """End the workers."""
@@ -212,13 +226,16 @@ class SlideFiles(Closing):
         record = labelled(new_record(slide), self._labels.get(slide.id))
         return SlideJob(number, slide, record, self._mpps.get(slide.id))
 
-    def _opened(self, job: SlideJob, planned: PlannedSlide) -> OpenedSlide:
+    def _opened(self, job: SlideJob, planned: PlannedSlide | SlideFailure) -> OpenedSlide:
+        if isinstance(planned, SlideFailure):
+            raise SlideError(planned.reason)
+        self._check(planned.record)
         parts = [c.rows for c in chunks(planned.plan, planned.route.name, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         before = planned.before
         source = source_of(before.size_bytes, before.mtime_ns)
         facts = SlideFacts.of(planned.record, source=source)
-        return OpenedSlide(facts, None, job, planned, self, order)
+        return OpenedSlide(facts, job, planned, self, order)
 
 
 def source_of(size_bytes: int, mtime_ns: int) -> str:

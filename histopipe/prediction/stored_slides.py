@@ -15,7 +15,7 @@ from histopipe.dataset.splits import patches_crc
 from histopipe.dataset.table import PatchTable
 from histopipe.embedding.stream import Piece
 from histopipe.errors import UsageError
-from histopipe.prediction.classifier import Classifier
+from histopipe.prediction.classifier import Classifier, check_scale
 from histopipe.prediction.slide_facts import SlideFacts
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store, check_patch_sizes
@@ -26,14 +26,23 @@ _COLUMNS: tuple[Column, ...] = ("x_l0", "y_l0")
 
 @dataclass(slots=True)
 class StoredSlide:
-    """A slide of a store, as `SlidePatches`. `labels` are by the corners of patches; None where the slide's label counts."""
+    """A slide of a store, as `SlidePatches`."""
 
     facts: SlideFacts
-    labels: Mapping[tuple[int, int], int] | None
+    store: Store
+    number: int
     batches: Batches
     normalise: object | None
     thumbnail: None = None
     """The store has it."""
+
+    def drawn(self, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """The class that is drawn on each patch, a place in `classes` or -1, by its corner."""
+        index = self.store.index(self.number)
+        corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+        return dict(
+            zip(corners, class_codes(self.store, self.number, classes).tolist(), strict=True)
+        )
 
     @property
     def steps(self) -> int:
@@ -98,17 +107,7 @@ def stored_slides(
         if labels is not None:
             said = labels.get(record.id, SlideLabel(None))
             facts = replace(facts, label=said.label, patient=said.patient or facts.patient)
-        drawn = None
-        if classifier.labels_from == "annotation":
-            drawn = _drawn(store, rows.slide, classifier.classes)
-        yield StoredSlide(facts, drawn, batches, normalise)
-
-
-def _drawn(store: Store, slide: int, classes: Sequence[str]) -> dict[tuple[int, int], int]:
-    """The class that is drawn on each patch, by its corner."""
-    index = store.index(slide)
-    corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
-    return dict(zip(corners, class_codes(store, slide, classes).tolist(), strict=True))
+        yield StoredSlide(facts, store, rows.slide, batches, normalise)
 
 
 def _check_spec(store: Store, classifier: Classifier) -> None:
@@ -118,6 +117,8 @@ def _check_spec(store: Store, classifier: Classifier) -> None:
             f"{store.path}: patches of another size than the model of {classifier.folder} takes",
             found=f"{store.patch_size} pixels", expected=f"{classifier.patch_size}",
         )  # fmt: skip
+    for record in store.complete.values() if store.spec.get("level") is not None else ():
+        check_scale(record, classifier)
     names = ("mpp", "level")
     spec = classifier.spec
     if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,17 @@ def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
 
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc], colours: _Colours) -> None:
     axes.plot([0, 1], [0, 1], color=colours.line, linewidth=0.8, linestyle="--")
-    for (name, roc), colour in zip(curves.items(), colours.series, strict=False):
+    for (name, roc), (colour, dashes) in zip(curves.items(), _ways(colours), strict=False):
         if roc.low is not None and roc.high is not None:
             axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(roc.false_positive, roc.true_positive, color=colour, linewidth=1.6, label=name)
+        axes.plot(
+            roc.false_positive,
+            roc.true_positive,
+            color=colour,
+            linestyle=dashes,
+            linewidth=1.6,
+            label=_shown(name),
+        )
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     axes.legend(loc="lower right")
 
@@ -125,6 +133,18 @@ def _style(colours: _Colours) -> Any:
         "legend.frameon": False, "figure.facecolor": "none", "axes.facecolor": "none",
         "savefig.facecolor": "none", "axes.axisbelow": True, "text.parse_math": False,
     }  # fmt: skip
+
+
+def _ways(colours: _Colours) -> Iterator[tuple[str, str]]:
+    """Colours, then the same with other lines, for as many series as there are."""
+    for dashes in itertools.cycle(("-", "--", ":", "-.")):
+        for colour in colours.series:
+            yield colour, dashes
+
+
+def _shown(name: str) -> str:
+    """A name that a legend does not take for a secret: those with an underscore first are not shown."""
+    return f" {name}" if name.startswith("_") else name
 
 
 class _chart:  # noqa: N801 - reads as a function

@@ -44,20 +44,18 @@ class SlideHeat:
         """
         left, top, width, height = self.bounds
         shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
-        # Corners of patches add and take away, and two cumulative sums give each pixel all patches that cover it.
-        sums, counts = np.zeros((2, shape[0] + 1, shape[1] + 1))
+        sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
         first_x, last_x = _centres(self.x_l0 - left, self.side_l0, pixel_l0, shape[1])
         first_y, last_y = _centres(self.y_l0 - top, self.side_l0, pixel_l0, shape[0])
-        for rows, columns, sign in (
-            (first_y, first_x, 1), (last_y, last_x, 1), (first_y, last_x, -1), (last_y, first_x, -1),
-        ):  # fmt: skip
-            np.add.at(sums, (rows, columns), sign * self.values)
-            np.add.at(counts, (rows, columns), sign)
-        sums, counts = (it.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] for it in (sums, counts))
-        covered = counts > 0.5
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.where(covered, sums / counts, np.nan)
-        return np.clip(mean, 0, 1).astype(np.float32)
+        places = zip(
+            first_y.tolist(), last_y.tolist(), first_x.tolist(), last_x.tolist(), strict=True
+        )
+        for (y0, y1, x0, x1), value in zip(places, self.values.tolist(), strict=True):
+            sums[y0:y1, x0:x1] += value
+            counts[y0:y1, x0:x1] += 1
+        with np.errstate(invalid="ignore"):
+            sums /= counts  # NaN where no patch is
+        return sums
 
 
 def _centres(

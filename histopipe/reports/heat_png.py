@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,11 @@ def draw_heat(heat: SlideHeat, background: NDArray[np.uint8] | None, path: Path)
     """
     figure = heat_figure(heat, background)
     FigureCanvasAgg(figure)
-    with appearing(path, hidden=True) as part:
+    with (
+        appearing(path, hidden=True) as part,
+        # Of letters that the font lacks: a slide may be called anything.
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):
         figure.savefig(part, dpi=_DPI, format="png", metadata={"Software": None})
     figure.clear()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from histopipe.reports.heat import SlideHeat, ranks
 from histopipe.store.store import Store
 from histopipe.training import run_folder
 
+HeatOf = Callable[[], SlideHeat | None]
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
 
 
@@ -36,12 +38,13 @@ class HeatSource:
     stores: Sequence[Store]
     class_name: str | None = None
 
-    def slides(self, only: Sequence[str] = ()) -> Iterator[SlideHeat]:
-        """Each slide's values, those named or all.
+    def slides(self, only: Sequence[str] = ()) -> Iterator[tuple[str, HeatOf]]:
+        """Each slide, those named or all, with what reads its values: None where it has no patch.
+
+        Reading raises NothingToDo where a store is needed that tells where its patches lie, and DamagedStore.
 
         Raises:
             UsageError: the folder holds no values, or not of these slides or this class.
-            NothingToDo: a store is needed that tells where the patches of slides lie.
             DamagedStore: it cannot be read.
         """
         if is_prediction(self.place):
@@ -56,14 +59,20 @@ class HeatSource:
                 expected="a folder of `histopipe predict`, or of a finished run",
             )
 
-    def _predicted(self, only: Sequence[str]) -> Iterator[SlideHeat]:
+    def _predicted(self, only: Sequence[str]) -> Iterator[tuple[str, HeatOf]]:
         folder = PredictionFolder(self.place)
         facts = folder.slides()
-        for name in _chosen(only, facts, self.place):
-            if facts[name].patches:
-                yield self._heat(folder.read(name), np.arange(facts[name].patches), facts[name])
 
-    def _judged(self, only: Sequence[str]) -> Iterator[SlideHeat]:
+        def heat_of(name: str) -> SlideHeat | None:
+            if not facts[name].patches:
+                return None
+            scores = folder.read(name)
+            return self._heat(scores, np.arange(len(scores.label)), facts[name])
+
+        for name in _chosen(only, facts, self.place):
+            yield name, partial(heat_of, name)
+
+    def _judged(self, only: Sequence[str]) -> Iterator[tuple[str, HeatOf]]:
         """Of validation and test patches: a slide's other patches were trained on."""
         sides = list(read_predictions(self.place / run_folder.PREDICTIONS).values())
         if sides and sides[0].level != "patch":
@@ -72,25 +81,35 @@ class HeatSource:
                 todo="train with --pooling gated or attention",
             )
         names = sorted({name for side in sides for name in side.slides})
-        for name in _chosen(only, names, self.place):
+
+        def heat_of(name: str) -> SlideHeat:
             # Both sides of a slide that is divided between them.
             scores = joined_scores([side for side in sides if name in side.slides])
             rows = np.flatnonzero(scores.slide == scores.slides.index(name))
-            yield self._heat(scores, rows, self._recorded(name))
+            return self._heat(scores, rows, self._recorded(name))
 
-    def _attention(self, only: Sequence[str]) -> Iterator[SlideHeat]:
+        for name in _chosen(only, names, self.place):
+            yield name, partial(heat_of, name)
+
+    def _attention(self, only: Sequence[str]) -> Iterator[tuple[str, HeatOf]]:
+        if self.class_name is not None:
+            raise UsageError("--class", found="attention", expected="nothing: it is of no class")
         found = {
             slide: values
             for path in sorted((self.place / run_folder.ATTENTION).rglob("*.csv"))
             for slide, values in _read_attention(path).items()
         }
-        for name in _chosen(only, found, self.place):
+
+        def heat_of(name: str) -> SlideHeat:
             x, y, attention, side = found[name]
             facts = self._recorded(name)
-            yield SlideHeat(
+            return SlideHeat(
                 name, "attention, rank among the slide's patches", x, y, side or facts.size_l0,
                 ranks(attention), None, _bounds(facts), facts.mpp,
             )  # fmt: skip
+
+        for name in _chosen(only, found, self.place):
+            yield name, partial(heat_of, name)
 
     def _heat(self, scores: PatchScores, rows: NDArray[np.intp], facts: SlideFacts) -> SlideHeat:
         name = scores.classes[-1] if self.class_name is None else self.class_name

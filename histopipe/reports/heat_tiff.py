@@ -17,7 +17,7 @@ from histopipe.reports.heat_png import COLOURS
 _TILE = 256
 _CELL = 16
 """Pixels across a patch."""
-_MOST_SIDE = 16_384
+_MOST_SIDE = 8_192
 _NOTHING = (255, 255, 255)
 
 

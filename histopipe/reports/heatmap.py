@@ -20,6 +20,7 @@ from histopipe.reports.heat_sources import HeatSource
 from histopipe.reports.heat_tiff import write_heat_tiff
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
+from histopipe.studies.cross_validation import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.progress import EpochProgress, say
 from histopipe.training.settings_file import read_config
@@ -90,6 +91,7 @@ def heatmap(place: str | Path, *, out: str | Path, **options: Any) -> Drawn:
         >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"]).files  # doctest: +SKIP
     """
     settings, folder = HeatmapOptions(**options), Path(place)
+    check_one_run(folder)
     result = Drawn()
     with ExitStack() as stack:
         stores = _stores(folder, settings, stack)
@@ -100,13 +102,17 @@ def heatmap(place: str | Path, *, out: str | Path, **options: Any) -> Drawn:
         progress = stack.enter_context(closing(EpochProgress("drawing", None)))
         with run_folder.writable(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
-        for heat in source.slides(settings.slide):
+        stack.enter_context(run_folder.roomy(Path(out)))
+        for name, heat_of in source.slides(settings.slide):
             try:
-                written = _draw(heat, backgrounds, Path(out), settings)
-                result.files.setdefault(heat.slide, []).extend(map(str, written))
-            except (SlideError, DamagedStore) as error:
-                result.failed[heat.slide] = str(error)
-                say(f"{heat.slide}: failed: {error}")
+                heat = heat_of()
+                if heat is not None:
+                    result.files[name] = list(
+                        map(str, _draw(heat, backgrounds, Path(out), settings))
+                    )
+            except (SlideError, DamagedStore, NothingToDo) as error:
+                result.failed[name] = str(error)
+                say(f"{name}: failed: {error}")
             progress.advance()
     if not result.files and not result.failed:
         raise NothingToDo(f"{folder} has no patch to draw")
@@ -120,7 +126,8 @@ def _draw(
     base.parent.mkdir(parents=True, exist_ok=True)
     written = []
     for kind in settings.formats:
-        path = base.with_name(f"{base.name}.{kind}")
+        # Never what a slide, or an outline of it, is called.
+        path = base.with_name(f"{base.name}.heat.{kind}")
         if kind == "png":
             draw_heat(heat, backgrounds.of(heat.slide), path)
         elif kind == "tiff":

@@ -55,7 +55,11 @@ def report(
             expected="a folder with data.mdb or config.toml",
         )
     file = Path(out) if out is not None else place / REPORT
-    with run_folder.writable(file.parent):
+    if file.is_dir():
+        raise UsageError(
+            "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
+        )
+    with run_folder.roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         page.write(file)
     return file

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.splits import Side
-from histopipe.errors import DamagedStore, HistopipeError, UsageError
+from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.store.store import Store
+from histopipe.studies.cross_validation import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import METRICS, TrainResult, read_result
@@ -77,23 +78,20 @@ def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack) -> RunFacts
         stack: closes them.
 
     Raises:
-        UsageError: there is no finished run.
+        UsageError: there is no finished run, or a cross-validation.
         DamagedStore: it cannot be read.
     """
-    if (folder / "folds").is_dir() or (folder / "summary.json").exists():
-        raise UsageError(
-            f"{folder} is a cross-validation", expected="one of its runs",
-            todo="name the folder of one fold; summary.csv has them side by side",
-        )  # fmt: skip
+    check_one_run(folder)
     result = read_result(folder)
     config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
     opened, missing = [], []
-    if config.mil is None:
-        for path in stores or map(Path, config.stores):
-            try:
-                opened.append(stack.enter_context(Store(path)))
-            except HistopipeError as error:
-                missing.append(f"pictures of patches and slides: {error}")
+    for path in stores or ([] if config.mil is not None else map(Path, config.stores)):
+        try:
+            opened.append(stack.enter_context(Store(path)))
+        except HistopipeError as error:
+            missing.append(f"Pictures of patches and slides: {error}.")
+    if config.mil is not None and not opened:
+        missing.append("Heatmaps of attention: --store names the store of the patches.")
     return RunFacts(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
         _history(folder / run_folder.HISTORY), read_predictions(folder / run_folder.PREDICTIONS),

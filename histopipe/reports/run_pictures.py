@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,19 +80,21 @@ def _pixels(run: RunFacts, slide: str, x: int, y: int) -> NDArray[np.uint8] | No
 def heatmaps(run: RunFacts) -> Gallery | None:
     """Of the slides that were validated or tested on, some; None where there is none to draw."""
     made: list[Picture] = []
-    positive = positive_class(run.classes, run.judging.positive)
-    source = HeatSource(run.folder, run.stores, run.classes[-1 if positive is None else positive])
+    name = None
+    if run.config.mil is None:
+        positive = positive_class(run.classes, run.judging.positive)
+        name = run.classes[-1 if positive is None else positive]
     backgrounds = Backgrounds({}, run.stores)
     try:
-        for i, heat in enumerate(source.slides()):
-            if i == _MOST_HEATMAPS:
+        for slide, heat_of in HeatSource(run.folder, run.stores, name).slides():
+            if len(made) == _MOST_HEATMAPS:
                 break
-            picture = heat_picture(heat, backgrounds.of(heat.slide))
-            made.append(Picture.of(f"heat-{i}", f"{heat.slide}: {heat.what}", picture))
-    except (NothingToDo, UsageError, DamagedStore):
-        return None if not made else Gallery("", made)
-    return (
-        Gallery("Dark is 0, yellow is 1; no colour: not validated or tested", made)
-        if made
-        else None
-    )
+            with suppress(NothingToDo, DamagedStore):
+                heat = heat_of()
+                if heat is not None:
+                    picture = heat_picture(heat, backgrounds.of(slide))
+                    made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {heat.what}", picture))
+    except UsageError:
+        return None  # a bag model without attention
+    title = "Dark is 0, yellow is 1; no colour: not validated or tested"
+    return Gallery(title, made) if made else None

@@ -58,7 +58,9 @@ def run_page(folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True
     with ExitStack() as stack:
         run = read_run(folder, stores, stack)
         what = f"bags, {run.config.pooling}" if run.config.mil is not None else run.config.model
-        page = Page(f"Run {folder.name}", f"{what}, {' against '.join(run.classes)}, in {folder}")
+        page = Page(
+            f"Run {folder.resolve().name}", f"{what}, {' against '.join(run.classes)}, in {folder}"
+        )
         page.add("Summary", *_summary(run))
         page.add("Figures", *_figures(run))
         page.add("Curves", _curves(run))

@@ -20,11 +20,14 @@ def slide_table(run: RunFacts) -> Table | None:
     rows = [row for side, scores in run.predictions.items() for row in _rows(run, side, scores)]
     if not rows:
         return None
+    of_bags = run.config.mil is not None
     columns = (
-        Column("slide"), Column("patient"), Column("side"), Column("patches", True), Column("label"),
-        Column("decided"), Column("right"), *(Column(f"p {name}", True) for name in run.classes),
+        Column(run.config.bag if of_bags else "slide"), Column("patient"), Column("side"),
+        Column("bags" if of_bags else "patches", True), Column("label"), Column("decided"), Column("right"),
+        *(Column(f"p {name}", True) for name in run.classes),
     )  # fmt: skip
-    return Table("What was predicted of each, as the mean of its patches", columns, rows)
+    how = "" if of_bags else ", as the mean of its patches"
+    return Table(f"What was predicted of each{how}", columns, rows)
 
 
 def _rows(run: RunFacts, side: Side, patches: PatchScores) -> Iterator[Row]:

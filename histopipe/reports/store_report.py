@@ -80,11 +80,11 @@ def store_page(
     spec, states = summary["spec"], summary["states"]
     scale = f"{spec['mpp']:g} µm a pixel" if spec["mpp"] else f"level {spec['level']}"
     page = Page(
-        f"Store {path.name}",
+        f"Store {path.resolve().name}",
         f"{spec['patch_size']}² patches at {scale}, made {summary['created']}, of {path}",
     )
     failed = [record for record in summary["slides"] if record["state"] == SlideState.FAILED]
-    whole = states.get(SlideState.COMPLETE, 0) == len(rows)
+    whole = bool(rows) and states.get(SlideState.COMPLETE, 0) == len(rows)
     page.add(
         "Summary", _cards(summary), Text("Every slide is complete.", "good") if whole else None,
         _settings(summary),

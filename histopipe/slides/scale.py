@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from histopipe.errors import ScaleError
+from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.slides.slide import SlideInfo
 
@@ -38,6 +38,18 @@ class ResolvedMpp:
     mpp: Mpp
     source: MppSource
     note: str | None = None
+
+
+def check_mpp(name: str, value: float) -> Mpp:
+    """A scale that a user gives.
+
+    Raises:
+        UsageError: no slide has such a scale.
+    """
+    low, high = PLAUSIBLE_MPP
+    if not low <= value <= high:
+        raise UsageError(name, found=value, expected=f"from {low:g} to {high:g}")
+    return Mpp(value)
 
 
 def resolve_mpp(

@@ -18,12 +18,12 @@ from histopipe.store.record import SlideRecord
 _SMALL_BLOCK = 65536
 """Larger than any page, so that a longer block has pages of its own; 64 kB are 1,800 patches."""
 _NODE_HEADER = 8
-_NOWHERE = -1
+_NOWHERE, _AMONG_KEYS = (-1, -1), (0, 0)
 _BIG_DATA = 0x01
 """LMDB's flag of a value that lies on pages of its own."""
 
-Columns = dict[tuple[int, int, str], tuple[int, NDArray[Any]]]
-"""By generation of the map, slide and name: the page that a column's block begins at, and the column."""
+Columns = dict[tuple[int, int, str], tuple[tuple[int, int], NDArray[Any]]]
+"""By generation of the map, slide and name: first page and length of a column's block, and the column."""
 
 
 class Reading:
@@ -65,21 +65,20 @@ class Reading:
             DamagedStore: as `index`.
         """
         key = (self._environment.generation, slide, name)
-        page, found = self._columns.get(key, (_NOWHERE, None))
-        now = self._page(slide)
-        if found is None or now != page:
+        place, found = self._columns.get(key, (_NOWHERE, None))
+        now = self._place_of_index(slide)
+        if found is None or now != place:
             found = self.index(slide, copied=False)[name]
             self._columns[key] = now, found
         return found
 
-    def _page(self, slide: int) -> int:
-        """The page that a slide's index block begins at; 0 for one that lies among keys, or is missing."""
+    def _place_of_index(self, slide: int) -> tuple[int, int]:
+        """First page and length of a slide's index block. A block of other columns may begin where an old one did."""
         database = self._environment.databases[INDEX]
         with self._transaction.cursor(db=database) as cursor:
             for key in cursor.getmulti([slide_key(slide)], values=False):
-                place = _place(key)
-                return place[0] if place else 0
-        return 0
+                return _place(key) or _AMONG_KEYS
+        return _AMONG_KEYS
 
     def index(self, slide: int, *, copied: bool = True) -> dict[str, NDArray[Any]]:
         """A slide's columns, (N,) each, one row a patch.

@@ -196,6 +196,17 @@ class StoreWriter(Closing):
         """Replace a record."""
         self._write(lambda transaction: self._put_record(transaction, slide, record))
 
+    def change(self, slide: int, **facts: Any) -> None:
+        """Change some fields of a record, whatever others have put into its other ones."""
+        where = f"{self.path}, slide {slide}"
+
+        def work(transaction: lmdb.Transaction) -> None:
+            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
+            record = SlideRecord.from_json(from_json(value or b"", where=where), where=where)
+            self._put_record(transaction, slide, dataclasses.replace(record, **facts))
+
+        self._write(work)
+
     def reusable_bytes(self) -> int:
         """What deleted values have left free inside the file, which grows only when that is used up."""
         with self._environment.read() as transaction:

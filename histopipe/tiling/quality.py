@@ -82,14 +82,11 @@ def focus_of(grey: NDArray[Any]) -> float:
 
 
 def reduction_to(wanted: Mpp, mpp: float | None, side: int) -> int:
-    """By how much a picture is to be reduced: a whole number that divides its side, and 1 where its scale is unknown.
+    """By how much a picture is to be reduced: a whole number; 1 where its scale is unknown.
 
     Args:
-        wanted: the scale to come near to, without passing it by more than a quarter.
+        wanted: the scale to come as near to as a whole number can.
         mpp: the picture's.
-        side: in pixels; a few are always left.
+        side: in pixels; four are always left.
     """
-    if mpp is None:
-        return 1
-    most = min(wanted / mpp * 1.25, side / 4)
-    return max((n for n in range(1, side + 1) if side % n == 0 and n <= most), default=1)
+    return 1 if mpp is None else max(1, min(round(wanted / mpp), side // 4))

@@ -67,6 +67,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SlideSource]) -> Splits:
     """
     if config.splits is not None:
         splits = read_splits(Path(config.splits), sources)
+        _check_given(splits, config, sources)
     else:
         splits = make_splits(
             sources,
@@ -85,6 +86,30 @@ def new_splits(config: TrainConfig, sources: Sequence[SlideSource]) -> Splits:
             todo="split by patient, or pass --allow-leaks if you mean it",
         )
     return splits
+
+
+def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SlideSource]) -> None:
+    """Refuse settings that splits which are given do not keep to.
+
+    Raises:
+        UsageError: they are of other labels, or have patches that bounds leave out.
+    """
+    drawn = any(slide.labels is not None for slide in splits.slides)
+    if splits.slides and drawn != (config.labels_from == "annotation"):
+        raise UsageError(
+            f"--splits {config.splits}", found=f"--labels-from {config.labels_from}",
+            expected=f"--labels-from {'annotation' if drawn else 'slide'}, as its labels are",
+        )  # fmt: skip
+    for slide in splits.slides if config.patch_filter.active else ():
+        where = f"{sources[slide.store].path}, slide {slide.id}"
+        fit = config.patch_filter.fit(sources[slide.store].index(slide.slide), where=where)
+        lost = int(((slide.sides >= 0) & ~fit).sum())
+        if lost:
+            raise UsageError(
+                f"--splits {config.splits} has patches that the bounds would leave out",
+                found=f"{lost} of slide {slide.id}", expected=str(config.patch_filter),
+                todo="make new splits, or leave the bounds out",
+            )  # fmt: skip
 
 
 def new_folds(

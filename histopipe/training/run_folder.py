@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from histopipe.dataset.splits import Splits, write_splits
-from histopipe.errors import DamagedStore, UsageError
-from histopipe.files import appearing, lock_if_free
+from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.files import appearing, is_full_disk, lock_if_free
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import METRICS
 
@@ -105,6 +105,24 @@ def writable(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
         raise UsageError(f"{folder} cannot be made or written to", found=str(error)) from error
+
+
+@contextmanager
+def roomy(folder: Path) -> Iterator[None]:
+    """A full disk, as a machine that is short of it.
+
+    Raises:
+        MachineShort: it is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise MachineShort(
+            f"the disk that holds {folder} is full",
+            todo="make room, and run the same command again",
+        ) from error
 
 
 def _lock(folder_fd: int, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -79,7 +80,11 @@ class PatchTask:
 
     def __init__(self, config: TrainConfig, stores: Sequence[Store], splits: Splits) -> None:
         self._config, self._stores, self.splits = config, stores, splits
-        self.facts: Mapping[str, Any] = {"spec": dict(stores[0].spec)}
+        scales = [r.patch_mpp for store in stores for r in store.complete.values() if r.patch_mpp]
+        self.facts: Mapping[str, Any] = {
+            "spec": dict(stores[0].spec),
+            "patch_mpp": statistics.median(scales) if scales else None,
+        }
         self.tables = _tables(config, stores, splits)
 
     def batches(self, table: PatchTable, order: Order, replicas: int) -> Batches:
