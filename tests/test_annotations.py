@@ -662,7 +662,7 @@ def test_a_scribble_is_left_out_in_no_time(tmp_path: Path) -> None:
     ]
 
 
-def test_many_classes_and_many_outlines_on_one_place_take_bounded_memory() -> None:
+def test_many_outlines_of_many_classes_on_one_place() -> None:
     outlines = Outlines("slide")
     for i in range(150):
         outlines.add(str(i), f"class {i}", [[square(i * 1e-3, 0, 2000 - i * 2e-3)]])
