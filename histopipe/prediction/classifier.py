@@ -16,7 +16,7 @@ from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.geometry import Mpp, same_scale
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.studies.cross_validation import check_one_run
+from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.quiet import load_quietly

@@ -20,7 +20,7 @@ from histopipe.reports.heat_sources import HeatSource
 from histopipe.reports.heat_tiff import write_heat_tiff
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
-from histopipe.studies.cross_validation import check_one_run
+from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.progress import EpochProgress, say
 from histopipe.training.settings_file import read_config

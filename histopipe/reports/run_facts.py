@@ -16,7 +16,7 @@ from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.store.store import Store
-from histopipe.studies.cross_validation import check_one_run
+from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import METRICS, TrainResult, read_result

@@ -124,19 +124,6 @@ def is_cross_validation(folder: Path) -> bool:
     return (folder / run_folder.CONFIG).exists() and (folder / SPLITS).is_dir()
 
 
-def check_one_run(folder: Path) -> None:
-    """Refuse the folder of a cross-validation where that of a run is wanted.
-
-    Raises:
-        UsageError: it is one.
-    """
-    if is_cross_validation(folder):
-        raise UsageError(
-            f"{folder} is a cross-validation", expected="one of its runs",
-            todo="name the folder of one fold; summary.csv has them side by side",
-        )  # fmt: skip
-
-
 def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     """A cross-validation's own settings, and what is to change.
 
