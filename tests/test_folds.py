@@ -304,7 +304,7 @@ def test_folds_that_hang_crash_and_run_out_of_memory_cost_themselves_only(
         "fold-4": "gradients:2:SIGSEGV",
     }
     done = run(
-        "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 6, "--fold-timeout", "25s",
+        "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 6, "--fold-timeout", "45s",
         "--parallel-folds", 2, env=faulty(faults, tmp_path),
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
@@ -338,7 +338,7 @@ def test_a_fold_that_fails_once_is_tried_again(
     }
     done = run(
         "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 3, "--retries", 1,
-        "--fold-timeout", "25s", "--parallel-folds", 2, env=environment,
+        "--fold-timeout", "45s", "--parallel-folds", 2, env=environment,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     assert [row["attempts"] for row in table(tmp_path / "cv")[:3]] == ["2", "2", "1"]
