@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import Batches, Column, OnError
+from histopipe.dataset.batches import Batches, OnError
 from histopipe.dataset.kinds import StainNorm
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.splits import patches_crc
@@ -19,6 +19,7 @@ from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.embedding.encoder import Encoder
 from histopipe.embedding.facts import coords_facts, slide_facts
 from histopipe.embedding.result import EmbedResult
+from histopipe.embedding.stored import COLUMNS, Normalise, load_piece
 from histopipe.embedding.stream import PatchStream, Piece
 from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.features.feature_file import Precision, is_ours, read_header, writing
@@ -28,8 +29,6 @@ from histopipe.store.store import Store
 from histopipe.training.progress import EpochProgress, say
 from histopipe.training.quiet import load_quietly
 
-_COLUMNS: tuple[Column, ...] = ("x_l0", "y_l0")
-
 
 @dataclass(slots=True)
 class _Slide:
@@ -38,7 +37,7 @@ class _Slide:
     rows: SlideRows
     record: SlideRecord
     batches: Batches
-    normalise: Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]] | None
+    normalise: Normalise | None
 
     @property
     def steps(self) -> int:
@@ -47,12 +46,7 @@ class _Slide:
 
     def load(self, step: int) -> Piece:
         """As `SlidePatches`."""
-        batch = self.batches.load(step)
-        images = batch.image
-        if self.normalise is not None:
-            images = self.normalise(images, batch.key)
-        corners = np.stack([batch.columns[name] for name in _COLUMNS], axis=1)
-        return Piece(images, corners, batch.weight > 0)
+        return load_piece(self.batches, self.normalise, step)
 
 
 @dataclass(slots=True)
@@ -142,7 +136,7 @@ class Embedding:
         table = PatchTable([rows])
         batches = Batches(
             self._stores, table, batch_size=self._batch_size, order=Sequential(len(table)),
-            on_error=self._on_error, columns=_COLUMNS,
+            on_error=self._on_error, columns=COLUMNS,
         )  # fmt: skip
         return _Slide(rows, self._record(rows), batches, self._normalise)
 

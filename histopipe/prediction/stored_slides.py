@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
-from histopipe.dataset.batches import Batches, Column, OnError
+from histopipe.dataset.batches import Batches, OnError
 from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.dataset.table import PatchTable
+from histopipe.embedding.stored import COLUMNS, Normalise, load_piece
 from histopipe.embedding.stream import Piece
 from histopipe.errors import UsageError
 from histopipe.prediction.classifier import Classifier, check_scale
@@ -20,8 +19,6 @@ from histopipe.prediction.slide_facts import SlideFacts
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.training.quiet import load_quietly
-
-_COLUMNS: tuple[Column, ...] = ("x_l0", "y_l0")
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class StoredSlide:
     store: Store
     number: int
     batches: Batches
-    normalise: object | None
+    normalise: Normalise | None
     thumbnail: None = None
     """The store has it."""
 
@@ -51,12 +48,7 @@ class StoredSlide:
 
     def load(self, step: int) -> Piece:
         """As `SlidePatches`."""
-        batch = self.batches.load(step)
-        images = batch.image
-        if callable(self.normalise):
-            images = self.normalise(images, batch.key)
-        corners = np.stack([batch.columns[name] for name in _COLUMNS], axis=1)
-        return Piece(images, corners, batch.weight > 0)
+        return load_piece(self.batches, self.normalise, step)
 
     def ended(self) -> SlideFacts:
         """The facts, once all is predicted."""
@@ -100,7 +92,7 @@ def stored_slides(
         table = PatchTable([rows])
         batches = Batches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
-            columns=_COLUMNS,
+            columns=COLUMNS,
         )  # fmt: skip
         source = f"store {store.uuid}, patches {patches_crc(store, rows.slide):08x}"
         facts = SlideFacts.of(record, source=source)
