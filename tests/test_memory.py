@@ -47,16 +47,14 @@ def assert_same_run(run: Path, other: Path) -> None:
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
 
 
-# 60 % of 120 patches in batches of 16, each of two pieces of 8: call 9 is the first piece of the fifth step.
+# 60 % of 120 patches in batches of 16, each of two pieces of 8: calls 9 and 10 are the pieces of the fifth step.
 FAULTS = {
     "gradients:1:exhausted": False,
-    "gradients:9:exhausted": False,
     "gradients:10:exhausted": False,
     "gradients:9:real": False,
     "predict:2:exhausted": False,
     "gradients:9:cuda": True,
     "apply:4:exhausted": True,
-    "apply+:4:exhausted": True,
     "fetch:3:exhausted": True,
     "place:5:exhausted": True,
     "read:4:memory": True,
@@ -169,7 +167,7 @@ def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
     return found[-1] - found[1]
 
 
-def test_twenty_trainings_leave_their_caller_as_it_was(small_store: Path, tmp_path: Path) -> None:
-    assert growth_mb(small_store, tmp_path / "apart", 20, "no") < 5
+def test_trainings_leave_their_caller_as_it_was(small_store: Path, tmp_path: Path) -> None:
+    assert growth_mb(small_store, tmp_path / "apart", 8, "no") < 3
     # What this test would see if they ran in the caller's process.
     assert growth_mb(small_store, tmp_path / "within", 5, "yes") > 5

@@ -753,6 +753,7 @@ def test_a_file_that_outgrows_its_map_moves_it(
 LEAK = r"""
 import gc, re, sys
 from pathlib import Path
+from statistics import median
 from histopipe.dataset.batches import Batches
 from histopipe.dataset.source import BatchSource
 from histopipe.dataset.sampling import Shuffled
@@ -772,12 +773,12 @@ with Store(Path(sys.argv[1])) as store:
         gc.collect()
         status = Path("/proc/self/status").read_text()
         memory.append(int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) / 1024)
-print(max(memory[15:]) - max(memory[5:10]))
+print(median(memory[15:]) - median(memory[5:10]))
 """
 
 
 def test_twenty_epochs_leak_nothing_that_one_batch_an_epoch_would_show(made_store: Path) -> None:
-    """Growth of anonymous memory from the sixth to the tenth epoch to the last five: MB; a batch is 1.6."""
+    """Growth of anonymous memory from the sixth to the tenth epoch to the last five: MB; ten batches are 16."""
     grown = {
         kind: float(
             subprocess.run(
@@ -787,7 +788,7 @@ def test_twenty_epochs_leak_nothing_that_one_batch_an_epoch_would_show(made_stor
         )
         for kind in ("sound", "leaking")
     }  # fmt: skip
-    assert grown["leaking"] > 11
+    assert grown["leaking"] > 8
     assert grown["sound"] < 6
 
 
