@@ -172,6 +172,7 @@ def test_every_slide_gets_every_file(predictions: Path, tmp_path: Path, run: Run
     done = run("heatmap", predictions, "--to", "png,tiff,geojson", "--json")
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["files"]) == {"x/one", "two"}
+    assert "two: no picture of it is at hand" in done.stderr
     found = {
         str(p.relative_to(tmp_path / "heatmaps")) for p in (tmp_path / "heatmaps").rglob("*.*")
     }

@@ -96,6 +96,17 @@ def test_slides_need_no_store(predicted: dict[str, Path], made_store: Path) -> N
     assert not list(predicted["slides"].rglob("data.mdb"))
 
 
+def test_pictures_of_slides_are_kept_beside_their_predictions(
+    predicted: dict[str, Path], made_store: Path
+) -> None:
+    """For heatmaps, which then need neither store nor slide."""
+    with Store(made_store) as store:
+        kept = {f"{record.id}.jpg": store.thumbnail(n) for n, record in store.complete.items()}
+    for kind in ("store", "slides"):
+        folder = predicted[kind] / "patches"
+        assert {path.name: path.read_bytes() for path in folder.glob("*.jpg")} == kept
+
+
 def test_two_devices_give_what_one_gives(predicted: dict[str, Path]) -> None:
     for name in patch_files(predicted["store"]):
         one, two = (rows_of(predicted[k] / "patches" / name) for k in ("store", "two"))

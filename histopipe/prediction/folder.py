@@ -40,7 +40,7 @@ class PredictionFolder:
         return path_within(self.path / PATCHES, f"{slide}.json")
 
     def thumbnail(self, slide: str) -> Path:
-        """A JPEG of a slide that was predicted without a store, which would have kept one."""
+        """A JPEG of a slide, for its heatmap: store and slide need not be at hand by then."""
         return path_within(self.path / PATCHES, f"{slide}.jpg")
 
     def done(self, slide: str, source: str) -> SlideFacts | None:

@@ -174,7 +174,7 @@ class _Prediction:
         """A slide's predictions into the folder, unless it fails."""
         try:
             found = list(results)
-            facts = slide.ended()
+            facts, thumbnail = slide.ended(), slide.thumbnail
         except (SlideError, DamagedStore) as error:
             self._fail(slide.facts.slide, str(error))
             return
@@ -188,7 +188,7 @@ class _Prediction:
             x_l0=corners[:, 0], y_l0=corners[:, 1], label=self._labels_of(slide, facts, corners),
             probability=probability,
         )  # fmt: skip
-        self._folder.write(facts, scores, slide.thumbnail)
+        self._folder.write(facts, scores, thumbnail)
         self._result.done.append(facts.slide)
         self._result.patches += facts.patches
         self._result.skipped += facts.skipped

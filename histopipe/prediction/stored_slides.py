@@ -30,8 +30,11 @@ class StoredSlide:
     number: int
     batches: Batches
     normalise: Normalise | None
-    thumbnail: None = None
-    """The store has it."""
+
+    @property
+    def thumbnail(self) -> bytes | None:
+        """A JPEG of the slide, if the store has one."""
+        return self.store.thumbnail(self.number)
 
     def drawn(self, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """The class that is drawn on each patch, a place in `classes` or -1, by its corner."""

@@ -29,7 +29,7 @@ class Backgrounds:
     Attributes:
         files: slides by id.
         stores: with their thumbnails.
-        predictions: a folder of predictions, which has those of slides that were read for it.
+        predictions: a folder of predictions, which has those of its slides.
     """
 
     files: Mapping[str, Path]

@@ -129,7 +129,10 @@ def _draw(
         # Never what a slide, or an outline of it, is called.
         path = base.with_name(f"{base.name}.heat.{kind}")
         if kind == "png":
-            draw_heat(heat, backgrounds.of(heat.slide), path)
+            background = backgrounds.of(heat.slide)
+            if background is None:
+                say(f"{heat.slide}: no picture of it is at hand: give --slides or --store")
+            draw_heat(heat, background, path)
         elif kind == "tiff":
             write_heat_tiff(heat, path)
         else:
