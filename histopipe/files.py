@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OCTAL = re.compile(r"\\(\d{3})")
@@ -51,6 +54,38 @@ def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
         if part.is_dir():
             shutil.rmtree(part)
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder beside one that is there; at the end it takes that one's place at once, which is then removed.
+
+    Raises:
+        OSError: the filesystem cannot put one folder in another's place.
+    """
+    part = folder.with_name(f".part-{folder.name}")
+    if part.exists():  # of one that was killed
+        shutil.rmtree(part)
+    part.mkdir(mode=0o700)
+    try:
+        yield part
+        shutil.copystat(folder, part)
+        _exchange(part, folder)
+    finally:
+        shutil.rmtree(part)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two paths change their names; at no moment is one of them missing.
+
+    Source:
+        renameat2(2), RENAME_EXCHANGE, which Python does not have.
+    """
+    here, exchange = -100, 2
+    paths = os.fsencode(one), os.fsencode(other)
+    if ctypes.CDLL(None, use_errno=True).renameat2(here, paths[0], here, paths[1], exchange) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
 
 
 def is_full_disk(error: BaseException) -> bool:
@@ -136,3 +171,46 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) 
         if real.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), after.split(" ")[0]
     return kind if kind in NETWORK_FILESYSTEMS else None
+
+
+_LARGEST_TEXT = 1 << 28
+"""Bytes of a JSON or TOML file that is read back; `splits.json` of 100,000 slides is a tenth of that."""
+
+
+def read_text(path: Path, *, most: int = _LARGEST_TEXT) -> str:
+    """A text file in UTF-8 that somebody else may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is longer than `most` bytes, or no UTF-8.
+    """
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"it is longer than {most:,} bytes")
+    return content.decode("utf-8")
+
+
+def read_json(path: Path, *, most: int = _LARGEST_TEXT) -> Any:
+    """What a JSON file holds that somebody else may have written.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too long, too deep, or no JSON.
+    """
+    try:
+        return json.loads(read_text(path, most=most))
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deep") from error
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds that somebody else may have written.
+
+    Raises:
+        OSError, ValueError: as `read_json`.
+    """
+    try:
+        return tomllib.loads(read_text(path))
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deep") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import threading
 from collections.abc import Sequence
@@ -12,13 +11,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image
 
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.schedule import Field, Schedule
 from histopipe.dataset.table import PatchTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
+from histopipe.store.picture import decode_picture
 from histopipe.store.reading import Reading
 from histopipe.store.store import Store
 
@@ -215,16 +214,13 @@ def _check_crc(value: memoryview, slide: int, row: int, expected: int) -> None:
 
 def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
+    if value[:2] != _JPEG_START:
+        out[:] = decode_picture(value, "it", side=len(out))
+        return
     try:
-        if value[:2] == _JPEG_START:
-            # Not strict: a copied tile may be damaged inside, and then shows what OpenSlide, too, makes of it.
-            pixels = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False)
-        else:
-            with Image.open(io.BytesIO(value)) as image:
-                pixels = np.asarray(image.convert("RGB"))
-                out[:] = pixels
-        size = pixels.shape
-    except (ValueError, OSError, SyntaxError) as error:  # Pillow has all three for a broken PNG
+        # Not strict: a copied tile may be damaged inside, and then shows what OpenSlide, too, makes of it.
+        size = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False).shape
+    except ValueError as error:
         raise DamagedStore(
             "it cannot be decoded", found=str(error), expected="an image of the patch size"
         ) from error

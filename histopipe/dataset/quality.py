@@ -165,16 +165,17 @@ def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
         pixels = np.empty((side, side, 3), np.uint8)
         decode(value, pixels)
         return pixels
+    small_side = -(-side // scale)
     try:
-        small: NDArray[np.uint8] = simplejpeg.decode_jpeg(
-            value,
-            colorspace="RGB",
-            min_height=-(-side // scale),
-            min_width=-(-side // scale),
-            strict=False,
-        )
+        size = simplejpeg.decode_jpeg_header(value, strict=False)[:2]
+        # Looked at first: a file of a few kB may claim gigapixels.
+        small: NDArray[np.uint8] | None = None
+        if size == (side, side):
+            small = simplejpeg.decode_jpeg(
+                value, colorspace="RGB", min_height=small_side, min_width=small_side, strict=False
+            )
     except ValueError as error:
         raise DamagedStore("it cannot be decoded", found=str(error)) from error
-    if small.shape != (-(-side // scale), -(-side // scale), 3):
-        raise DamagedStore("its size", found=small.shape)
+    if small is None or small.shape != (small_side, small_side, 3):
+        raise DamagedStore("its size", found=size, expected=(side, side))
     return small

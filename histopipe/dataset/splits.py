@@ -20,13 +20,20 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.slide_source import SlideSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
-from histopipe.files import appearing
+from histopipe.files import appearing, read_json
 
 Side = Literal["train", "validation", "test"]
 SIDES: tuple[Side, ...] = ("train", "validation", "test")
 SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 
 DROPPED = -1
+_MOST_PATCHES = 10**8
+"""Of one slide: what is read back may claim anything."""
+_KINDS = {
+    ("store", "slide", "count", "crc"): (int,),
+    ("id", "label", "patient"): (str,),
+    ("site", "content"): (str, type(None)),
+}
 _NAME = "histopipe-splits"
 _PLAIN, _WITH_LABELS = _VERSIONS = (1, 2)
 """Version 2 has classes of patches, which who knows only version 1 would take for their slides'."""
@@ -151,13 +158,13 @@ def read_splits(path: Path, stores: Sequence[SlideSource]) -> Splits:
         UnknownVersion: a later version wrote it.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
         found = value["format"], value["version"]
         known = found[0] == _NAME and found[1] in _VERSIONS
         splits = _from_json(value) if known else None
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
-    except (OSError, ValueError, KeyError, TypeError, zlib.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error) as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
     if splits is None:
         raise UnknownVersion(
@@ -170,19 +177,19 @@ def read_splits(path: Path, stores: Sequence[SlideSource]) -> Splits:
 def recorded_numbers(path: Path) -> dict[str, int]:
     """The numbers of slides by id in a `splits.json`; none where it cannot be read, which `read_splits` tells."""
     try:
-        slides = json.loads(path.read_text(encoding="utf-8"))["slides"]
+        slides = read_json(path)["slides"]
         return {str(slide["id"]): int(slide["slide"]) for slide in slides}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return {}
 
 
 def trained_on(path: Path) -> set[str]:
     """Ids of the slides in a `splits.json` that a training saw any patch of; none where it cannot be read."""
     try:
-        slides = map(_slide_from_json, json.loads(path.read_text(encoding="utf-8"))["slides"])
+        slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
         return {slide.id for slide in slides if np.isin(slide.sides, seen).any()}
-    except (OSError, ValueError, KeyError, TypeError, zlib.error):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error):
         return set()
 
 
@@ -192,7 +199,7 @@ def patches_crc(store: SlideSource, slide: int) -> int:
 
 
 def _from_json(value: Mapping[str, Any]) -> Splits:
-    return Splits(
+    splits = Splits(
         split_by=value["split_by"],
         seed=value["seed"],
         fractions=tuple(value["fractions"]),
@@ -200,6 +207,16 @@ def _from_json(value: Mapping[str, Any]) -> Splits:
         classes=tuple(value["classes"]),
         slides=tuple(_slide_from_json(slide) for slide in value["slides"]),
     )
+    texts = (splits.split_by, *splits.uuids, *splits.classes)
+    if not all(isinstance(text, str) for text in texts) or type(splits.seed) is not int:
+        raise TypeError("a name, or the seed, is of another type")
+    for slide in splits.slides:
+        most = -1 if slide.labels is None else int(slide.labels.max(initial=-1))
+        if slide.label not in splits.classes or most >= len(splits.classes):
+            raise ValueError(f"slide {slide.id}: a class that is not there")
+        if slide.store >= len(splits.uuids):
+            raise ValueError(f"slide {slide.id}: store {slide.store} of {len(splits.uuids)}")
+    return splits
 
 
 def _check_against_stores(splits: Splits, stores: Sequence[SlideSource], path: Path) -> None:
@@ -238,7 +255,13 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
-    count = int(value["count"])
+    for names, kinds in _KINDS.items():
+        for name in names:
+            if type(value[name]) not in kinds:
+                raise TypeError(f"{name}: {value[name]!r}"[:100])
+    count = value["count"]
+    if not 0 <= count <= _MOST_PATCHES or value["store"] < 0:
+        raise ValueError(f"{count} patches of store {value['store']}")
     if "side" in value:
         sides = np.full(count, SIDES.index(value["side"]), np.int8)
     else:

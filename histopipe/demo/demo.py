@@ -25,13 +25,13 @@ from histopipe.ingest.request import IngestOptions
 from histopipe.ingest.run import ingest
 from histopipe.prediction.predict import predict
 from histopipe.reports import charts
-from histopipe.reports.background import decoded
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.pictures import plan_picture
 from histopipe.reports.report import report
 from histopipe.reports.run_facts import read_run
 from histopipe.slides.discovery import discover
 from histopipe.slides.tables import SlideNames
+from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec
 from histopipe.training.result import TrainResult
@@ -155,10 +155,10 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
     with Store(store) as opened:
         number, record = next(iter(opened.complete.items()))
         index, mask = opened.index(number), opened.thumbnail(number, "mask")
-        thumbnail = decoded(opened.thumbnail(number) or b"", where=record.id)
+        thumbnail = decode_picture(opened.thumbnail(number) or b"", record.id)
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
         side = (record.read_size or 0) * (record.downsample or 0)
-    tissue = None if mask is None else decoded(mask, where=record.id)[..., 0]
+    tissue = None if mask is None else decode_picture(mask, record.id, mode="L")
     picture = plan_picture(thumbnail, tissue, corners, side, record.bounds)
     with appearing(folder / "ingest.png") as part:
         Image.fromarray(picture).convert("P", palette=Image.Palette.ADAPTIVE).save(

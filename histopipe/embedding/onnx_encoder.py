@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from PIL import Image
 
 from histopipe.dataset.schedule import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
+from histopipe.files import read_json
 from histopipe.training.config import DEVICES
 
 _FILTERS = {
@@ -135,7 +135,7 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"{path} does not exist")
     try:
-        told: Any = json.loads(beside.read_text(encoding="utf-8"))
+        told: Any = read_json(beside)
     except FileNotFoundError as error:
         raise UsageError(
             f"{beside} is missing: an ONNX file does not say how pixels become its input",

@@ -14,7 +14,7 @@ from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
 from histopipe.export.formats import WRITERS, Patch
 from histopipe.features.folder import path_within
-from histopipe.files import appearing, is_full_disk
+from histopipe.files import appearing, is_full_disk, read_json
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -206,7 +206,7 @@ def _pin(
         now["shard_patches"] = shard_patches
     if path.exists():
         try:
-            there = json.loads(path.read_text(encoding="utf-8"))
+            there = read_json(path)
             differing = [name for name in now if name != "slides" and there.get(name) != now[name]]
             before: dict[str, int] = there["slides"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

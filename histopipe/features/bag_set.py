@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import FeatureHeader, read_header
 from histopipe.features.folder import feature_files
 from histopipe.features.kinds import BagOf
+from histopipe.files import read_json
 from histopipe.ingest.labels import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.store.record import SlideRecord, SlideState
@@ -143,7 +143,7 @@ def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
 def _identity(folder: Path, dimension: int) -> str:
     """What made the features, if that is written down; how many there are, in other tools' folders."""
     try:
-        found = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+        found = read_json(folder / "features.json")
         return f"features-{found['sha256'][:16]}-{found['precision']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"features-{dimension}"

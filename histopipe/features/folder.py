@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.files import appearing
+from histopipe.files import appearing, read_json
 
 SUFFIX = ".h5"
 _FACTS = "features.json"
@@ -88,7 +88,7 @@ def hold_against(
             part.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         return
     try:
-        there = json.loads(path.read_text(encoding="utf-8"))
+        there = read_json(path)
     except (OSError, ValueError) as error:
         raise DamagedStore(f"{path} is damaged", found=str(error)) from error
     names = sorted({*there, *facts}) if isinstance(there, dict) else []

@@ -20,6 +20,8 @@ from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 SUFFIX = ".h5"
 _TRIDENT_SUFFIX = "_patches"
+_MOST_EXPANSION = 1000
+"""Numbers for each byte of the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +159,7 @@ def read_corners(path: Path) -> NDArray[np.int64]:
 
     try:
         with h5py.File(path, "r") as file:
-            corners = np.asarray(file["coords"][...], np.int64)
+            corners = np.asarray(_bounded(file["coords"], path)[...], np.int64)
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
     if not corners.size:
@@ -165,6 +167,13 @@ def read_corners(path: Path) -> NDArray[np.int64]:
     if corners.ndim != 2 or corners.shape[1] != 2:
         raise SlideUnreadable(f"{path}: coords", found=corners.shape, expected="(patches, 2)")
     return corners
+
+
+def _bounded(dataset: Any, path: Path) -> Any:
+    """A dataset that does not claim to be much larger than its file, as HDF5 lets it."""
+    if dataset.size > _MOST_EXPANSION * path.stat().st_size:
+        raise ValueError(f"{dataset.shape} numbers in so small a file")
+    return dataset
 
 
 def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:

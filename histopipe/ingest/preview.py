@@ -141,7 +141,7 @@ def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
     """The records of a store that may be added to; none where there is no store yet."""
     try:
         with Store(store) as opened:
-            check_spec(opened.spec, spec, store)
+            check_spec(opened.spec, spec.to_json(), store)
             return opened.records
     except NothingToDo:
         return {}

@@ -106,7 +106,7 @@ def check_request(
         UsageError: the store would lie on a network filesystem, or `--level` would mix scales.
     """
     if not options.allow_network:
-        _refuse_network(store)
+        refuse_network(store)
     if spec.level is not None and not options.allow_mixed_mpp:
         _refuse_mixed_scales(slides, recorded(store), spec, options)
 
@@ -233,7 +233,12 @@ def duplicates(records: Iterable[SlideRecord]) -> list[str]:
     ]
 
 
-def _refuse_network(store: Path) -> None:
+def refuse_network(store: Path) -> None:
+    """Refuse to write a store where LMDB cannot keep it whole.
+
+    Raises:
+        UsageError: the path lies on a network filesystem.
+    """
     kind = network_filesystem(store)
     if kind is not None:
         raise UsageError(

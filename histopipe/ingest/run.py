@@ -9,7 +9,6 @@ from pathlib import Path
 
 from histopipe._version import __version__
 from histopipe.ingest.annotate import label_slides
-from histopipe.ingest.claims import Claims
 from histopipe.ingest.job import Settings
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 from histopipe.ingest.pipeline import Pipeline
@@ -19,6 +18,7 @@ from histopipe.ingest.request import IngestOptions, check_request, duplicates, n
 from histopipe.ingest.summary import LOG, SUMMARY, summary_lines, write_csv
 from histopipe.ingest.worker import prepare
 from histopipe.slides.discovery import SlideFile
+from histopipe.store.claims import Claims
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ from histopipe.dataset.labelling import LabelsFrom
 from histopipe.embedding.stream import Network
 from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
+from histopipe.files import read_json
 from histopipe.geometry import Mpp, same_scale
 from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store
 from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
@@ -77,14 +76,14 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
             todo="its predictions and attention are in its folder; other slides are predicted by training with "
             "them as test slides (--splits)",
         )  # fmt: skip
-    facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    facts = read_json(folder / METRICS)
     forward = load_quietly("histopipe.training.forward")
     network = forward.Forward(
         lambda: forward.trained_model(folder), devices=devices, batch_size=batch_size
     )
     return Classifier(
         folder, network, tuple(facts["classes"]), network.patch_size,
-        facts.get("spec") or _spec_of_stores(config), facts.get("patch_mpp"), config.stain_norm, config.labels_from,
+        facts.get("spec"), facts.get("patch_mpp"), config.stain_norm, config.labels_from,
         config.judging, _thresholds(result), network.sha256,
     )  # fmt: skip
 
@@ -103,15 +102,6 @@ def check_scale(record: SlideRecord, classifier: Classifier) -> None:
         found=f"{found:g} µm a pixel", expected=f"{expected:g}",
         todo="train on patches by --mpp, which finds the level of each slide",
     )  # fmt: skip
-
-
-def _spec_of_stores(config: TrainConfig) -> Mapping[str, Any] | None:
-    """How the training's patches were made, by its stores, if they are where they were."""
-    try:
-        with Store(Path(config.stores[0])) as store:
-            return dict(store.spec)
-    except (LookupError, ValueError, OSError):
-        return None
 
 
 def _thresholds(result: TrainResult) -> Thresholds:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore
-from histopipe.files import appearing
+from histopipe.files import appearing, read_json
 from histopipe.store.record import SlideRecord
 
 
@@ -69,7 +69,7 @@ class SlideFacts:
             DamagedStore: it is something else.
         """
         try:
-            value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            value: dict[str, Any] = read_json(path)
             facts = cls(**value)
             numbers = (facts.width, facts.height, *facts.bounds, facts.size_l0, facts.stride_l0)
             if len(facts.bounds) != 4 or not all(isinstance(n, int | float) for n in numbers):

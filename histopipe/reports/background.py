@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
-from histopipe.errors import DamagedStore
 from histopipe.geometry import Mpp
 from histopipe.prediction.folder import PredictionFolder
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
+from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store
 
 _SIDE = 1600
@@ -45,7 +43,7 @@ class Backgrounds:
         if slide in self.files:
             return _read(self.files[slide])
         thumbnail = self._kept(slide)
-        return None if thumbnail is None else decoded(thumbnail, where=f"thumbnail of {slide}")
+        return None if thumbnail is None else decode_picture(thumbnail, f"thumbnail of {slide}")
 
     def _kept(self, slide: str) -> bytes | None:
         if self.predictions is not None:
@@ -57,26 +55,6 @@ class Backgrounds:
                 if record.id == slide.partition("@")[0]:
                     return store.thumbnail(number)
         return None
-
-
-def decoded(value: bytes, *, where: str, least: int = 0) -> NDArray[np.uint8]:
-    """The pixels of a small picture, (H, W, 3) uint8 RGB.
-
-    Args:
-        value: its file.
-        where: it stands, for messages.
-        least: if not 0, pixels that its longer side must keep: a JPEG is then decoded no larger than needed.
-
-    Raises:
-        DamagedStore: it is none.
-    """
-    try:
-        with Image.open(io.BytesIO(value)) as image:
-            if least:
-                image.draft("RGB", (least, least))
-            return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DamagedStore(f"{where} cannot be decoded", found=str(error)[:200]) from error
 
 
 def _read(path: Path) -> NDArray[np.uint8]:

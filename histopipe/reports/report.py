@@ -19,6 +19,7 @@ def report(
     out: str | Path | None = None,
     stores: Sequence[str | Path] = (),
     pictures: bool = True,
+    follow: bool = True,
     told: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a report as one HTML file, which needs no network and no other file.
@@ -28,6 +29,7 @@ def report(
         out: the file; `report.html` in that folder, if not given.
         stores: of a run, where they are if not where they were.
         pictures: of slides and patches.
+        follow: open the stores that a run names.
         told: called after each slide of a store.
 
     Returns:
@@ -44,7 +46,7 @@ def report(
     """
     place = Path(path)
     if (place / run_folder.CONFIG).exists():
-        page = run_page(place, stores=[Path(it) for it in stores], pictures=pictures)
+        page = run_page(place, stores=[Path(it) for it in stores], pictures=pictures, follow=follow)
     elif (place / "data.mdb").exists():
         if stores:
             raise UsageError("--store", found=f"{place}, which is one", expected="a run with it")

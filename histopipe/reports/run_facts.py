@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores
+from histopipe.files import read_json
 from histopipe.store.store import Store
 from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
@@ -69,13 +69,16 @@ class RunFacts:
         return None
 
 
-def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack) -> RunFacts:
+def read_run(
+    folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool = True
+) -> RunFacts:
     """A finished run and its stores.
 
     Args:
         folder: the run's.
         stores: where they are, if not where they were.
         stack: closes them.
+        follow: if they are not given, open those that the run names.
 
     Raises:
         UsageError: there is no finished run, or a cross-validation.
@@ -85,12 +88,15 @@ def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack) -> RunFacts
     result = read_result(folder)
     config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
     opened, missing = [], []
-    for path in stores or ([] if config.mil is not None else map(Path, config.stores)):
+    named = map(Path, config.stores) if follow and config.mil is None else ()
+    for path in stores or named:
         try:
             opened.append(stack.enter_context(Store(path)))
         except HistopipeError as error:
             missing.append(f"Pictures of patches and slides: {error}.")
-    if config.mil is not None and not opened:
+    if not follow and not stores:
+        missing.append("Pictures of patches and slides: --store names the stores.")
+    elif config.mil is not None and not opened:
         missing.append("Heatmaps of attention: --store names the store of the patches.")
     return RunFacts(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
@@ -101,7 +107,7 @@ def read_run(folder: Path, stores: Sequence[Path], stack: ExitStack) -> RunFacts
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
         if not isinstance(value, dict):
             raise TypeError(type(value).__name__)  # noqa: TRY301 - told with the others
     except (OSError, ValueError, TypeError) as error:

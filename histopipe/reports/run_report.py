@@ -43,20 +43,23 @@ _LEVELS: tuple[tuple[Level, str], ...] = (("patch", "patches"), ("slide", "slide
 _NAMES: dict[str, str] = dict(_LEVELS)
 
 
-def run_page(folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True) -> Page:
+def run_page(
+    folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
+) -> Page:
     """The page of a finished run.
 
     Args:
         folder: the run's.
         stores: where its stores are, if not where they were.
         pictures: of patches and slides.
+        follow: open the stores that the run names.
 
     Raises:
         UsageError: there is no finished run.
         DamagedStore: it cannot be read.
     """
     with ExitStack() as stack:
-        run = read_run(folder, stores, stack)
+        run = read_run(folder, stores, stack, follow=follow)
         what = f"bags, {run.config.pooling}" if run.config.mil is not None else run.config.model
         page = Page(
             f"Run {folder.resolve().name}", f"{what}, {' against '.join(run.classes)}, in {folder}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +9,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingest.request import duplicates
 from histopipe.reports import charts
-from histopipe.reports.background import decoded
 from histopipe.reports.page import (
     Card,
     Cards,
@@ -32,6 +29,7 @@ from histopipe.reports.page import (
     number,
 )
 from histopipe.reports.pictures import SIDE, plan_picture, strip
+from histopipe.store.picture import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.summary import summarise
@@ -217,7 +215,7 @@ def _pictures(
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
         frames = corners if len(corners) <= _MOST_FRAMES else corners[:0]
         picture = plan_picture(
-            decoded(thumbnail, where=where, least=SIDE), None if mask is None else _mask(mask, where), frames,
+            decode_picture(thumbnail, where, least=SIDE), None if mask is None else decode_picture(mask, f"{where}: its mask", mode="L"), frames,
             side, record.bounds,
         )  # fmt: skip
         caption = f"{record.id}: {record.stored:,} patches" + (
@@ -237,16 +235,6 @@ def _pictures(
             Picture.of(f"patches-{slide}", f"{len(patches)} of its patches", strip(patches))
         )
     return made
-
-
-def _mask(value: bytes, where: str) -> NDArray[np.uint8]:
-    try:
-        with Image.open(io.BytesIO(value)) as image:
-            return np.asarray(image.convert("L"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DamagedStore(
-            f"{where}: its mask cannot be decoded", found=str(error)[:200]
-        ) from error
 
 
 def _bytes(count: int) -> str:

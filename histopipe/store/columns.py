@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.files import Closing
-from histopipe.store.environment import open_environment
+from histopipe.store.folder import open_for_change
 from histopipe.store.format import (
     INDEX,
     META,
     SLIDES,
     decode_index,
     encode_index,
-    from_json,
     slide_key,
     to_json,
 )
@@ -40,9 +39,8 @@ class ColumnWriter(Closing):
     """
 
     def __init__(self, path: Path) -> None:
-        open_environment(path).close()  # a wrong path must not become a store
         self._path = path
-        self._environment = open_environment(path, write=True)
+        self._environment = open_for_change(path)
 
     def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
         """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
@@ -73,13 +71,13 @@ class ColumnWriter(Closing):
         with self._environment.write() as transaction:
             block = transaction.get(key, db=databases[INDEX])
             value = transaction.get(key, db=databases[SLIDES])
-            held = decode_index(bytes(block), where=where) if block is not None else {}
+            held = decode_index(key, bytes(block), where=where) if block is not None else {}
             if value is None or not np.array_equal(held.get("crc", ()), crc):
                 raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
-            record = SlideRecord.from_json(from_json(value, where=where), where=where)
+            record = SlideRecord.from_bytes(slide, value, where=where)
             record = dataclasses.replace(record, **facts)
-            transaction.put(key, encode_index({**held, **columns}), db=databases[INDEX])
-            transaction.put(key, to_json(record.to_json()), db=databases[SLIDES])
+            transaction.put(key, encode_index(key, {**held, **columns}), db=databases[INDEX])
+            transaction.put(key, record.to_bytes(slide), db=databases[SLIDES])
 
     def close(self) -> None:
         """Give the environment back."""

@@ -6,33 +6,26 @@ where the file is shorter than its pages say. All three are dealt with here and 
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
 
 from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import check_length
-from histopipe.store.format import DATABASES
-from histopipe.store.lmdb_errors import MAX_READERS, mapped_errors
+from histopipe.store.handle import open_handle, read_map_size
+from histopipe.store.lmdb_errors import mapped_errors
 
-MAP_SIZE = 1 << 44
-"""16 TiB of address space for a writer. The file grows as it is used; this only bounds it."""
+T = TypeVar("T")
 
-_SMALLEST_MAP = 1 << 28
 _LONGEST_READ = 5.0
-_READ_MAP, _READ_ROOM = 1 << 36, 8
-"""A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, so that eight stores of 16 TiB would be all it
-could open."""
-_MAX_DATABASES = 32
-_LOCK_BYTES = 128 + 64 * MAX_READERS
 
 
 @dataclass(slots=True)
@@ -45,6 +38,7 @@ class Environment:
         path: as it was given, for messages.
         real_path: absolute and without links, whatever the working folder is by then.
         pid: the process that opened it. Another one must open its own, which `Store` does.
+        databases: by name, None for one of this version's that is not there; those of a later version too.
         generation: how often its map was put elsewhere in memory, which it is when the file outgrows it.
     """
 
@@ -59,6 +53,7 @@ class Environment:
     _readers: int = 0
     _idle: threading.Condition = field(default_factory=threading.Condition)
     _descriptor: int = -1
+    _lease: WriteLease | None = None
 
     @property
     def descriptor(self) -> int:
@@ -92,10 +87,31 @@ class Environment:
         with mapped_errors(self.path), self.handle.begin(write=True, buffers=True) as transaction:
             yield transaction
 
-    def grow(self) -> None:
-        """Double the map, which only matters where address space is limited."""
-        with mapped_errors(self.path):
-            self._remap(self.generation, self.handle.info()["map_size"] * 2)
+    def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
+        """What `work` returns of one write transaction; where address space is limited and the map is full, of a larger map."""
+        while True:
+            try:
+                with self.write() as transaction:
+                    return work(transaction)
+            except MachineShort as error:
+                if not isinstance(error.__cause__, lmdb.MapFullError):
+                    raise
+                with mapped_errors(self.path):
+                    self._remap(self.generation, self.handle.info()["map_size"] * 2)
+
+    def used_bytes(self) -> int:
+        """What its pages that are in use take; the rest of the file is left by what was deleted or replaced."""
+        known = [database for database in self.databases.values() if database is not None]
+        with self.read() as transaction:
+            stats = [transaction.stat(), *(transaction.stat(database) for database in known)]
+        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
+        return int(pages * stats[0]["psize"])
+
+    def database(self, name: bytes, transaction: lmdb.Transaction) -> Any:
+        """A database that may be none of this version's, made in a write transaction if it is missing."""
+        if self.databases.get(name) is None:
+            self.databases[name] = self.handle.open_db(name, txn=transaction)
+        return self.databases[name]
 
     def close(self) -> None:
         """Give it back; the last user's call closes it."""
@@ -106,6 +122,8 @@ class Environment:
                 self.handle.close()
                 if self._descriptor >= 0:
                     os.close(self._descriptor)
+                if self._lease is not None:
+                    self._lease.close()
 
     def close_later(self) -> None:
         """As `close`, for finalisers: these run anywhere, even in a thread that holds the lock."""
@@ -142,7 +160,7 @@ class Environment:
                 return self.handle.begin(buffers=True)
             except lmdb.MapResizedError:
                 self._leave()
-                self._remap(generation, _read_map_size(self._data.stat().st_size))
+                self._remap(generation, read_map_size(self._data.stat().st_size))
             except BaseException:
                 self._leave()
                 raise
@@ -249,68 +267,12 @@ def _open(path: Path, *, write: bool) -> Environment:
             expected="a folder with a data.mdb, made by `histopipe ingest`",
             todo="check the path",
         )
-    with mapped_errors(path):
-        if write or os.access(path, os.W_OK):
-            _allocate_lock(path)
-        handle = _open_handle(path, write=write)
-        if write:
-            handle.reader_check()  # free the slots of readers that were killed
-        environment = Environment(path, _registry_key(path), write, handle)
-        try:
-            for name in DATABASES:
-                environment.databases[name] = _open_database(handle, name, create=write)
-        except BaseException:
-            handle.close()
-            raise
-    return environment
-
-
-def _allocate_lock(path: Path) -> None:
-    """Give LMDB's lock file its disk space: LMDB maps it sparse, and a full disk would then be a SIGBUS."""
+    lease = WriteLease(path) if write else None
     try:
-        lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
-        try:
-            os.posix_fallocate(lock, 0, _LOCK_BYTES)
-        finally:
-            os.close(lock)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise MachineShort(f"the disk that holds {path} is full", todo="make room") from error
-        # Anything else is LMDB's to tell.
-
-
-def _open_handle(path: Path, *, write: bool) -> lmdb.Environment:
-    size = MAP_SIZE if write else _read_map_size((path / "data.mdb").stat().st_size)
-    while True:
-        try:
-            return lmdb.open(
-                str(path),
-                map_size=size,
-                max_dbs=_MAX_DATABASES,
-                max_readers=MAX_READERS,
-                readonly=not write,
-                create=write,
-                # Without the lock a reader beside a writer sees wrong data, so only where no writer can be.
-                lock=write or os.access(path, os.W_OK),
-                max_spare_txns=0,  # a spare one could not be left behind by a fork
-                readahead=write,
-            )
-        except lmdb.Error as error:
-            if size <= _SMALLEST_MAP or not _out_of_address_space(error):
-                raise
-            size //= 2
-
-
-def _read_map_size(length: int) -> int:
-    return min(MAP_SIZE, max(_READ_MAP, _READ_ROOM * length))
-
-
-def _out_of_address_space(error: lmdb.Error) -> bool:
-    return isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
-
-
-def _open_database(handle: lmdb.Environment, name: bytes, *, create: bool) -> Any:
-    try:
-        return handle.open_db(name, create=create)
-    except lmdb.NotFoundError:
-        return None  # an environment without our databases: told by whoever reads its meta
+        with mapped_errors(path):
+            handle, databases = open_handle(path, write=write)
+    except BaseException:
+        if lease is not None:
+            lease.close()
+        raise
+    return Environment(path, _registry_key(path), write, handle, databases, _lease=lease)

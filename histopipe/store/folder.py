@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.store.environment import open_environment
+from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import META
 from histopipe.store.meta import read_meta
 
@@ -14,7 +14,7 @@ _OWN_FILES = {"data.mdb", "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 def remove_begun(path: Path) -> None:
     """Take away a store that could not even be begun."""
-    for name in ("data.mdb", "lock.mdb"):
+    for name in ("data.mdb", "lock.mdb", "ingest.lock"):
         (path / name).unlink(missing_ok=True)
     path.rmdir()
 
@@ -50,6 +50,24 @@ def make_folder(path: Path) -> bool:
     finally:
         environment.close()
     return False
+
+
+def open_for_change(path: Path) -> Environment:
+    """A store that is there, for writing. Open it before any `Store` of it in the same process.
+
+    Raises:
+        NothingToDo: there is no store.
+        DamagedStore, UnknownVersion, UsageError, MachineShort: it cannot be written.
+    """
+    open_environment(path).close()  # a wrong path must not become a store
+    environment = open_environment(path, write=True)
+    try:
+        with environment.read() as transaction:
+            read_meta(transaction, environment.databases, "format", dict, path)
+    except BaseException:
+        environment.close()
+        raise
+    return environment
 
 
 def _refuse_other_folders(path: Path) -> None:

@@ -6,6 +6,7 @@ Pure functions on bytes. `docs/store-format.md` says the same in words.
 from __future__ import annotations
 
 import json
+import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ KNOWN_FEATURES: frozenset[str] = frozenset()
 """Names that may stand in `meta.required_features`: none yet. Any other refuses the store."""
 
 MAX_SLIDE_NUMBER = (1 << 24) - 1
+MAX_JSON = 1 << 20
+"""Bytes of a JSON value; records are of a few thousand."""
 
 META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES = (
     b"meta",
@@ -31,6 +34,20 @@ META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES = (
     b"thumbnails",
     b"stains",
 )
+
+META_NAMES = frozenset(
+    [
+        "format",
+        "required_features",
+        "uuid",
+        "created",
+        "histopipe_version",
+        "spec",
+        "classes",
+        "next_number",
+    ]
+)
+"""Entries of `meta`."""
 
 INDEX_COLUMNS: Mapping[str, str] = {
     "x_l0": "<i4",
@@ -49,6 +66,8 @@ FURTHER_COLUMNS: Mapping[str, str] = {"covered": "<f4", "pen": "<f4", "dark": "<
 """Columns that a block may have, as what they hold is measured."""
 
 _KNOWN_COLUMNS = {**INDEX_COLUMNS, **FURTHER_COLUMNS}
+_PLAIN_TYPE = re.compile(r"[<|][biufS]\d{1,4}")
+_SEAL = b',"crc":'
 _ALIGNMENT = 8
 _PAGE, _PAGE_HEADER = 4096, 16
 _PAGE_SHARE = 64
@@ -95,16 +114,48 @@ def to_json(value: Any) -> bytes:
 
 def from_json(data: bytes | memoryview, *, where: str) -> Any:
     """The value, or DamagedStore naming where it stood."""
+    if len(data) > MAX_JSON:
+        raise DamagedStore(where, found=f"{len(data)} bytes", expected=f"at most {MAX_JSON}")
     try:
-        return json.loads(bytes(data))
-    except ValueError as error:
+        value = json.loads(bytes(data), parse_constant=_no_number)
+        if b"\\u" in bytes(data):
+            to_json(value)  # halves of characters could not be written again
+    except (ValueError, RecursionError) as error:
         raise DamagedStore(f"{where} is not JSON", found=bytes(data[:60])) from error
+    return value
 
 
-def encode_index(columns: Mapping[str, NDArray[Any]]) -> bytes:
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
+def seal(key: bytes, fields: Mapping[str, Any]) -> bytes:
+    """A JSON object with a last field more, `crc`: CRC-32 of what it is without that, bound to its key."""
+    body = to_json({name: value for name, value in fields.items() if name != "crc"})
+    return body[:-1] + _SEAL + b"%d}" % value_crc(key, body)
+
+
+def unseal(key: bytes, data: bytes | memoryview, *, where: str) -> dict[str, Any]:
+    """The object that was sealed, without its `crc`. One that never had one, as of earlier versions, is taken as it is.
+
+    Raises:
+        DamagedStore: it is no JSON object, or not what was written.
+    """
+    value = from_json(data, where=where)
+    if not isinstance(value, dict):
+        raise DamagedStore(where, found=type(value).__name__, expected="a JSON object")
+    body, mark, _ = bytes(data).rpartition(_SEAL)
+    crc = value.pop("crc", None)
+    if mark and crc is not None and crc != value_crc(key, body + b"}"):
+        raise DamagedStore(f"{where} is not what was written", found=f"CRC-32 {crc}")
+    return value
+
+
+def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
     """A columnar block: header length, JSON header, then each column at a multiple of 8.
 
     Args:
+        key: that it is stored under, which its checksum is bound to.
         columns: (N,) arrays of one length, by name. Names not known here keep their own type.
     """
     arrays = {
@@ -121,29 +172,36 @@ def encode_index(columns: Mapping[str, NDArray[Any]]) -> bytes:
             {"name": name, "dtype": array.dtype.str, "offset": offset, "count": len(array)}
         )
         offset = _aligned(offset + array.nbytes)
-    header = to_json({"columns": described}).ljust(header_size - _HEADER_LENGTH.size)
     block = bytearray(offset)
-    block[:header_size] = _HEADER_LENGTH.pack(len(header)) + header
     for place, array in zip(described, arrays.values(), strict=True):
         start = cast(int, place["offset"])
         block[start : start + array.nbytes] = array.tobytes()
+    crc = _index_crc(key, described, memoryview(block)[header_size:])
+    header = to_json({"columns": described, "crc": crc}).ljust(header_size - _HEADER_LENGTH.size)
+    block[:header_size] = _HEADER_LENGTH.pack(len(header)) + header
     return bytes(block)
 
 
-def decode_index(block: bytes | memoryview, *, where: str) -> dict[str, NDArray[Any]]:
+def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> dict[str, NDArray[Any]]:
     """The columns of a block, views into it, unknown ones too.
 
     Raises:
-        DamagedStore: the block does not hold what its header says.
+        DamagedStore: the block does not hold what its header says, or is not what was written.
     """
+    block = memoryview(block)
     try:
         (header_length,) = _HEADER_LENGTH.unpack_from(block)
-        header = json.loads(bytes(block[_HEADER_LENGTH.size :][:header_length]))
-        columns = {
-            str(c["name"]): np.frombuffer(block, c["dtype"], int(c["count"]), int(c["offset"]))
-            for c in header["columns"]
-        }
-    except (struct.error, ValueError, KeyError, TypeError) as error:
+        if header_length > MAX_JSON:
+            raise ValueError(f"a header of {header_length} bytes")  # noqa: TRY301 - one way out for all that is wrong
+        end = _HEADER_LENGTH.size + header_length
+        header = json.loads(bytes(block[_HEADER_LENGTH.size : end]))
+        crc = header.get("crc")
+        if crc is not None and crc != _index_crc(key, header["columns"], block[end:]):
+            raise ValueError(f"CRC-32 {crc}, which it has not")  # noqa: TRY301
+        columns = {str(c["name"]): _column(block, c) for c in header["columns"]}
+    except (
+        struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise DamagedStore(f"{where}: the index block is damaged", found=str(error)) from error
     counts = {len(column) for column in columns.values()}
     missing = [name for name in INDEX_COLUMNS if name not in columns]
@@ -154,6 +212,23 @@ def decode_index(block: bytes | memoryview, *, where: str) -> dict[str, NDArray[
             expected="one length, and among them " + ", ".join(INDEX_COLUMNS),
         )
     return columns
+
+
+def _column(block: memoryview, place: Mapping[str, Any]) -> NDArray[Any]:
+    name, dtype = str(place["name"]), str(place["dtype"])
+    if dtype != _KNOWN_COLUMNS.get(name, dtype) or not _PLAIN_TYPE.fullmatch(dtype):
+        raise ValueError(f"column {name[:40]!r} of type {dtype[:40]!r}")
+    count = int(place["count"])
+    if count == 0:  # numpy would not have an empty one at the end
+        return np.empty(0, dtype)
+    if count < 0:
+        raise ValueError(f"column {name[:40]!r} of length {count}")
+    return np.frombuffer(block, dtype, count, int(place["offset"]))
+
+
+def _index_crc(key: bytes, described: Any, columns: memoryview) -> int:
+    """CRC-32 of what a block's header says of its columns, and of these, bound to the block's key."""
+    return zlib.crc32(columns, zlib.crc32(to_json(described), zlib.crc32(key)))
 
 
 def _aligned(offset: int) -> int:

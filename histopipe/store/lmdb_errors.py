@@ -27,7 +27,7 @@ ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
     lmdb.BadChecksumError: (DamagedStore, "a page is damaged"),
     lmdb.BadDbiError: (DamagedStore, "a database changed under a transaction"),
     lmdb.BadRslotError: (HistopipeError, "a read transaction was used by two threads"),
-    lmdb.BadTxnError: (HistopipeError, "a transaction went on after an error"),
+    lmdb.BadTxnError: (DamagedStore, "a page is damaged, so that a transaction ended"),
     lmdb.BadValsizeError: (HistopipeError, "a key or value is too long for LMDB"),
     lmdb.CorruptedError: (DamagedStore, "a page is damaged"),
     lmdb.CryptoFailError: (DamagedStore, "the environment is encrypted"),

@@ -91,7 +91,9 @@ class Reading:
         if block is None:
             raise DamagedStore(f"{where}: its index is missing")
         small = len(block) <= _SMALL_BLOCK
-        columns = decode_index(bytes(block) if copied or small else block, where=where)
+        columns = decode_index(
+            slide_key(slide), bytes(block) if copied or small else block, where=where
+        )
         rows, expected = len(columns["crc"]), self._records[slide].planned
         if rows != expected:
             raise DamagedStore(f"{where}: rows of its index", found=rows, expected=expected)

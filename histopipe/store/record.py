@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from histopipe.errors import DamagedStore
+from histopipe.store.format import seal, slide_key, unseal
 
 
 class SlideState(StrEnum):
@@ -44,6 +47,7 @@ class SlideRecord:
         patch_labels: patches by the class that annotations give them.
         quality: how focus, pen and darkness of the patches were measured; None where they were not.
         planned, stored, unreadable: patches; `planned = stored + unreadable` when complete.
+        thumbnail_crc: CRC-32 of its pictures by their names, bound to their keys.
         unknown: fields of a later version, kept as they are.
     """
 
@@ -81,24 +85,38 @@ class SlideRecord:
     stored: int = 0
     unreadable: int = 0
     stored_bytes: int = 0
+    thumbnail_crc: dict[str, int] = field(default_factory=dict)
     error: str | None = None
     error_kind: FailureKind | None = None
     error_option: str | None = None
     notes: list[str] = field(default_factory=list)
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
+    def to_bytes(self, number: int) -> bytes:
+        """The record as it is stored under a slide's number, sealed by a checksum."""
+        return seal(slide_key(number), self.to_json())
+
+    @classmethod
+    def from_bytes(cls, number: int, data: bytes | memoryview, *, where: str) -> SlideRecord:
+        """The record that a store holds of a slide.
+
+        Raises:
+            DamagedStore: it is not what was written, or a field is missing, of another type or out of range.
+        """
+        return cls.from_json(unseal(slide_key(number), data, where=where), where=where)
+
     def to_json(self) -> dict[str, Any]:
-        """The record as it is stored."""
-        known = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """The record as JSON holds it."""
+        known = {f.name: _shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
         unknown = known.pop("unknown")
         return {**unknown, **known}
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> SlideRecord:
-        """The record that a store holds.
+        """The record that `to_json` wrote.
 
         Raises:
-            DamagedStore: a field is missing or of another type.
+            DamagedStore: a field is missing, of another type or out of range.
         """
         if not isinstance(value, dict):
             raise DamagedStore(f"{where} is no slide record", found=type(value).__name__)
@@ -110,7 +128,9 @@ class SlideRecord:
         missing = [name for name in ("id", "path", "resolved_path", "state") if name not in known]
         if missing:
             raise DamagedStore(f"{where}: the slide record lacks {', '.join(missing)}")
-        return cls(**known, unknown={k: v for k, v in value.items() if k not in _HINTS})
+        record = cls(**known, unknown={k: v for k, v in value.items() if k not in _HINTS})
+        _check(record, where)
+        return record
 
     @property
     def content(self) -> str | None:
@@ -118,16 +138,61 @@ class SlideRecord:
         return self.quickhash or self.tile_hash
 
 
+_COUNTS = (
+    "size_bytes", "width", "height", "planned", "stored", "unreadable", "stored_bytes",
+)  # fmt: skip
+_MOST_PATCHES = 1 << 32
+_LARGEST = sys.float_info.max
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal obeys; line breaks and tabs apart."""
+
+
+def _check(record: SlideRecord, where: str) -> None:
+    """Refuse what no ingest writes: readers make arrays of counts, and folders of ids.
+
+    Raises:
+        DamagedStore: a count or the id is out of range.
+    """
+    for name in _COUNTS:
+        if getattr(record, name) < 0:
+            raise DamagedStore(f"{where}: field {name!r}", found=getattr(record, name))
+    whole = record.planned == record.stored + record.unreadable
+    if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not whole):
+        raise DamagedStore(
+            f"{where}: its counts",
+            found=f"{record.planned} planned, {record.stored} stored, {record.unreadable} unreadable",
+            expected="planned = stored + unreadable",
+        )
+    if not {"", ".", ".."}.isdisjoint(record.id.split("/")):
+        raise DamagedStore(
+            f"{where}: its id", found=repr(record.id)[:80],
+            expected="a name that can be a file's in a folder of results",
+        )  # fmt: skip
+
+
 _HINTS = {k: v for k, v in get_type_hints(SlideRecord).items() if k != "unknown"}
 
 
+def _shown(value: Any) -> Any:
+    """A value whose texts can be shown on a terminal: control characters are written as \\xNN."""
+    if isinstance(value, str):
+        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+    if isinstance(value, list):
+        return [_shown(item) for item in value]
+    return value
+
+
 def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
+    if _shown(value) != value:
+        raise DamagedStore(
+            f"{where}: field {name!r} of the slide record", found="control characters"
+        )
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     for kind in options:
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             if value in list(kind):
                 return kind(value)
-        elif kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        elif kind is float and type(value) in (int, float) and abs(value) <= _LARGEST:
             return float(value)
         elif kind is NoneType and value is None:
             return None

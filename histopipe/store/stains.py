@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.files import Closing
-from histopipe.store.environment import open_environment
-from histopipe.store.format import STAINS, from_json, slide_key, to_json
+from histopipe.store.folder import open_for_change
+from histopipe.store.format import STAINS, seal, slide_key, unseal
 
 ALGORITHM = "stain-1"
 
@@ -80,14 +80,13 @@ class StainWriter(Closing):
     """
 
     def __init__(self, path: Path) -> None:
-        open_environment(path).close()  # a wrong path must not become a store
-        self._environment = open_environment(path, write=True)
+        self._environment = open_for_change(path)
 
     def put(self, slide: int, fit: StainFit) -> None:
         """Keep a slide's fit in place of an earlier one."""
         with self._environment.write() as transaction:
             database = self._environment.databases[STAINS]
-            transaction.put(slide_key(slide), to_json(fit.to_json()), db=database)
+            transaction.put(slide_key(slide), seal(slide_key(slide), fit.to_json()), db=database)
 
     def close(self) -> None:
         """Give the environment back."""
@@ -96,9 +95,11 @@ class StainWriter(Closing):
 
 def read_fits(entries: Mapping[int, bytes], *, where: str) -> dict[int, StainFit]:
     """Fits by slide number, of those that this version's algorithm made."""
-    values = {n: from_json(e, where=f"{where}, slide {n}: stain") for n, e in entries.items()}
+    values = {
+        n: unseal(slide_key(n), e, where=f"{where}, slide {n}: stain") for n, e in entries.items()
+    }
     return {
         number: StainFit.from_json(value, where=f"{where}, slide {number}")
         for number, value in values.items()
-        if not isinstance(value, dict) or value.get("algorithm") == ALGORITHM
+        if value.get("algorithm") == ALGORITHM
     }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.files import Closing
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
+    META,
+    META_NAMES,
     STAINS,
     THUMBNAILS,
     patch_key,
@@ -23,14 +25,11 @@ from histopipe.store.format import (
     thumbnail_key,
     value_crc,
 )
-from histopipe.store.meta import read_meta, read_records
+from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
+from histopipe.store.picture import decode_picture
 from histopipe.store.reading import Columns, Reading
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import StainFit, read_fits
-from histopipe.tiling.spec import MAX_PATCH_SIZE
-
-_READ_SETTINGS = {"patch_size", "overlap", "mpp", "level", "tissue", "tissue_threshold", "codec"}
-"""What readers use of a spec; what later versions add is not among it."""
 
 
 class Store(Closing):
@@ -61,11 +60,11 @@ class Store(Closing):
         try:
             with self._environment.read() as transaction:
                 databases = self._environment.databases
-                self.uuid: str = read_meta(transaction, databases, "uuid", str, path)
-                self.spec: Mapping[str, Any] = read_meta(transaction, databases, "spec", dict, path)
-                self.classes: list[str] = read_meta(transaction, databases, "classes", list, path)
-                self.created: str = read_meta(transaction, databases, "created", str, path)
-                _check_spec(self.spec, path)
+                stored = meta_entries(transaction, databases, path)
+                self.uuid = entry(stored, "uuid", str, path)
+                self.spec: Mapping[str, Any] = read_spec(stored, path)
+                self.classes = read_classes(stored, path)
+                self.created = entry(stored, "created", str, path)
                 self.records: dict[int, SlideRecord] = read_records(transaction, databases, path)
         except BaseException:
             self.close()
@@ -153,9 +152,6 @@ class Store(Closing):
             UsageError: no such slide or row, or the patch was unreadable when ingested.
             DamagedStore: the value is not what was written.
         """
-        # Late: only looking at single patches needs it.
-        from PIL import Image
-
         slide = self.number(slide_id)
         where = f"{self.path}, slide {slide_id}: patch {row}"
         if not 0 <= row < self.records[slide].planned:
@@ -165,8 +161,7 @@ class Store(Closing):
             raise UsageError(f"{where} could not be read from the slide when it was ingested")
         if value_crc(patch_key(slide, row), value) != self.index(slide)["crc"][row]:
             raise DamagedStore(f"{where} is not what was written", todo="ingest the slide again")
-        with Image.open(io.BytesIO(value)) as image:
-            return np.asarray(image.convert("RGB"))
+        return decode_picture(value, where, side=self.patch_size)
 
     def thumbnail(self, slide: int, kind: str = "thumb") -> bytes | None:
         """A slide's `thumb` (JPEG) or `mask` (PNG) file; None where there is none."""
@@ -175,6 +170,35 @@ class Store(Closing):
                 thumbnail_key(slide, kind), db=self._environment.databases[THUMBNAILS]
             )
             return None if value is None else bytes(value)
+
+    @property
+    def databases(self) -> set[bytes]:
+        """Names of the databases that are there, those of a later version too."""
+        return {name for name, held in self._environment.databases.items() if held is not None}
+
+    def entries(self, database: bytes, slide: int) -> list[tuple[bytes, bytes]]:
+        """Keys and values of a slide in a database whose keys begin with the slide's number."""
+        with (
+            self._environment.read() as transaction,
+            transaction.cursor(db=self._environment.databases[database]) as cursor,
+        ):
+            if not cursor.set_range(slide_key(slide)):
+                return []
+            own = takewhile(lambda entry: bytes(entry[0]) < slide_key(slide + 1), cursor)
+            return [(bytes(key), bytes(value)) for key, value in own]
+
+    def further_meta(self) -> dict[bytes, bytes]:
+        """What `meta` holds that this version does not know."""
+        with (
+            self._environment.read() as transaction,
+            transaction.cursor(db=self._environment.databases[META]) as cursor,
+        ):
+            entries = {bytes(key): bytes(value) for key, value in cursor}
+        return {
+            key: value
+            for key, value in entries.items()
+            if key.decode("utf-8", "replace") not in META_NAMES
+        }
 
     def stains(self) -> dict[int, StainFit]:
         """How complete slides are stained, by number, of those that were fitted.
@@ -205,21 +229,6 @@ class Store(Closing):
         if self._opened.pid != os.getpid():
             self._opened, self._columns = open_environment(Path(self._opened.real_path)), {}
         return self._opened
-
-
-def _check_spec(spec: Mapping[str, Any], path: Path) -> None:
-    """Whether a store's spec has all that reading needs."""
-    size = spec.get("patch_size")
-    if (
-        not set(spec) >= _READ_SETTINGS
-        or not isinstance(size, int)
-        or not 0 < size <= MAX_PATCH_SIZE
-    ):
-        raise DamagedStore(
-            f"{path}, meta 'spec'",
-            found=repr(spec)[:120],
-            expected="settings " + ", ".join(sorted(_READ_SETTINGS)),
-        )
 
 
 class StoreSet:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -23,6 +23,7 @@ from histopipe.errors import (
 )
 from histopipe.files import Closing
 from histopipe.store.columns import add_classes
+from histopipe.store.deletion import delete_entries, delete_slide
 from histopipe.store.environment import open_environment
 from histopipe.store.folder import make_folder, remove_begun
 from histopipe.store.format import (
@@ -32,11 +33,9 @@ from histopipe.store.format import (
     META,
     PATCHES,
     SLIDES,
-    STAINS,
     THUMBNAILS,
     VERSION,
     encode_index,
-    from_json,
     patch_key,
     slide_key,
     thumbnail_key,
@@ -47,17 +46,13 @@ from histopipe.store.meta import read_meta, read_records
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.tiling.spec import TilingSpec, differences
 
-_DELETE_AT_ONCE = 20_000
-
-T = TypeVar("T")
-
 
 class StoreWriter(Closing):
     """A store open for writing; any number of processes may have one.
 
     Args:
         path: the store's folder, made if missing.
-        spec: how its patches are made.
+        spec: how its patches are made; as another store's `meta` holds it, or for a new one.
 
     Raises:
         SpecMismatch: the store was made by another spec.
@@ -69,8 +64,9 @@ class StoreWriter(Closing):
         ...     numbers = writer.register([SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")])
     """
 
-    def __init__(self, path: Path, spec: TilingSpec) -> None:
+    def __init__(self, path: Path, spec: TilingSpec | Mapping[str, Any]) -> None:
         self.path = path
+        wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
         made = make_folder(path)
         try:
             self._environment = open_environment(path, write=True)
@@ -79,7 +75,7 @@ class StoreWriter(Closing):
                 remove_begun(path)
             raise
         try:
-            self._write(lambda transaction: self._check_or_create(transaction, spec))
+            self._environment.change(lambda transaction: self._check_or_create(transaction, wanted))
         except BaseException:
             self.close()
             raise
@@ -96,7 +92,7 @@ class StoreWriter(Closing):
             value = transaction.get(slide_key(slide), db=self._db[SLIDES])
             if value is None:
                 raise DamagedStore(f"{where} has no record")
-            return SlideRecord.from_json(from_json(value, where=where), where=where)
+            return SlideRecord.from_bytes(slide, value, where=where)
 
     def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
         """Give each slide not known yet a number, in the order given, never used before; all as `pending`.
@@ -119,13 +115,13 @@ class StoreWriter(Closing):
             transaction.put(b"next_number", to_json(number), db=self._db[META])
             return known
 
-        return self._write(work)
+        return self._environment.change(work)
 
     def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
         """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
         if not names:
             return {}
-        return self._write(
+        return self._environment.change(
             lambda transaction: add_classes(transaction, self._db, names, path=self.path)
         )
 
@@ -150,7 +146,7 @@ class StoreWriter(Closing):
             with transaction.cursor(db=self._db[PATCHES]) as cursor:
                 cursor.putmulti(items)
 
-        self._write(work)
+        self._environment.change(work)
         return np.array([value_crc(k, v) if v else 0 for k, v in items], np.uint32)
 
     def complete(
@@ -159,19 +155,33 @@ class StoreWriter(Closing):
         record: SlideRecord,
         columns: Mapping[str, NDArray[Any]],
         thumbnails: Mapping[str, bytes],
+        further: Mapping[tuple[bytes, bytes], bytes] = MappingProxyType({}),
     ) -> None:
-        """Make a slide visible: record, index and thumbnails in one transaction, after its last patch."""
-        index = encode_index(columns)
+        """Make a slide visible: record, index and all else in one transaction, after its last patch.
+
+        Args:
+            slide: its number.
+            record: what is known of it.
+            columns: (N,) each, of its index.
+            thumbnails: pictures by name.
+            further: values by database and key, of databases that this version may not know.
+        """
+        index = encode_index(slide_key(slide), columns)
+        pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
+        record = dataclasses.replace(
+            record, state=SlideState.COMPLETE,
+            thumbnail_crc={kind: value_crc(thumbnail_key(slide, kind), picture) for kind, picture in thumbnails.items()},
+        )  # fmt: skip
 
         def work(transaction: lmdb.Transaction) -> None:
             transaction.put(slide_key(slide), index, db=self._db[INDEX])
-            for kind, picture in thumbnails.items():
-                transaction.put(thumbnail_key(slide, kind), picture, db=self._db[THUMBNAILS])
-            self._put_record(
-                transaction, slide, dataclasses.replace(record, state=SlideState.COMPLETE)
-            )
+            for picture_key, picture in pictures.items():
+                transaction.put(picture_key, picture, db=self._db[THUMBNAILS])
+            for (database, key), value in further.items():
+                transaction.put(key, value, db=self._environment.database(database, transaction))
+            self._put_record(transaction, slide, record)
 
-        self._write(work)
+        self._environment.change(work)
 
     def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
         """Remove what was stored of a slide, then record why it failed: killed in between, it is done anew."""
@@ -179,7 +189,7 @@ class StoreWriter(Closing):
             record, state=SlideState.FAILED, error=error, error_kind=kind,
             planned=0, stored=0, unreadable=0, stored_bytes=0,
         )  # fmt: skip
-        self._remove_pixels(slide)
+        delete_entries(self._environment, slide)
         self.update(slide, failed)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
@@ -190,11 +200,24 @@ class StoreWriter(Closing):
                 record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
             ),
         )
-        self._remove_pixels(slide)
+        delete_entries(self._environment, slide)
+
+    def remove(self, slide: int) -> None:
+        """Take a slide out, in one transaction; its number is not given again."""
+        delete_slide(self._environment, slide)
+
+    def add_meta(self, entries: Mapping[bytes, bytes]) -> None:
+        """Keep entries of `meta` that this version does not know, unless there are others of their names."""
+
+        def work(transaction: lmdb.Transaction) -> None:
+            for name, value in entries.items():
+                transaction.put(name, value, db=self._db[META], overwrite=False)
+
+        self._environment.change(work)
 
     def update(self, slide: int, record: SlideRecord) -> None:
         """Replace a record."""
-        self._write(lambda transaction: self._put_record(transaction, slide, record))
+        self._environment.change(lambda transaction: self._put_record(transaction, slide, record))
 
     def change(self, slide: int, **facts: Any) -> None:
         """Change some fields of a record, whatever others have put into its other ones."""
@@ -202,18 +225,15 @@ class StoreWriter(Closing):
 
         def work(transaction: lmdb.Transaction) -> None:
             value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            record = SlideRecord.from_json(from_json(value or b"", where=where), where=where)
+            record = SlideRecord.from_bytes(slide, value or b"", where=where)
             self._put_record(transaction, slide, dataclasses.replace(record, **facts))
 
-        self._write(work)
+        self._environment.change(work)
 
     def reusable_bytes(self) -> int:
         """What deleted values have left free inside the file, which grows only when that is used up."""
-        with self._environment.read() as transaction:
-            stats = [transaction.stat(), *(transaction.stat(db) for db in self._db.values())]
-        used = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-        pages: int = self._environment.handle.info()["last_pgno"] + 1
-        return max(0, pages - used) * int(stats[0]["psize"])
+        length = (self.path / "data.mdb").stat().st_size
+        return max(0, length - self._environment.used_bytes())
 
     def close(self) -> None:
         """Give the environment back."""
@@ -223,67 +243,23 @@ class StoreWriter(Closing):
     def _db(self) -> Mapping[bytes, Any]:
         return self._environment.databases
 
-    def _write(self, work: Callable[[lmdb.Transaction], T]) -> T:
-        """One transaction; where address space is limited and the map is full, in a larger map."""
-        while True:
-            try:
-                with self._environment.write() as transaction:
-                    return work(transaction)
-            except MachineShort as error:
-                if not isinstance(error.__cause__, lmdb.MapFullError):
-                    raise
-                self._environment.grow()
-
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
-        transaction.put(slide_key(number), to_json(record.to_json()), db=self._db[SLIDES])
+        transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
 
-    def _check_or_create(self, transaction: lmdb.Transaction, spec: TilingSpec) -> None:
+    def _check_or_create(self, transaction: lmdb.Transaction, spec: Mapping[str, Any]) -> None:
         if transaction.stat(self._db[META])["entries"] == 0:
             for name, value in _new_meta(spec).items():
                 transaction.put(name.encode(), to_json(value), db=self._db[META])
             return
         check_spec(read_meta(transaction, self._db, "spec", dict, self.path), spec, self.path)
 
-    def _remove_pixels(self, slide: int) -> None:
-        """Delete patches and all that describes them; in bounded transactions, since nothing of it is visible."""
-        ranges = (
-            (PATCHES, patch_key(slide, 0), patch_key(slide + 1, 0)),
-            (INDEX, slide_key(slide), slide_key(slide + 1)),
-            (THUMBNAILS, slide_key(slide), slide_key(slide + 1)),
-            (STAINS, slide_key(slide), slide_key(slide + 1)),
-        )
-        for database, first, last in ranges:
-            # Mostly there is nothing, and looking costs no commit.
-            while self._holds(database, first, last):
-                self._write(functools.partial(self._delete_some, database, first, last))
 
-    def _holds(self, database: bytes, first: bytes, last: bytes) -> bool:
-        """Whether there is a key from `first` up to `last`."""
-        with (
-            self._environment.read() as transaction,
-            transaction.cursor(db=self._db[database]) as c,
-        ):
-            return c.set_range(first) and bytes(c.key()) < last
-
-    def _delete_some(
-        self, database: bytes, first: bytes, last: bytes, transaction: lmdb.Transaction
-    ) -> None:
-        """Delete keys from `first` up to `last`, or as many as one transaction should."""
-        with transaction.cursor(db=self._db[database]) as cursor:
-            found = cursor.set_range(first)
-            for _ in range(_DELETE_AT_ONCE):
-                if not found or bytes(cursor.key()) >= last:
-                    return
-                found = cursor.delete() and bool(cursor.key())
-
-
-def check_spec(found: Mapping[str, Any], spec: TilingSpec, path: Path) -> None:
+def check_spec(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
     """Refuse to put patches of one spec into a store of another.
 
     Raises:
         SpecMismatch: with what differs.
     """
-    wanted = spec.to_json()
     if found != wanted:
         raise SpecMismatch(
             f"{path} was made with other settings",
@@ -292,14 +268,14 @@ def check_spec(found: Mapping[str, Any], spec: TilingSpec, path: Path) -> None:
         )
 
 
-def _new_meta(spec: TilingSpec) -> dict[str, Any]:
+def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "format": {"name": FORMAT_NAME, "version": VERSION},
         "required_features": [],
         "uuid": str(uuid.uuid4()),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "histopipe_version": __version__,
-        "spec": spec.to_json(),
+        "spec": dict(spec),
         "classes": [],
         "next_number": 0,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from histopipe.evaluation.scores import (
     Level,
     with_common_patients,
 )
+from histopipe.files import read_json
 from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
 from histopipe.studies.cross_validation import FoldSettings, is_cross_validation
 from histopipe.studies.fold_summary import read_parts
@@ -173,7 +173,7 @@ def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _uuids(path: Path) -> tuple[str, ...]:
     try:
-        return tuple(json.loads(path.read_text(encoding="utf-8"))["stores"])
+        return tuple(read_json(path)["stores"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
 

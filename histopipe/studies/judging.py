@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from histopipe.evaluation.evaluate import judge
 from histopipe.evaluation.predictions_file import read_predictions
+from histopipe.files import read_json
 from histopipe.training import run_folder
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import METRICS, TrainResult, read_result
@@ -34,7 +34,7 @@ def judged_anew(folder: Path, wanted: TrainConfig) -> TrainResult:
         own, positive=wanted.positive, threshold=wanted.threshold, top_k=wanted.top_k,
         resamples=wanted.resamples,
     )  # fmt: skip
-    facts = json.loads((folder / METRICS).read_text(encoding="utf-8"))
+    facts = read_json(folder / METRICS)
     run_folder.write_metrics(folder, {**facts, **judged.to_json()})
     # Last: until then it is judged anew.
     run_folder.write_text(folder / run_folder.CONFIG, now.to_toml())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
+from histopipe.files import read_toml
 from histopipe.training.config import TrainConfig
 from histopipe.training.setting_checks import fits, like
 
@@ -96,7 +96,7 @@ def read_space(path: Path) -> SearchSpace:
         UsageError: it cannot be read, or names what is no setting, or not to be searched.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = read_toml(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
     return space_of(values, str(path))

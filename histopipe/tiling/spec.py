@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from histopipe.errors import UsageError
+from histopipe.errors import SpecMismatch, UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
 
@@ -110,6 +110,26 @@ def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
     """
     names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid", "roi"}
     return TilingSpec(**{k: v for k, v in {**value, **changes}.items() if k in names})
+
+
+def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
+    """The spec that makes exactly the patches of a store.
+
+    Args:
+        value: as the store's `meta` holds it.
+
+    Raises:
+        SpecMismatch: this version makes no such patches, or another tool has chosen them.
+    """
+    names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
+    spec = TilingSpec(**{name: value[name] for name in names & value.keys()})
+    if spec.to_json() != value:
+        raise SpecMismatch(
+            "the store's patches were made in a way that cannot be repeated here",
+            found="; ".join(differences(value, spec.to_json())),
+            todo="ingest its slides into a new store",
+        )
+    return spec
 
 
 def magnification_to_mpp(magnification: float) -> Mpp:

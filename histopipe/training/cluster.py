@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.files import appearing
+from histopipe.files import appearing, read_json
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -171,7 +171,7 @@ class Cluster:
         path = folder / SIGNS / f"{index}.json"
         try:
             shown = path.stat().st_mtime
-            doing = json.loads(path.read_text())["doing"]
+            doing = read_json(path)["doing"]
         except (OSError, ValueError, KeyError):
             return "never came, or sees another run folder", False
         age = time.time() - shown

@@ -110,7 +110,7 @@ def trained_model(folder: Path, patch_size: int | None = None) -> keras.Model:
             todo=f"go on with `histopipe train --resume --out {folder}`",
         )  # fmt: skip
     try:
-        model = keras.models.load_model(path)
+        model = keras.models.load_model(path, safe_mode=True)  # no code from the file
         shape = model.input_shape
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedStore(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from histopipe.dataset.splits import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation
+from histopipe.files import read_json
 
 METRICS = "metrics.json"
 
@@ -61,7 +61,7 @@ def read_result(folder: Path) -> TrainResult:
     """
     path = folder / METRICS
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
         names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
         metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
         return TrainResult(folder=folder, metrics=metrics, **{name: value[name] for name in names})

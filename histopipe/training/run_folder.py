@@ -19,7 +19,7 @@ import numpy as np
 
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
-from histopipe.files import appearing, is_full_disk, lock_if_free
+from histopipe.files import appearing, is_full_disk, lock_if_free, read_json
 from histopipe.training.config import TrainConfig
 from histopipe.training.result import METRICS
 
@@ -158,7 +158,7 @@ def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
 def read_micro_batch(folder: Path) -> int | None:
     """The size of micro-batches that fitted into memory, if it ran out before."""
     try:
-        return max(1, int(json.loads((folder / MEMORY).read_text())["micro_batch"]))
+        return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OverflowError) as error:

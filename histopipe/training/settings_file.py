@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
+from histopipe.files import read_toml
 from histopipe.training.config import BAG_DEFAULTS, TrainConfig
 from histopipe.training.setting_checks import fits, flag, like
 
@@ -87,7 +87,7 @@ def read_config(path: Path, *kinds: type[Any]) -> dict[str, Any]:
         UsageError: the file cannot be read, or names something else.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = read_toml(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
     fields = {f.name: f for kind in kinds or (TrainConfig,) for f in dataclasses.fields(kind)}

@@ -1,0 +1,101 @@
+"""Who works on what, when several runs use one store at once.
+
+A claim is an open-file-description lock on one byte of `ingest.lock`, the byte of the slide's number. The kernel drops it
+when its owner dies, however that happens; a process id would mean nothing across containers. Whoever has the store open for
+writing shares the lock of a byte beyond all slides; who puts another file in the store's place must have that one alone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from pathlib import Path
+
+from histopipe.errors import UsageError
+from histopipe.files import Closing
+
+_LOCK = "ingest.lock"
+_WRITERS = 1 << 40
+
+# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (which must be 0).
+_FLOCK = struct.Struct("hhqqixxxx")
+
+
+class Claims(Closing):
+    """The claims of one run. Closing drops them all.
+
+    Args:
+        store: the store's folder, which exists.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._file = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def take(self, slide: int) -> bool:
+        """Whether the slide is now this run's; False if another run is at it."""
+        return _lock(self._file, fcntl.F_WRLCK, slide)
+
+    def release(self, slide: int) -> None:
+        """Let other runs have the slide."""
+        _lock(self._file, fcntl.F_UNLCK, slide)
+
+    def close(self) -> None:
+        """Drop every claim."""
+        os.close(self._file)
+
+
+class WriteLease(Closing):
+    """The right to write a store, shared with others, or alone; held until it is closed.
+
+    Where the lock's file cannot be made, there is none: LMDB then tells that the store cannot be written.
+
+    Raises:
+        UsageError: another process has it alone, or has the store open for writing where this one wants it alone.
+    """
+
+    def __init__(self, store: Path, *, alone: bool = False) -> None:
+        self._file = -1
+        while True:
+            try:
+                store.mkdir(exist_ok=True)
+                self._file = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except OSError as error:
+                if alone:
+                    raise UsageError(f"{store} cannot be written", found=error.strerror) from error
+                return
+            try:
+                free = _lock(self._file, fcntl.F_WRLCK if alone else fcntl.F_RDLCK, _WRITERS)
+            except OSError:
+                return  # a filesystem without locks
+            if not free:
+                self.close()
+                raise UsageError(
+                    f"{store} is being written by another process" if alone
+                    else f"{store} is being rewritten by another process",
+                    todo="wait until that one is done",
+                )  # fmt: skip
+            if self._is_in(store):
+                return
+            self.close()  # another store was put in its place just now
+
+    def close(self) -> None:
+        """Give it back."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def _is_in(self, store: Path) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._file), (store / _LOCK).stat())
+        except FileNotFoundError:
+            return False
+
+
+def _lock(file: int, kind: int, byte: int) -> bool:
+    """Lock a byte or unlock it; False if another has it."""
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by POSIX
+        return False
+    return True
