@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from histopipe.dataset.quality import measure_quality
     from histopipe.embedding.embed import embed
     from histopipe.ingest.annotate import annotate
+    from histopipe.maintenance.compact import compact
+    from histopipe.maintenance.merge import merge
+    from histopipe.maintenance.remove import remove
+    from histopipe.maintenance.split import split
+    from histopipe.maintenance.verify import verify
     from histopipe.prediction.predict import predict
     from histopipe.reports.heatmap import heatmap
     from histopipe.reports.report import report
@@ -37,34 +42,44 @@ __all__ = [
     "StoreSet",
     "__version__",
     "annotate",
+    "compact",
     "compare",
     "cross_validate",
     "embed",
     "heatmap",
     "load_dataset",
     "measure_quality",
+    "merge",
     "open_store",
     "predict",
+    "remove",
     "report",
+    "split",
     "train",
     "tune",
+    "verify",
 ]
 
 _HOME = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
     "annotate": "histopipe.ingest.annotate",
+    "compact": "histopipe.maintenance.compact",
     "compare": "histopipe.studies.comparison",
     "cross_validate": "histopipe.studies.cross_validation",
     "embed": "histopipe.embedding.embed",
     "heatmap": "histopipe.reports.heatmap",
     "load_dataset": "histopipe.dataset.loader",
     "measure_quality": "histopipe.dataset.quality",
+    "merge": "histopipe.maintenance.merge",
     "open_store": "histopipe.store.store",
     "predict": "histopipe.prediction.predict",
+    "remove": "histopipe.maintenance.remove",
     "report": "histopipe.reports.report",
+    "split": "histopipe.maintenance.split",
     "train": "histopipe.training.supervise",
     "tune": "histopipe.studies.tune",
+    "verify": "histopipe.maintenance.verify",
 }
 
 

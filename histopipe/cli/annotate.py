@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from histopipe.cli.annotation_options import annotation_options, rules_of
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 
@@ -19,6 +20,7 @@ from histopipe.errors import ExitCode
 @annotation_options
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON.")
+@untrusted_option("store")
 def command(
     store: Path, annotations: Path, workers: int | None, as_json: bool, **flags: Any
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import UsageError
 
 _DISK_THREADS = 16
@@ -38,6 +39,7 @@ class _Result:
 @click.option("--model", help="Measure training steps of this model, too.")
 @click.option("--devices", default="auto", help="For --model: as of `histopipe train`.")
 @click.option("--json", "as_json", is_flag=True, help="The figures as JSON.")
+@untrusted_option("stores")
 def command(  # noqa: PLR0917 - click passes them by name
     stores: tuple[Path, ...],
     batch_size: int,

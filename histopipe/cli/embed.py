@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 
@@ -41,6 +42,7 @@ from histopipe.errors import ExitCode
     help="What a damaged patch does: fail its slide, or be left out.",
 )
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON.")
+@untrusted_option("stores")
 def command(stores: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     """Compute features of every patch of STORES (patches.lmdb if none is named), once, for slide-level models.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode, UsageError
 
 
@@ -29,6 +30,7 @@ from histopipe.errors import ExitCode, UsageError
     "--shard-patches", type=int, default=10_000, help="With --to webdataset: patches of a tar file."
 )
 @click.option("--json", "as_json", is_flag=True, help="What was written as JSON.")
+@untrusted_option("stores")
 def command(
     *,
     stores: tuple[str, ...],

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from histopipe.cli.parameters import Names
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 
@@ -46,6 +47,7 @@ from histopipe.errors import ExitCode
 )
 @click.option("--threshold", type=float, default=0.5, help="Of --objects contours.")
 @click.option("--json", "as_json", is_flag=True, help="What was drawn as JSON.")
+@untrusted_option("stores")
 def command(place: Path, out: Path, as_json: bool, **flags: Any) -> None:
     """Draw PREDICTIONS, a folder of `histopipe predict` or of a finished run, over their slides.
 

@@ -9,6 +9,7 @@ import click
 
 from histopipe.cli.ingest import command as ingest
 from histopipe.cli.ingestion import run_ingest
+from histopipe.cli.untrusted import untrusted_option
 
 _SHARED = (
     "annotations", "annotation_threshold", "unclassified", "annotation_origin", "out", "codec", "quality", "subsampling", "resample", "route", "workers", "labels", "mpp_csv", "default_mpp",
@@ -24,6 +25,7 @@ _SHARED = (
 )
 @click.argument("coords", type=click.Path(path_type=Path))
 @click.argument("slides", nargs=-1, required=True, type=click.Path(path_type=Path))
+@untrusted_option(coords="coords")
 def command(coords: Path, slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) -> int:
     """Tile SLIDES, files or folders, into a store: the patches whose coordinates are in the folder COORDS.
 

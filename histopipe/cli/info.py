@@ -8,10 +8,13 @@ from typing import Any
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("store", type=click.Path(path_type=Path), default="patches.lmdb")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON, slide by slide.")
+@untrusted_option("store")
 def command(store: Path, as_json: bool) -> None:
     """Tell what STORE holds: slides by state, patches, bytes, scales, labels and settings.
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from histopipe.cli.parameters import Share
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 _TILING = ("overlap", "tissue", "tissue_threshold")
@@ -57,6 +58,7 @@ _TILING = ("overlap", "tissue", "tissue_threshold")
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes that read slides.  [default: one a core]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON.")
+@untrusted_option("sources")
 def command(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) -> None:
     """Predict SOURCES, stores or slides, by the model of the folder RUN.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 
@@ -17,6 +18,7 @@ from histopipe.errors import ExitCode
 @click.option("--force", is_flag=True, help="Measure slides anew that have been measured before.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
 @click.option("--json", "as_json", is_flag=True, help="What was measured as JSON.")
+@untrusted_option("store")
 def command(store: Path, force: bool, workers: int | None, as_json: bool) -> None:
     """Measure focus, pen marks, folds and black of every patch of STORE, and keep that in its index.
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("path", type=click.Path(path_type=Path))
@@ -21,7 +23,10 @@ import click
     help="Of a run: where its stores are, if not where they were.",
 )
 @click.option("--no-pictures", is_flag=True, help="Tables and charts only: for very many slides.")
-def command(path: Path, out: Path | None, stores: tuple[Path, ...], no_pictures: bool) -> None:
+@untrusted_option("path", "stores", passed=True)
+def command(
+    path: Path, out: Path | None, stores: tuple[Path, ...], no_pictures: bool, untrusted: bool
+) -> None:
     """Write a report of PATH, a store or the folder of a finished run, as one HTML file.
 
     Of a store: every slide with its state, route, scale, counts and notes, what was tiled of it and some of its patches. Of a run:
@@ -41,5 +46,7 @@ def command(path: Path, out: Path | None, stores: tuple[Path, ...], no_pictures:
         def told() -> None:
             bar.update()
 
-        written = report(path, out=out, stores=stores, pictures=not no_pictures, told=told)
+        written = report(
+            path, out=out, stores=stores, pictures=not no_pictures, follow=not untrusted, told=told
+        )
     click.echo(f"{written}  ({written.stat().st_size / 1e6:,.1f} MB)")

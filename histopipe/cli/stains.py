@@ -7,12 +7,14 @@ from pathlib import Path
 
 import click
 
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("store", type=click.Path(path_type=Path), default="patches.lmdb")
 @click.option("--force", is_flag=True, help="Measure slides anew that have been measured before.")
+@untrusted_option("store")
 def command(store: Path, force: bool) -> None:
     """Measure how each complete slide of STORE is stained, by 64 of its patches, and keep that in the store.
 

@@ -12,6 +12,7 @@ from click.core import ParameterSource
 
 from histopipe.cli.label_options import label_options
 from histopipe.cli.parameters import Duration, Fractions, Names
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
 @click.option("--log-device-placement", is_flag=True, help="Tell which device computes what.")
 @click.option("--deterministic", is_flag=True, help="Bitwise repeatable operations, slower.")
 @click.option("--json", "as_json", is_flag=True, help="The metrics as JSON.")
+@untrusted_option("stores", features="mil")
 def command(
     stores: tuple[str, ...], out: Path | None, resume: bool, as_json: bool, **settings: Any
 ) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from histopipe.cli.parameters import Duration
+from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 )
 @click.option("--name", help="Of the search in --storage.  [default: that of --out]")
 @click.option("--json", "as_json", is_flag=True, help="All trials as JSON.")
+@untrusted_option("stores")
 def command(
     stores: tuple[str, ...], config: Path | None, devices: str | None, as_json: bool, **flags: Any
 ) -> None:

@@ -1,0 +1,1 @@
+"""Keeping a store for years: verify, repair, merge, remove, compact, split."""
