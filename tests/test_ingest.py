@@ -25,7 +25,6 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingest.claims import Claims
 from histopipe.ingest.decide import Action, decide
 from histopipe.ingest.job import Settings, SlideJob
 from histopipe.ingest.outcome import Status
@@ -35,6 +34,7 @@ from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.worker import close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
+from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter

@@ -26,6 +26,7 @@ RANKS = {
             ["store"],
             ["ingest"],
             ["dataset"],
+            ["maintenance"],
             ["features"],
             ["evaluation"],
             ["training"],
@@ -120,6 +121,11 @@ def test_help_loads_nothing_heavy() -> None:
 
 def test_public_names() -> None:
     assert set(histopipe.__all__) == {
+        "compact",
+        "merge",
+        "remove",
+        "split",
+        "verify",
         "HistopipeError",
         "Store",
         "StoreSet",

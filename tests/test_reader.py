@@ -35,7 +35,7 @@ from histopipe.dataset.splits import write_splits
 from histopipe.dataset.table import PatchTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingest.encode import png
-from histopipe.store import environment
+from histopipe.store import environment, handle
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -57,7 +57,9 @@ def a_store(path: Path, slides: dict[str, list[bytes]], **changes: Any) -> Path:
             crc = writer.put_patches(numbers[record.id], rows, values)
             columns = columns_of(crc, np.array([len(v) for v in values]))
             columns["x_l0"], columns["y_l0"] = 10 * np.arange(len(values)), np.arange(len(values))
-            done = dataclasses.replace(record, planned=len(values), stored=len(values))
+            done = dataclasses.replace(
+                record, planned=len(values), stored=len(values), stored_bytes=sum(map(len, values))
+            )
             writer.complete(numbers[record.id], done, columns, {})
     return path
 
@@ -713,8 +715,8 @@ def test_a_file_that_outgrows_its_map_moves_it(
 ) -> None:
     """Eight threads read while another process makes the file larger than what they mapped."""
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 20)})
-    monkeypatch.setattr(environment, "_READ_MAP", 1 << 20)
-    monkeypatch.setattr(environment, "_READ_ROOM", 1)
+    monkeypatch.setattr(handle, "_READ_MAP", 1 << 20)
+    monkeypatch.setattr(handle, "_READ_ROOM", 1)
     with Store(path) as store:
         table = PatchTable(select([store]))
         batches = Batches([store], table, batch_size=20, order=Sequential(20))

@@ -50,7 +50,9 @@ RECORD = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
 
 
 def columns_of(crc: Any, length: Any) -> dict[str, Any]:
-    return {name: np.zeros(len(crc)) for name in INDEX_COLUMNS} | {"crc": crc, "length": length}
+    return {name: np.zeros(len(crc)) for name in INDEX_COLUMNS} | {
+        "crc": crc, "length": length, "label": np.full(len(crc), -1),
+    }  # fmt: skip
 
 
 def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
@@ -60,8 +62,9 @@ def one_slide(path: Path, values: list[bytes | None]) -> StoreWriter:
     length = np.array([len(v or b"") for v in values])
     lost = values.count(None)
     record = dataclasses.replace(
-        RECORD, planned=len(values), stored=len(values) - lost, unreadable=lost
-    )
+        RECORD, planned=len(values), stored=len(values) - lost, unreadable=lost,
+        stored_bytes=int(length.sum()),
+    )  # fmt: skip
     writer.complete(number, record, columns_of(crc, length), {"thumb": b"t"})
     return writer
 
@@ -146,7 +149,7 @@ def test_an_index_comes_back_as_it_was(count: int, data: st.DataObject) -> None:
         name: data.draw(hnp.arrays(np.dtype(kind), count)) for name, kind in INDEX_COLUMNS.items()
     }
     columns["later"] = np.arange(count, dtype=np.int16)  # of a version to come
-    again = decode_index(encode_index(columns), where="here")
+    again = decode_index(b"key", encode_index(b"key", columns), where="here")
     assert list(again) == list(columns)
     for name, values in columns.items():
         np.testing.assert_array_equal(again[name], values)
@@ -155,7 +158,7 @@ def test_an_index_comes_back_as_it_was(count: int, data: st.DataObject) -> None:
 @given(st.binary(max_size=300))
 def test_a_damaged_index_is_told(block: bytes) -> None:
     with pytest.raises(DamagedStore, match="here: the index block is damaged"):
-        decode_index(block, where="here")
+        decode_index(b"key", block, where="here")
 
 
 def test_a_crc_is_bound_to_its_key() -> None:

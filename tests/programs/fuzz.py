@@ -1,0 +1,142 @@
+"""Files that others may have written, with bytes changed: each must be read, or refused as an error of ours.
+
+python -P tests/programs/fuzz.py RUN STORE FOLDER --rounds 200 --seed 1
+
+RUN is the folder of a finished run, STORE the store that it is of; FOLDER is for the changed files. It runs with little memory to
+spare, prints how often each parser refused, and ends with 1 at the first error that is none of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import shutil
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from histopipe.annotations.read import read_annotations
+from histopipe.dataset.batches import decode
+from histopipe.dataset.splits import read_splits, recorded_numbers, trained_on
+from histopipe.errors import HistopipeError
+from histopipe.evaluation.predictions_file import read_predictions
+from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.store.picture import decode_picture
+from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
+from histopipe.studies.search_space import read_space
+from histopipe.training.result import read_result
+from histopipe.training.settings_file import read_config
+
+SPARE_BYTES = 1 << 30
+SLOWEST = 20.0
+TOKENS = (
+    b"-1", b"0", b"1e999", b"NaN", b"null", b"true", b'""', b"[]", b"{}", b"9" * 30, b"9" * 5000, b"[" * 50_000,
+    b"\x00", b"\xff\xfe", b",,,,", b"\n\n", b'"', b"4294967296", b"99999999999", b"../../x", b"\xf0\x9f\x92\xa5",
+)  # fmt: skip
+
+Parser = Callable[[Path], object]
+
+
+def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
+    """A sound file for each parser, and the parser."""
+    names = SlideNames([record.id for record in store.slides])
+    first = store.slides[0]
+    table = "".join(f"{record.id},{'ab'[n % 2]},p{n}\n" for n, record in enumerate(store.slides))
+    facts = SlideFacts.of(first, source="x.svs")
+    geojson = b'{"type":"FeatureCollection","features":[{"type":"Feature","geometry":{"type":"Polygon","coordinates":[[[0,0],[9,0],[9,9],[0,0]]]},"properties":{"classification":{"name":"a"}}}]}'
+    asap = b'<?xml version="1.0"?><ASAP_Annotations><Annotations><Annotation Name="x" Type="Polygon" PartOfGroup="a"><Coordinates><Coordinate Order="0" X="0" Y="0"/><Coordinate Order="1" X="9" Y="0"/><Coordinate Order="2" X="9" Y="9"/></Coordinates></Annotation></Annotations></ASAP_Annotations>'
+    scratch = run / "fuzz-scratch"
+    scratch.mkdir(exist_ok=True)
+    facts.write(scratch / "facts.json")
+    found: dict[str, tuple[bytes, Parser]] = {
+        "splits.json": ((run / "splits.json").read_bytes(), lambda p: (read_splits(p, [store]), trained_on(p), recorded_numbers(p))),
+        "config.toml": ((run / "config.toml").read_bytes(), read_config),
+        "metrics.json": ((run / "metrics.json").read_bytes(), lambda p: read_result(p.parent)),
+        "predictions.csv": ((run / "predictions.csv").read_bytes(), read_predictions),
+        "labels.csv": (b"slide,label,patient\n" + table.encode(), lambda p: read_labels(p, names)),
+        "list.csv": (b"slide\n" + first.id.encode(), lambda p: read_slide_list(p, names)),
+        "mpp.csv": (f"slide,mpp\n{first.id},0.5\n".encode(), lambda p: read_mpps(p, names)),
+        "space.toml": (b"epochs = [1, 2]\nlearning_rate = {low = 1e-4, high = 1e-2, log = true}\n", read_space),
+        "facts.json": ((scratch / "facts.json").read_bytes(), SlideFacts.read),
+        "x.geojson": (geojson, read_annotations),
+        "x.xml": (asap, read_annotations),
+        "record": (first.to_bytes(0), lambda p: SlideRecord.from_bytes(0, p.read_bytes(), where="record")),
+        "patch": (store.value(0, 0), lambda p: decode(memoryview(p.read_bytes()), np.empty((store.patch_size,) * 2 + (3,), np.uint8))),
+        "thumbnail": (store.thumbnail(0) or b"", lambda p: decode_picture(p.read_bytes(), "thumbnail")),
+        "mask": (store.thumbnail(0, "mask") or b"", lambda p: decode_picture(p.read_bytes(), "mask", mode="L")),
+    }  # fmt: skip
+    shutil.rmtree(scratch)
+    return found
+
+
+def changed(rng: random.Random, content: bytes) -> bytes:
+    """With some of its bytes changed."""
+    made = bytearray(content)
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        at = rng.randrange(len(made) + 1)
+        match rng.randrange(5):
+            case 0:
+                made[at : at + 1] = bytes([rng.randrange(256)])
+            case 1:
+                del made[at : at + rng.choice([1, 10, len(made)])]
+            case 2:
+                made[at:at] = rng.choice(TOKENS)
+            case 3:
+                made[at : at + rng.choice([1, 4, 8])] = rng.choice(TOKENS)[:64]
+            case _:
+                made[at:at] = made[at : at + rng.choice([3, 40])]
+    return bytes(made)
+
+
+def main() -> None:
+    """Change, parse, count."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("store", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    shutil.copytree(arguments.run, arguments.folder)
+    failures = 0
+    with Store(arguments.store) as store:
+        known = parsers(arguments.folder, store)
+        for name, (content, parse) in known.items():
+            place = arguments.folder / name
+            place.write_bytes(content)
+            parse(place)
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (used + SPARE_BYTES, used + SPARE_BYTES))
+        for name, (content, parse) in known.items():
+            refused, place = 0, arguments.folder / name
+            for _ in range(arguments.rounds):
+                made = changed(rng, content)
+                place.write_bytes(made)
+                started = time.monotonic()
+                try:
+                    parse(place)
+                except HistopipeError:
+                    refused += 1
+                except BaseException:  # noqa: BLE001 - that is what is looked for
+                    failures += 1
+                    print(
+                        f"{name}, seed {arguments.seed}: {made[:200]!r}\n{traceback.format_exc()}"
+                    )
+                    break
+                if time.monotonic() - started > SLOWEST:
+                    failures += 1
+                    print(f"{name} took {time.monotonic() - started:.0f} s: {made[:200]!r}")
+            place.write_bytes(content)
+            print(f"{name}: {refused} of {arguments.rounds} refused", flush=True)
+    raise SystemExit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

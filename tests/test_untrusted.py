@@ -1,0 +1,199 @@
+"""What others have made: any bytes are read or refused, in bounded memory, and no path in them is followed."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from conftest import PROGRAMS, Run
+from test_reader import a_store, jpegs
+from test_verify import edited, pages_of, patched
+
+from histopipe.dataset.batches import decode
+from histopipe.dataset.quality import _measures
+from histopipe.errors import DamagedStore, SlideUnreadable
+from histopipe.features.feature_file import writing
+from histopipe.features.trust import check_coords, check_features
+from histopipe.maintenance.trust import check_untrusted
+from histopipe.store.format import patch_key
+from histopipe.store.picture import decode_picture
+from histopipe.store.store import Store
+
+
+def test_any_changed_byte_is_read_or_refused(
+    trained: Path, made_store: Path, tmp_path: Path
+) -> None:
+    """Splits, settings, metrics, predictions, tables, outlines, records and pictures; with little memory to spare."""
+    done = subprocess.run(
+        [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "300"],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    refused = {
+        name: int(count)
+        for name, count in re.findall(r"^(\S+): (\d+) of 300 refused$", done.stdout, re.MULTILINE)
+    }
+    assert len(refused) == 15
+    assert all(count > 10 for count in refused.values()), refused
+
+
+def test_a_stranger_s_store_is_looked_at_first(made_store: Path, tmp_path: Path, run: Run) -> None:
+    for command in (["info", made_store], ["report", made_store, "--out", tmp_path / "r.html"]):
+        done = run(*command, "--untrusted")
+        assert done.returncode == 0, done.stderr
+    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+    _, leaves, _ = pages_of(store)
+    patched(store / "data.mdb", 4096 * leaves[0] + 2)
+    for command in (
+        ["info", store],
+        ["train", store, "--out", tmp_path / "run"],
+        ["merge", store, "--out", tmp_path / "m"],
+    ):
+        done = run(*command, "--untrusted")
+        assert (done.returncode, "is not to be trusted" in done.stderr) == (5, True), done.stderr
+    assert not (tmp_path / "run").exists()
+    shutil.copytree(store, tmp_path / "patches.lmdb")  # what is taken where none is named
+    done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
+    assert (done.returncode, "is not to be trusted" in done.stderr) == (5, True), done.stderr
+
+
+def test_both_walks_have_to_agree(made_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_untrusted(made_store)
+    monkeypatch.setattr(
+        "histopipe.maintenance.verify.lmdb_faults", lambda _: ["page 3 is upside down"]
+    )
+    with pytest.raises(DamagedStore, match="page 3 is upside down"):
+        check_untrusted(made_store)
+
+
+def test_a_run_s_paths_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
+    for flags, shown in (([], True), (["--untrusted"], False)):
+        page = tmp_path / f"{shown}.html"
+        assert run("report", trained, "--out", page, *flags).returncode == 0
+        assert ("--store names the stores" not in page.read_text()) == shown
+
+
+def png_bomb(side: int) -> bytes:
+    """A PNG of a few kB that says it is of side × side pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(10_000_000)))
+        + chunk(b"IEND", b"")
+    )
+
+
+def jpeg_bomb(side: int) -> bytes:
+    """A JPEG of another size than it says."""
+    small = bytearray(jpegs(0, 1, 32)[0])
+    place = small.index(b"\xff\xc0")
+    small[place + 5 : place + 9] = struct.pack(">HH", side, side)
+    return bytes(small)
+
+
+@pytest.mark.parametrize("bomb", [png_bomb(30_000), jpeg_bomb(65_000)])
+def test_what_an_image_claims_is_looked_at_before_it_is_decoded(
+    tmp_path: Path, bomb: bytes
+) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a": [*jpegs(0, 2, 32), bomb]}, patch_size=32)
+    check_untrusted(store)  # its checksum is right
+    with Store(store) as opened, pytest.raises(DamagedStore, match=r"size|decoded"):
+        opened.read("a", 2)
+    with pytest.raises(DamagedStore, match=r"size|decoded"):
+        decode(memoryview(bomb), np.empty((32, 32, 3), np.uint8))
+    with pytest.raises(DamagedStore, match=r"size|decoded"):
+        _measures(memoryview(bomb), 32, 2, 8)
+    with pytest.raises(DamagedStore, match=r"size|decoded"):
+        decode_picture(bomb, "a thumbnail")
+
+
+HANGS_HDF5 = (
+    "eNrtlktLw0AQx3fzqKFWTKHQ+gBz9CJUvXizYqs9iC3qwaOhTTFgG0li8WaOFfweCn4Bjz36ETz6TWoes3khfaCi4PxgGXZ3Mrud/GfS+3r1YC"
+    "G7nCUekkQEIpM4I2C4kpyz/QuwFOwA7BPH1kV/rwTrMsR/ywTzd1g/O6nVPO9RCnZOWQisRJD/SL221/TsOcwVsK9c0q+jqfaNqVls3jIMs21F"
+    "+tyZ8VzqKo7GBE7JemC5YKFAkrpMz3lX+Z5nXlkjAty8KJHiHeyLEJ/jgoASVApPWQgn8QtzpBLWVcF16aldzZsvUepXlhxeVUrUpcdwPqpVVo"
+    "cDqMNm6FUam4/T40aVEi70uhXH54/lQeFRw0ldiVPpikvpigt1JQfvUWI5rkzQkxP0eFKhyZs4fyIfOVKHPGR9XVtqX7ONtm7C/iz69nKUZ/pO"
+    "fY+i+pnzz+kYZle1J8dfjcXnE3EywX2v9LY2xT1pLI7gxymHcXKub8tsbW998l7Z8y+PD8/fm3lnFweO3xvIVzjcbxxRAg0n1Q/j3wtCot7F+p"
+    "nPpW7ZxrV+rW2wv05KXzMt3egpm6xJxQOrqYCDRXwJCIIgCIIgCIIgCPLTfADVCtLZ"
+)
+"""A feature file with a few bytes changed: opening it never ends, at least with HDF5 1.14.6; compressed, in base64."""
+
+
+def test_a_file_that_hdf5_hangs_of(tmp_path: Path, run: Run) -> None:
+    content = zlib.decompress(base64.b64decode(HANGS_HDF5))
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "a.h5").write_bytes(content)
+    with pytest.raises(DamagedStore, match=r"a.h5 (is not to be trusted|cannot be read)"):
+        check_features(tmp_path / "features", seconds=3)
+    with writing(tmp_path / "sound" / "a.h5", 20, 8, "float32") as made:
+        made.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
+        made.finish({}, {})
+    check_features(tmp_path / "sound")
+    with h5py.File(
+        tmp_path / "sound" / "a.h5", "a"
+    ) as file:  # a terabyte, of which nothing is there
+        del file["features"], file["coords"]
+        file.create_dataset("features", (1 << 35, 8), np.float32, chunks=(1024, 8))
+        del file.attrs["crc32"]
+    with pytest.raises(DamagedStore, match="bytes in a file of"):
+        check_features(tmp_path / "sound")
+    with h5py.File(tmp_path / "sound" / "a.h5", "w") as file:
+        file.create_dataset("coords", (1 << 35, 2), np.int64, chunks=(1024, 2))
+        file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
+    with pytest.raises(SlideUnreadable, match="numbers in so small a file"):
+        check_coords(tmp_path / "sound")
+
+
+def test_an_id_cannot_lead_out_of_a_folder(tmp_path: Path) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 2)})
+
+    def change(txn: object, db: object) -> None:
+        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
+        head = record.partition(b',"crc"')[0]
+        txn.put(bytes(4), head.replace(b'"id":"a"', b'"id":"../a"') + b"}", db=db)  # type: ignore[attr-defined]
+
+    edited(store, "slides", change)
+    with pytest.raises(DamagedStore, match=r"its id: found .../a"):
+        Store(store)
+
+
+def test_a_record_cannot_drive_a_terminal(tmp_path: Path, run: Run) -> None:
+    store = a_store(tmp_path / "s.lmdb", {"a\xa0b": jpegs(0, 2)})
+    with Store(store) as opened:
+        assert opened.number("a\xa0b") == 0  # a name that is only odd
+
+    def change(txn: object, db: object) -> None:
+        record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
+        head = record.partition(b',"crc"')[0]
+        txn.put(bytes(4), head.replace(b'"label":"a"', b'"label":"\\u001b[2J"') + b"}", db=db)  # type: ignore[attr-defined]
+
+    edited(store, "slides", change)
+    done = run("info", store)
+    assert (done.returncode, "control characters" in done.stderr) == (5, True)
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_copies_of_a_finished_store(made_store: Path, tmp_path: Path, run: Run) -> None:
+    copy = tmp_path / "copy.lmdb"
+    subprocess.run(["cp", "-r", str(made_store), str(copy)], check=True)
+    with Store(made_store) as one, Store(copy) as other:
+        assert one.records == other.records
+        assert one.value(0, 0) == other.value(0, 0) == one.value(0, 0)
+        assert patch_key(0, 0) == bytes(8)
+    (copy / "lock.mdb").unlink()
+    assert run("verify", copy).returncode == 0
