@@ -1,0 +1,215 @@
+"""How long looking at a store and rewriting it take, and their memory: of a made store of a million patches, and of real slides.
+
+python tools/bench_store.py --work /scratch [--patches 1000000] [--slides shared/slides] [--rounds 3]
+
+Verify is compared with reading the file, both from a cold cache (which takes root), in turns; medians. Repair is measured where
+there are slides to repair from, after a byte of two slides has been changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from peak_memory import peaks_of
+from PIL import Image
+
+from histopipe.dataset.split_makers import make_splits
+from histopipe.dataset.splits import write_splits
+from histopipe.geometry import Mpp
+from histopipe.ingest.encode import encode
+from histopipe.store.data_file import DataFile
+from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
+from histopipe.store.structure import Structure
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import TilingSpec
+
+COMMAND = [sys.executable, "-P", "-m", "histopipe"]
+SIDE, PER_SLIDE, PICTURES = 64, 2000, 512
+
+
+def make_store(path: Path, patches: int) -> None:
+    """Slides of 2,000 patches of 64 pixels, about 3 kB each, of two classes."""
+    rng = np.random.default_rng(0)
+    spec = TilingSpec(patch_size=SIDE, mpp=Mpp(0.5))
+    coarse = rng.integers(90, 230, (PICTURES, SIDE // 4, SIDE // 4, 3), dtype=np.uint8)
+    files = [encode(np.asarray(Image.fromarray(c).resize((SIDE, SIDE))), spec) for c in coarse]
+    rows = np.arange(PER_SLIDE)
+    with StoreWriter(path, spec) as writer:
+        names = [f"slide-{i:05}" for i in range(patches // PER_SLIDE)]
+        records = [
+            SlideRecord(id=name, path=f"{name}.svs", resolved_path=f"/{name}.svs", label="ab"[i % 2], patient=name)
+            for i, name in enumerate(names)
+        ]  # fmt: skip
+        writer.register(records)
+        for number, record in enumerate(records):
+            values = [files[(7 * number + row) % PICTURES] for row in range(PER_SLIDE)]
+            length = np.array([len(value) for value in values])
+            done = dataclasses.replace(
+                record, planned=PER_SLIDE, stored=PER_SLIDE, stored_bytes=int(length.sum()), width=4000,
+                height=4000, mpp=0.5, mpp_source="properties", patch_mpp=0.5, level=0, downsample=1.0,
+                read_size=SIDE, stride=SIDE, route="openslide",
+            )  # fmt: skip
+            columns = {
+                "x_l0": rows % 60 * SIDE, "y_l0": rows // 60 * SIDE, "x_level": rows % 60 * SIDE,
+                "y_level": rows // 60 * SIDE, "tissue": np.ones(PER_SLIDE), "focus": np.full(PER_SLIDE, np.nan),
+                "length": length, "crc": writer.put_patches(number, rows.tolist(), values), "label": np.full(PER_SLIDE, -1),
+            }  # fmt: skip
+            writer.complete(number, done, columns, {"thumb": files[0]})
+
+
+def cold() -> None:
+    """Empty the page cache."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3")
+
+
+def told(name: str, words: list[str]) -> None:
+    """Run a command from a cold cache; its seconds and largest anonymous memory."""
+    cold()
+    started = time.monotonic()
+    code, peaks = peaks_of([*COMMAND, *words], quiet=True)
+    seconds = time.monotonic() - started
+    memory = max((kilobytes for kilobytes, _ in peaks.values()), default=0) / 1024
+    print(
+        f"{name:<28} {seconds:8.2f} s  {memory:7.0f} MB a process"
+        + (f"  exit {code}" if code else ""),
+        flush=True,
+    )
+
+
+def compared(store: Path, rounds: int) -> None:
+    """Verify against reading, in turns."""
+    took: dict[str, list[float]] = {"cat": [], "verify": [], "verify --workers 1": []}
+    ways: dict[str, Callable[[], object]] = {
+        "cat": lambda: subprocess.run(["/bin/cat", str(store / "data.mdb")], stdout=subprocess.DEVNULL, check=True),
+        "verify": lambda: subprocess.run([*COMMAND, "verify", str(store)], stdout=subprocess.DEVNULL, check=True),
+        "verify --workers 1": lambda: subprocess.run(
+            [*COMMAND, "verify", str(store), "--workers", "1"], stdout=subprocess.DEVNULL, check=True
+        ),
+    }  # fmt: skip
+    for _ in range(rounds):
+        for name, way in ways.items():
+            cold()
+            started = time.monotonic()
+            way()
+            took[name].append(time.monotonic() - started)
+    medians = {name: statistics.median(seconds) for name, seconds in took.items()}
+    size = (store / "data.mdb").stat().st_size
+    for name, seconds in medians.items():
+        share = medians["cat"] / seconds
+        print(
+            f"{name:<28} {seconds:8.2f} s  {size / seconds / 1e6:7.0f} MB/s  {share:.2f} of reading's speed",
+            flush=True,
+        )
+
+
+def flip(store: Path, slides: list[int]) -> None:
+    """Change a byte of a patch of some slides, on disk."""
+    with DataFile(store / "data.mdb") as file:
+        metas = [meta for meta in file.metas if meta is not None]
+        structure = Structure(file, max(metas, key=lambda meta: meta.transaction))
+        structure.read_databases()
+        places: dict[int, int] = {}
+        for read in structure.reads("patches", structure.trees["patches"]):
+            for node in range(len(read.nodes)):
+                place = read.place(node)
+                slide = int.from_bytes(read.nodes.key(node)[:4], "big")
+                if slide in slides and isinstance(place, tuple):
+                    places.setdefault(slide, place[0] * file.page_size + 100)
+    with (store / "data.mdb").open("r+b") as data:
+        for offset in places.values():
+            data.seek(offset)
+            old = data.read(1)
+            data.seek(offset)
+            data.write(bytes([old[0] ^ 1]))
+
+
+def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
+    """Every command on a store."""
+    with Store(store) as opened:
+        complete = opened.complete
+        size = (store / "data.mdb").stat().st_size
+        print(
+            f"\n{store.name}: {len(complete)} slides, {len(opened):,} patches of {opened.patch_size}², {size / 1e9:.2f} GB"
+        )
+        labels = {record.label for record in complete.values()}
+        if len(labels) > 1:
+            write_splits(make_splits([opened], split_by="slide", seed=0), work / "splits.json")
+    names = [record.id for record in complete.values()]
+    compared(store, rounds)
+    told("verify --full", ["verify", str(store), "--full"])
+    told("verify --untrusted", ["verify", str(store), "--untrusted"])
+    told("info --untrusted", ["info", str(store), "--untrusted"])
+    if len(labels) > 1:
+        told(
+            "split",
+            [
+                "split",
+                str(store),
+                "--splits",
+                str(work / "splits.json"),
+                "--out",
+                str(work / "sides"),
+            ],
+        )
+        told(
+            "merge, of the three sides",
+            ["merge", str(work / "sides"), "--out", str(work / "merged.lmdb")],
+        )
+        shutil.rmtree(work / "sides")
+    else:
+        told("merge", ["merge", str(store), "--out", str(work / "merged.lmdb")])
+    some = names[:: max(2, len(names) // 50)] if len(names) > 4 else names[:1]
+    told(f"remove {len(some)} slides", ["remove", str(work / "merged.lmdb"), *some])
+    told("compact", ["compact", str(work / "merged.lmdb")])
+    told("verify of that", ["verify", str(work / "merged.lmdb")])
+    if slides is not None:
+        hit = list(complete)[:2]
+        flip(store, hit)
+        found = subprocess.run(
+            [*COMMAND, "verify", str(store), "--json"], capture_output=True, check=False
+        )
+        print("  damaged:", json.loads(found.stdout)["damaged_slides"])
+        told(f"repair {len(hit)} slides", ["repair", str(store), str(slides)])
+        told("verify of that", ["verify", str(store)])
+    shutil.rmtree(work / "merged.lmdb")
+
+
+def main() -> None:
+    """Make the stores, measure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--work", type=Path, required=True, help="An empty folder on the disk in question."
+    )
+    parser.add_argument("--patches", type=int, default=1_000_000)
+    parser.add_argument("--slides", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    work = arguments.work
+    work.mkdir(exist_ok=True)
+    if arguments.slides:
+        subprocess.run(
+            [*COMMAND, "ingest", str(arguments.slides), "--out", str(work / "real.lmdb")],
+            capture_output=True,
+            check=False,
+        )
+        measured(work / "real.lmdb", work, arguments.slides, arguments.rounds)
+    if arguments.patches:
+        make_store(work / "made.lmdb", arguments.patches)
+        measured(work / "made.lmdb", work, None, arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
