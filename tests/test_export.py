@@ -210,7 +210,7 @@ def test_damaged_patches_are_left_out_and_told(tmp_path: Path, run: Run) -> None
 def test_names_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"n/../../../x": jpegs(0, 2)})
     for to in ("tfrecord", "webdataset", "folder"):
-        with pytest.raises(DamagedStore, match="slide 0: its id.*expected a name"):
+        with pytest.raises(DamagedStore, match=r"slide 0: its id.*expected a name"):
             export_patches(store, out=tmp_path / to, to=to)
         assert not (tmp_path / to).exists()
 
