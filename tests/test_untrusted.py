@@ -40,10 +40,10 @@ def test_any_changed_byte_is_read_or_refused(
     assert done.returncode == 0, done.stdout + done.stderr
     refused = {
         name: int(count)
-        for name, count in re.findall(r"^(\S+): (\d+) of 300 refused$", done.stdout, re.MULTILINE)
+        for name, count in re.findall(r"^(\S+): (\d+) of \d+ refused$", done.stdout, re.MULTILINE)
     }
-    assert len(refused) == 15
-    assert all(count > 10 for count in refused.values()), refused
+    assert len(refused) == 19
+    assert all(count > 3 for count in refused.values()), refused
 
 
 def test_a_stranger_s_store_is_looked_at_first(made_store: Path, tmp_path: Path, run: Run) -> None:

@@ -11,16 +11,17 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import pydicom
 from numpy.typing import NDArray
 from pydicom.encaps import parse_basic_offsets, parse_fragments
-from pydicom.errors import InvalidDicomError
 from pydicom.uid import JPEGBaseline8Bit
 
 from histopipe.geometry import Level, Size
+from histopipe.slides.dicom_header import read_header
 from histopipe.slides.jpeg import Colour
 from histopipe.slides.native import NativeLevel, NotNative, with_frame
 
+_SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
+_FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")
 _ELEMENT_HEADER = 12
 """Bytes of tag, representation and length, in the explicit form that every compressed syntax has."""
 _ITEM_HEADER = struct.Struct("<HHI")
@@ -42,31 +43,30 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     Raises:
         NotNative: they cannot be taken directly; the text says why.
     """
-    found = []
-    for path in files:
-        try:
-            header = pydicom.dcmread(path, stop_before_pixels=True)
-        except (InvalidDicomError, OSError):
-            continue
-        size = Size(
-            int(header.get("TotalPixelMatrixColumns", 0)),
-            int(header.get("TotalPixelMatrixRows", 0)),
-        )
-        kind = header.get("ImageType", [""] * 3)
-        if size == level.size and len(kind) > 2 and kind[2] == "VOLUME":
-            found.append((path, header))
+    found = [path for path in files if _shows(path, level.size)]
     if len(found) != 1:
         raise NotNative(f"{len(found)} of its files are {level.size}, where one should be")
-    path, header = found[0]
     try:
-        return with_frame(_native(path, header, level.size))
+        return with_frame(_native(found[0], level.size))
     except NotNative:
         raise
     except Exception as error:
         raise NotNative(f"its frames cannot be found: {error}") from error
 
 
-def _native(path: Path, header: pydicom.Dataset, size: Size) -> NativeLevel:
+def _shows(path: Path, size: Size) -> bool:
+    """Whether a file is the slide's image of a size."""
+    try:
+        header = read_header(path, "ImageType", *_SIZE)
+        width, height = (int(header.get(name, 0)) for name in _SIZE)
+        kind = header.get("ImageType", [])
+        return Size(width, height) == size and len(kind) > 2 and kind[2] == "VOLUME"
+    except Exception:  # noqa: BLE001 - pydicom looks at values only when they are asked for
+        return False
+
+
+def _native(path: Path, size: Size) -> NativeLevel:
+    header = read_header(path, *_FRAMES)
     syntax = header.file_meta.TransferSyntaxUID
     if syntax != JPEGBaseline8Bit:
         raise NotNative(f"its tiles are {syntax.name}")
@@ -96,9 +96,7 @@ def _native(path: Path, header: pydicom.Dataset, size: Size) -> NativeLevel:
 def _frames(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Offset and length of every fragment of the pixel data."""
     with path.open("rb") as file:
-        pydicom.dcmread(
-            file, stop_before_pixels=True
-        )  # leaves the file where the pixel data begins
+        read_header(file)
         file.seek(_ELEMENT_HEADER, os.SEEK_CUR)
         parse_basic_offsets(
             file

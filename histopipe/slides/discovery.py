@@ -157,15 +157,12 @@ def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
 
 
 def _series_uid(path: Path) -> str | None:
-    # Late: pydicom is only wanted where there are DICOM files.
-    import pydicom
-    from pydicom.errors import InvalidDicomError
+    from histopipe.slides.dicom_header import read_header  # late: mostly there are no DICOM files
 
     try:
-        header = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=["SeriesInstanceUID"])
-    except (InvalidDicomError, OSError, ValueError, KeyError, NotImplementedError, EOFError):
+        return str(read_header(path, "SeriesInstanceUID").get("SeriesInstanceUID", "")) or None
+    except ValueError:
         return None  # opening it will give the reason
-    return str(header.get("SeriesInstanceUID", "")) or None
 
 
 def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:

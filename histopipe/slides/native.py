@@ -26,6 +26,8 @@ from histopipe.slides.slide import SlideInfo
 
 _DECODED_BYTES = 48 << 20
 """Pixels of tiles kept decoded, for the patches that share them."""
+_LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
+"""Pixels, and bytes: what a damaged header may say beyond them is not to be taken into memory."""
 
 
 class NotNative(ValueError):
@@ -197,6 +199,9 @@ def with_frame(native: NativeLevel) -> NativeLevel:
         NotNative: that tile is not what can be used.
     """
     place = np.unravel_index(int(native.lengths.argmax()), native.shape)
+    length = int(native.lengths[place])
+    if native.tile.area > _LARGEST_TILE or length > _LONGEST_TILE:
+        raise NotNative(f"its tiles are {native.tile}, the longest of {length} bytes")
     try:
         with NativeTiles(native) as tiles:
             longest = tiles.jpeg(int(place[0]), int(place[1]))

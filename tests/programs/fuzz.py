@@ -17,14 +17,28 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import numpy as np
+import pydicom
+import simplejpeg
+from pydicom.dataset import FileMetaDataset
+from pydicom.encaps import encapsulate
+from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorage
 
 from histopipe.annotations.read import read_annotations
 from histopipe.dataset.batches import decode
 from histopipe.dataset.splits import read_splits, recorded_numbers, trained_on
+from histopipe.demo.pyramid_tiff import Page, write_pyramid
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.predictions_file import read_predictions
+from histopipe.features.feature_file import writing
+from histopipe.features.trust import check_coords, check_features
+from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
 from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.slides import dicom_tiles, tiff_tiles
+from histopipe.slides.discovery import discover
+from histopipe.slides.native import NativeLevel, NativeTiles, NotNative
+from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_slide_list
 from histopipe.store.picture import decode_picture
 from histopipe.store.record import SlideRecord
@@ -34,6 +48,16 @@ from histopipe.training.result import read_result
 from histopipe.training.settings_file import read_config
 
 SPARE_BYTES = 1 << 30
+HDF5_SECONDS = 5.0
+HDF5_ROUNDS = 15
+"""Each of a process of its own, which HDF5 may hang or kill."""
+
+TILE = 64
+LEVEL = Level(0, Size(100, 100), 1.0)
+INFO = SlideInfo(
+    vendor="generic-tiff", levels=(LEVEL,), bounds=RegionL0(PointL0(0, 0), LEVEL.size), mpp_x=None, mpp_y=None,
+    objective_power=None, quickhash=None, has_icc_profile=False,
+)  # fmt: skip
 SLOWEST = 20.0
 TOKENS = (
     b"-1", b"0", b"1e999", b"NaN", b"null", b"true", b'""', b"[]", b"{}", b"9" * 30, b"9" * 5000, b"[" * 50_000,
@@ -54,6 +78,8 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
     scratch = run / "fuzz-scratch"
     scratch.mkdir(exist_ok=True)
     facts.write(scratch / "facts.json")
+    write_slides(scratch)
+    write_hdf5(scratch)
     found: dict[str, tuple[bytes, Parser]] = {
         "splits.json": ((run / "splits.json").read_bytes(), lambda p: (read_splits(p, [store]), trained_on(p), recorded_numbers(p))),
         "config.toml": ((run / "config.toml").read_bytes(), read_config),
@@ -70,9 +96,59 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
         "patch": (store.value(0, 0), lambda p: decode(memoryview(p.read_bytes()), np.empty((store.patch_size,) * 2 + (3,), np.uint8))),
         "thumbnail": (store.thumbnail(0) or b"", lambda p: decode_picture(p.read_bytes(), "thumbnail")),
         "mask": (store.thumbnail(0, "mask") or b"", lambda p: decode_picture(p.read_bytes(), "mask", mode="L")),
+        "x.tiff": ((scratch / "x.tiff").read_bytes(), lambda p: tiles_of(tiff_tiles.find_tiles((p,), INFO, LEVEL))),
+        "dicom/x.dcm": ((scratch / "x.dcm").read_bytes(), read_dicom),
+        "features/x.h5": ((scratch / "features.h5").read_bytes(), lambda p: check_features(p.parent, seconds=HDF5_SECONDS)),
+        "coords/x.h5": ((scratch / "coords.h5").read_bytes(), lambda p: check_coords(p.parent, seconds=HDF5_SECONDS)),
     }  # fmt: skip
     shutil.rmtree(scratch)
     return found
+
+
+def write_slides(folder: Path) -> None:
+    """A slide of four tiles as a TIFF and as DICOM."""
+    noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
+    tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
+    page = Page(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)
+    write_pyramid(folder / "x.tiff", [page])
+    header = pydicom.Dataset()
+    header.file_meta = FileMetaDataset()
+    header.file_meta.TransferSyntaxUID = JPEGBaseline8Bit
+    header.ImageType = ["ORIGINAL", "PRIMARY", "VOLUME", "NONE"]
+    header.TotalPixelMatrixColumns = LEVEL.size.width
+    header.TotalPixelMatrixRows = LEVEL.size.height
+    header.Rows = header.Columns = TILE
+    header.PhotometricInterpretation = "YBR_FULL"
+    header.DimensionOrganizationType = "TILED_FULL"
+    header.SOPClassUID = VLWholeSlideMicroscopyImageStorage
+    header.file_meta.MediaStorageSOPClassUID = header.SOPClassUID
+    header.SOPInstanceUID = header.file_meta.MediaStorageSOPInstanceUID = UID("1.2")
+    header.PixelData = encapsulate(tiles)
+    header["PixelData"].is_undefined_length = True
+    header.save_as(folder / "x.dcm", enforce_file_format=True)
+
+
+def write_hdf5(folder: Path) -> None:
+    """Features, and coordinates as CLAM writes them."""
+    corners = np.arange(40).reshape(20, 2)
+    with writing(folder / "features.h5", 20, 8, "float32") as made:
+        made.append(np.ones((20, 8), np.float32), corners)
+        made.finish({}, {})
+    with h5py.File(folder / "coords.h5", "w") as file:
+        file["coords"] = corners
+        file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
+
+
+def read_dicom(path: Path) -> None:
+    """Find a series, and decode its tiles."""
+    discover([path.parent])
+    tiles_of(dicom_tiles.find_tiles((path,), LEVEL))
+
+
+def tiles_of(native: NativeLevel) -> None:
+    """Decode all of a level's tiles."""
+    with NativeTiles(native) as tiles:
+        tiles.pixels(RegionLevel(0, 0, native.size))
 
 
 def changed(rng: random.Random, content: bytes) -> bytes:
@@ -110,19 +186,21 @@ def main() -> None:
         known = parsers(arguments.folder, store)
         for name, (content, parse) in known.items():
             place = arguments.folder / name
+            place.parent.mkdir(exist_ok=True)
             place.write_bytes(content)
             parse(place)
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + SPARE_BYTES, used + SPARE_BYTES))
         for name, (content, parse) in known.items():
             refused, place = 0, arguments.folder / name
-            for _ in range(arguments.rounds):
+            rounds = HDF5_ROUNDS if name.endswith(".h5") else arguments.rounds
+            for _ in range(rounds):
                 made = changed(rng, content)
                 place.write_bytes(made)
                 started = time.monotonic()
                 try:
                     parse(place)
-                except HistopipeError:
+                except (HistopipeError, NotNative):
                     refused += 1
                 except BaseException:  # noqa: BLE001 - that is what is looked for
                     failures += 1
@@ -134,7 +212,7 @@ def main() -> None:
                     failures += 1
                     print(f"{name} took {time.monotonic() - started:.0f} s: {made[:200]!r}")
             place.write_bytes(content)
-            print(f"{name}: {refused} of {arguments.rounds} refused", flush=True)
+            print(f"{name}: {refused} of {rounds} refused", flush=True)
     raise SystemExit(1 if failures else 0)
 
 
