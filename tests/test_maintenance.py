@@ -595,8 +595,8 @@ def test_a_repair_that_is_killed_goes_on(drawn: Path, damaged: Path, run: Run) -
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """Ingests, merges, removals and compactions; what they leave is whole, and done again they end."""
     done = subprocess.run(
-        [sys.executable, "-P", str(TOOLS / "kill_store.py"), "--kills", "12", "--work", str(tmp_path)],
+        [sys.executable, "-P", str(TOOLS / "kill_store.py"), "--kills", "8", "--side", "1536", "--work", str(tmp_path)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "12 kills" in done.stdout
+    assert "8 kills" in done.stdout
