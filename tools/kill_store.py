@@ -156,7 +156,7 @@ def main() -> None:
             victim = list(commands.values())[done % len(commands)]
             victim.prepare()
             # Half of it is Python's start, in which nothing can go wrong.
-            if not killed(victim, victim.seconds * rng.uniform(0.3, 1.0)):
+            if not killed(victim, victim.seconds * rng.uniform(0.5, 1.0)):
                 victim.late += 1
                 continue
             done += 1
