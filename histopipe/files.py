@@ -112,6 +112,14 @@ def storable(text: str) -> str:
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def shown(text: str) -> str:
+    """A text that a terminal shows and does not obey: control characters are written as \\xNN."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
 def free_bytes(path: Path) -> int:
     """What a user may still write to the disk that an existing path lies on."""
     stat = os.statvfs(path)

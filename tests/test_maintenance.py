@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, TOOLS, Run, make_slides
-from test_reader import a_store, flip_a_byte, flip_bytes, jpegs
+from conftest import COMMAND, TOOLS, Run
+from test_reader import a_store, flip_a_byte, jpegs
 from test_store import SPEC
-from test_verify import edited, pages_of, patched
+from test_verify import edited
 
 from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import write_splits
 from histopipe.errors import NothingToDo, SpecMismatch, UsageError
-from histopipe.maintenance.finding import Kind
 from histopipe.maintenance.merge import merge
 from histopipe.maintenance.remove import remove
-from histopipe.maintenance.repair import RepairOptions, repair
 from histopipe.maintenance.verify import verify
-from histopipe.slides.discovery import discover
 from histopipe.store.claims import Claims
 from histopipe.store.columns import ColumnWriter
-from histopipe.store.data_file import DataFile
 from histopipe.store.format import encode_index, slide_key
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.store import Store
-from histopipe.store.structure import Structure
 from histopipe.store.writer import StoreWriter
 
 
@@ -328,268 +319,6 @@ def test_a_split_that_divides_slides_is_refused(made_store: Path, tmp_path: Path
 
 
 # Repair.
-
-
-@pytest.fixture(scope="module")
-def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four slides in `slides`, and `s.lmdb` of them, with labels, and classes of patches on the second."""
-    folder = tmp_path_factory.mktemp("repair")
-    made = make_slides(
-        folder / "slides", "--count", "4", "--size", "1024x1024", "--classes", "normal,tumour"
-    )
-    store = folder / "s.lmdb"
-    subprocess.run(
-        [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), "--patch-size", "64", "--tissue", "none"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    assert len(made) == 4
-    label(store, 1, "stroma")
-    return folder
-
-
-@pytest.fixture
-def damaged(drawn: Path, tmp_path: Path) -> Path:
-    """A copy of that store, to be damaged."""
-    return Path(shutil.copytree(drawn / "s.lmdb", tmp_path / "s.lmdb"))
-
-
-def numbers(path: Path) -> tuple[str, dict[int, str]]:
-    with Store(path) as store:
-        return store.uuid, {number: record.id for number, record in store.records.items()}
-
-
-def as_ingested(path: Path) -> dict[str, Any]:
-    """Contents without what says where and how a slide was found."""
-    return {
-        name: (dataclasses.replace(facts, mpp_source=None, path="", resolved_path=""), *rest)
-        for name, (facts, *rest) in contents(path).items()
-    }
-
-
-def rewritten_record(path: Path, slide: int) -> None:
-    def change(txn: Any, db: Any) -> None:
-        record = bytes(txn.get(slide_key(slide), db=db))
-        txn.put(slide_key(slide), record.replace(b'"vendor":', b'"vendoR":'), db=db)
-
-    edited(path, "slides", change)
-
-
-def leaf_of_the_patches(path: Path) -> None:
-    _, leaves, _ = pages_of(path)
-    patched(path / "data.mdb", 4096 * leaves[len(leaves) // 2] + 2)
-
-
-def root_of_the_index(path: Path) -> None:
-    _, _, roots = pages_of(path)
-    patched(path / "data.mdb", 4096 * roots[b"index"] + 2)
-
-
-@pytest.mark.parametrize(
-    ("damage", "hit"),
-    [
-        (lambda path: flip_bytes(path, [(1, 5), (3, 0), (3, 1)]), [1, 3]),
-        (lambda path: edited(path, "index", lambda t, db: t.delete(slide_key(2), db=db)), [2]),
-        (lambda path: edited(path, "thumbnails", lambda t, db: t.delete(slide_key(1) + b"thumb", db=db)), [1]),
-        (lambda path: rewritten_record(path, 0), [0]),
-        (leaf_of_the_patches, None),
-        (root_of_the_index, [0, 1, 2, 3]),
-        (lambda path: edited(path, "patches", lambda t, db: t.put(slide_key(9) * 2, b"x", db=db)), []),
-        (lambda path: edited(path, "patches", lambda t, db: t.put(b"stray", b"x", db=db)), []),
-        (lambda path: edited(path, "stains", lambda t, db: t.put(slide_key(1), b'{"algorithm":"stain-1"}', db=db)), []),
-        (lambda path: edited(path, "meta", lambda t, db: t.put(b"next_number", b"1", db=db)), []),
-    ],
-    ids=["values", "index", "thumbnail", "record", "leaf", "root", "orphan", "stray", "stain", "number"],
-)  # fmt: skip
-def test_repair_brings_back_exactly_what_is_damaged(
-    drawn: Path, damaged: Path, run: Run, damage: Callable[[Path], None], hit: list[int] | None
-) -> None:
-    whole, before = as_ingested(damaged), numbers(damaged)
-    damage(damaged)
-    found = verify(damaged)
-    assert found.findings
-    if hit is None:
-        hit = list(found.damaged_slides)
-        assert 0 < len(hit) < 4
-    done = run("repair", damaged, drawn / "slides", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    value = json.loads(done.stdout)
-    assert sorted(value["slides"]) == [before[1][number] for number in hit]
-    assert verify(damaged, full=True).findings == []
-    after = as_ingested(damaged)
-    assert numbers(damaged) == before
-    if hit == [0]:  # what a person has said of it went with its record, and that is told
-        lost = before[1][0]
-        assert f"the record of {lost} was lost" in str(value["notes"])
-        assert after.pop(lost)[1:] == whole.pop(lost)[1:]
-    if hit == [0, 1, 2, 3]:  # what was drawn is lost with the index, and told
-        name = before[1][1]
-        assert "annotate" in str(after[name][0].notes)
-        del after[name], whole[name]
-    assert after == whole
-    assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
-    again = run("repair", damaged, drawn / "slides")
-    assert again.stdout == f"{damaged} is whole: nothing to repair\n"
-
-
-def leaf_of_the_records(path: Path) -> None:
-    _, _, roots = pages_of(path)
-    patched(path / "data.mdb", 4096 * roots[b"slides"] + 12)
-
-
-def test_slides_whose_records_are_lost_are_known_by_their_patches(
-    drawn: Path, damaged: Path, run: Run
-) -> None:
-    whole, before = as_ingested(damaged), numbers(damaged)
-    leaf_of_the_records(damaged)
-    files = sorted((drawn / "slides").glob("*.svs"))
-    done = run("repair", damaged, *files[:3], "--json")
-    assert done.returncode == 3, done.stderr
-    assert json.loads(done.stdout)["left"] == {"lost-slide-3": "its file is not among those given"}
-    assert numbers(damaged) == (before[0], {**before[1], 3: "lost-slide-3"})
-    assert verify(damaged).findings == []  # hidden, as one that an ingest has not finished
-    done = run("repair", damaged, drawn / "slides")
-    assert done.returncode == 0, done.stderr
-    assert numbers(damaged) == before
-    assert {n: slide[1:] for n, slide in as_ingested(damaged).items()} == {
-        n: slide[1:] for n, slide in whole.items()
-    }
-    assert verify(damaged).findings == []
-
-
-def test_what_can_be_read_of_a_slide_stays_until_it_is_back(
-    drawn: Path, damaged: Path, run: Run
-) -> None:
-    leaf_of_the_patches(damaged)
-    hit = set(verify(damaged).damaged_slides)
-    held = {n: slide[2] for n, slide in as_ingested_but(damaged, hit).items()}
-    wrong = sorted((drawn / "slides").glob("*.svs"))[min(set(range(4)) - hit)]
-    done = run("repair", damaged, wrong)
-    assert (done.returncode, "could not be brought back" in done.stderr) == (3, True), done.stderr
-    found = verify(damaged)
-    assert not found.is_structural
-    assert {f.kind for f in found.findings} == {Kind.HOLE}
-    assert set(found.damaged_slides) == hit
-    assert {n: slide[2] for n, slide in as_ingested_but(damaged, hit).items()} == held
-    with Store(damaged) as store:
-        (first, *_) = hit
-        assert store.value(first, 0)  # the other patches of a damaged slide are there
-    assert run("repair", damaged, drawn / "slides").returncode == 0
-    assert verify(damaged).findings == []
-
-
-def as_ingested_but(path: Path, numbers: set[int]) -> dict[str, Any]:
-    """What can be read of the slides that are sound, past LMDB's own view of a damaged file."""
-    with Store(path) as store:
-        return {
-            record.id: (record, None, [store.value(n, row) for row in range(record.planned)])
-            for n, record in store.complete.items()
-            if n not in numbers
-        }
-
-
-class WritesMeanwhile:
-    """A progress that changes the store as soon as the ingest has begun."""
-
-    def __init__(self, store: Path) -> None:
-        self._store = store
-
-    def begin(self, slides: int) -> None:
-        label(self._store, 1, "meanwhile")
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
-
-
-def test_what_is_written_during_a_repair_is_not_lost(drawn: Path, damaged: Path) -> None:
-    with Store(damaged) as store:
-        free = store.records[0]
-    flip_overflow_head(damaged, 0)
-    with pytest.raises(UsageError, match="was written meanwhile"):
-        repair(damaged, discover([drawn / "slides"]), RepairOptions(), WritesMeanwhile(damaged))
-    with Store(damaged) as store:
-        assert "meanwhile" in store.classes
-        assert store.records[0] == free
-
-
-def flip_overflow_head(path: Path, slide: int) -> None:
-    """Damage the head of the pages that a slide's index lies on."""
-    with DataFile(path / "data.mdb") as file:
-        metas = [meta for meta in file.metas if meta is not None]
-        structure = Structure(file, max(metas, key=lambda meta: meta.transaction))
-        structure.read_databases()
-        for read in structure.reads("index", structure.trees["index"]):
-            place = read.place(slide)
-            assert isinstance(place, tuple)
-    patched(path / "data.mdb", 4096 * place[0] + 12)
-
-
-def test_the_pages_of_an_index_are_looked_at(damaged: Path, drawn: Path, run: Run) -> None:
-    flip_overflow_head(damaged, 2)
-    found = verify(damaged)
-    assert (found.is_structural, set(found.damaged_slides)) == (True, {2})
-    assert run("repair", damaged, drawn / "slides").returncode == 0
-    assert verify(damaged).findings == []
-
-
-def test_a_repair_from_within_the_store_s_folder(drawn: Path, damaged: Path, run: Run) -> None:
-    leaf_of_the_patches(damaged)
-    done = run("repair", ".", drawn / "slides", cwd=damaged)
-    assert done.returncode == 0, done.stderr
-    assert verify(damaged).findings == []
-    assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
-
-
-def test_slides_that_are_not_given_stay_as_they_are(
-    drawn: Path, damaged: Path, tmp_path: Path, run: Run
-) -> None:
-    flip_bytes(damaged, [(1, 5), (3, 0)])
-    files = sorted((drawn / "slides").glob("*.svs"))
-    before = (damaged / "data.mdb").stat().st_size
-    done = run("repair", damaged, files[1])
-    assert done.returncode == 3
-    assert "could not be brought back: its file is not among those given" in done.stderr
-    assert set(verify(damaged).damaged_slides) == {3}
-    assert (damaged / "data.mdb").stat().st_size < 2 * before
-    done = run("repair", damaged, files[0])  # the file of another slide
-    assert done.returncode == 3
-    other = tmp_path / "other" / files[3].name
-    other.parent.mkdir()
-    shutil.copy(files[0], other)
-    done = run("repair", damaged, other)
-    assert (done.returncode, "another" in done.stderr) == (3, True), done.stderr
-    assert set(verify(damaged).damaged_slides) == {3}
-    assert run("repair", damaged, files[3]).returncode == 0
-    assert verify(damaged).findings == []
-
-
-def test_what_a_store_says_of_itself_cannot_be_repaired(
-    drawn: Path, damaged: Path, run: Run
-) -> None:
-    edited(damaged, "meta", lambda txn, db: txn.delete(b"spec", db=db))
-    done = run("repair", damaged, drawn / "slides")
-    assert (done.returncode, "says of itself is lost" in done.stderr) == (5, True)
-
-
-def test_a_repair_that_is_killed_goes_on(drawn: Path, damaged: Path, run: Run) -> None:
-    whole = as_ingested(damaged)
-    for share in (0.4, 0.6, 0.8, 0.95):
-        flip_bytes(damaged, [(number, 5) for number in range(4)])
-        started = time.monotonic()
-        process = subprocess.Popen(
-            [*COMMAND, "repair", str(damaged), str(drawn / "slides")],
-            start_new_session=True,
-            stdout=-3,
-            stderr=-3,
-        )
-        time.sleep(share * 1.5)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        done = run("repair", damaged, drawn / "slides")
-        assert done.returncode == 0, (done.stderr, started)
-        assert verify(damaged).findings == []
-        assert {name: slide[2] for name, slide in as_ingested(damaged).items()} == {
-            name: slide[2] for name, slide in whole.items()
-        }
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:

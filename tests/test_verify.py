@@ -375,20 +375,34 @@ def test_any_history_leaves_a_whole_structure(
 
 
 def test_whatever_lmdb_s_own_verifier_finds_is_found(store: Path) -> None:
-    """600 bytes, on all pages that are used, heads of values' own pages among them."""
+    """Bytes on all pages that are used, heads of values' own pages and of nodes, and all that is written down of databases."""
     rng = random.Random(1)
     branches, leaves, roots = pages_of(store)
     whole = (store / "data.mdb").read_bytes()
     heads = [0, 1, *branches, *leaves, *roots.values(), *range(2, len(whole) // 4096, 7)]
     pages = [page for page in heads if page < len(whole) // 4096]
+    with DataFile(store / "data.mdb") as file:
+        metas = [meta for meta in file.metas if meta is not None]
+        main = max(metas, key=lambda meta: meta.transaction).main.root
     missed, found_by_both = [], 0
-    for _ in range(600):
-        page, at = (
-            rng.choice(pages),
-            rng.choice([rng.randrange(16), rng.randrange(64), rng.randrange(4096)]),
-        )
+    places = [
+        4096 * rng.choice(pages)
+        + rng.choice([rng.randrange(16), rng.randrange(64), rng.randrange(4096)])
+        for _ in range(600)
+    ]
+    for page in {*leaves[::40], *roots.values()} & set(
+        pages
+    ):  # heads of nodes: sizes, flags, length of the key
+        (lower,) = struct.unpack_from("<H", whole, 4096 * page + 12)
+        starts = struct.unpack_from(f"<{(lower - 16) // 2}H", whole, 4096 * page + 16)
+        places += [4096 * page + start + at for start in starts[::20] for at in range(8)]
+    for name in roots:  # what is written down of databases, behind their names
+        at = whole.rindex(name, 4096 * main, 4096 * (main + 1)) + len(name)
+        places += range(at, at + 48)
+    for place in places:
         damaged = bytearray(whole)
-        damaged[4096 * page + at] ^= 1 << rng.randrange(8)
+        damaged[place] ^= 1 << rng.randrange(8)
+        page, at = divmod(place, 4096)
         (store / "data.mdb").write_bytes(damaged)
         expected = theirs(store)
         try:

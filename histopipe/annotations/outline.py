@@ -12,6 +12,7 @@ import shapely
 from shapely.geometry.base import BaseGeometry
 
 from histopipe.errors import UsageError
+from histopipe.files import shown
 
 Frame = Literal["bounds", "slide"]
 """Where a file's coordinates begin: at the scanned area's corner, as in QuPath, or at level 0's."""
@@ -118,8 +119,8 @@ def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
 
 
 def plain(text: str) -> str:
-    """A text that can be written: halves of characters, which JSON may have, are replaced."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    """A text that can be written and shown: halves of characters, which JSON may have, are replaced."""
+    return shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _is_tangled(polygon: shapely.Polygon) -> bool:

@@ -22,6 +22,7 @@ from histopipe.cli.copied import allow_network
     help="Outlines, as for ingest.  [default: patches keep their classes where these are whole]",
 )
 @annotation_options
+@click.option("--full", is_flag=True, help="Decode every patch and picture, too.")
 @click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
 @allow_network
 @click.option("--json", "as_json", is_flag=True, help="What was done as JSON.")
@@ -35,9 +36,9 @@ def command(
 ) -> int:
     """Look at all of STORE, as `histopipe verify` does, and ingest what is damaged again from SLIDES, files or folders.
 
-    Only damaged slides are touched; what an ingest has left unfinished counts as such. They keep their numbers, labels and
-    what was measured of their patches. If the file itself is damaged, all that is sound is written into a new one, which
-    takes its place at the end. Interrupted, the same command goes on. Exit code 3: some slides could not be brought back.
+    Only damaged slides are touched. They keep their numbers, labels, stains and what was measured of their patches. If the
+    file itself is damaged, all that is sound is written into a new one, which takes its place at the end. Interrupted, the
+    same command goes on. Exit code 3: some slides could not be brought back; 5: something else is still wrong.
 
     \b
     Example: histopipe repair patches.lmdb slides/
@@ -56,8 +57,8 @@ def command(
         annotations = find_annotations(flags["annotations"], SlideNames(s.id for s in found))
         outlines = dict(annotations.by_slide)
     options = RepairOptions(
-        workers=workers, annotations=outlines, rules=rules_of(flags), allow_network=allow_network
-    )
+        full=flags["full"], workers=workers, annotations=outlines, rules=rules_of(flags), allow_network=allow_network,
+    )  # fmt: skip
     progress = choose_progress()
     try:
         with fraction_bar("verify", "pages", scale=True) as told:
@@ -72,6 +73,8 @@ def command(
         click.echo(note, err=True)
     for name, why in done.left.items():
         click.echo(f"{name} could not be brought back: {why}", err=True)
+    for what in done.remaining:
+        click.echo(f"still wrong: {what}", err=True)
     if not done.findings and not done.slides and not done.left:
         click.echo(f"{store} is whole: nothing to repair")
     else:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.features.feature_file import read_coords, read_features, read_header
 from histopipe.features.folder import feature_files
 from histopipe.ingest import coords
-from histopipe.ingest.pool import WorkerDied, WorkerPool
+from histopipe.ingest.pool import WorkerPool
 
 _SECONDS = 60.0
 _MOST_EXPANSION = 1000
@@ -37,7 +37,9 @@ def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) 
         for path in paths:
             try:
                 pool.submit_within(seconds, read, path).result()
-            except WorkerDied as error:
+            except HistopipeError:
+                raise
+            except Exception as error:  # HDF5 hangs or dies of some, and h5py raises anything
                 raise DamagedStore(
                     f"{path} is not to be trusted", found=f"HDF5: {error}", expected="a file that can be read through",
                     todo="leave it out",

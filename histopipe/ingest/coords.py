@@ -144,7 +144,7 @@ def read_header(path: Path) -> CoordsFile:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{path}: the attributes of its coordinates", found=", ".join(sorted(told)) or "none",
+            f"{path}: the attributes of its coordinates", found=", ".join(sorted(map(str, told))) or "none",
             expected="patch_size with patch_level (CLAM), or with level0_magnification and target_magnification (TRIDENT)",
         ) from error  # fmt: skip
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from histopipe.maintenance.values import Values
 from histopipe.store.format import (
     DATABASES,
     INDEX,
+    MAX_SLIDE_NUMBER,
     META,
     SLIDES,
     STAINS,
@@ -38,6 +40,20 @@ _NUMBER = 4
 _OPTIONAL = {STAINS}
 
 
+@dataclass(frozen=True, slots=True)
+class LoosePatches:
+    """Patches of a slide whose record is lost: what can still be known of it. M patches.
+
+    Attributes:
+        rows, lengths: (M,) int64 numbers of the patches, and bytes of their values.
+        crc: (M,) uint32, bound to their keys.
+    """
+
+    rows: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    crc: NDArray[np.uint32]
+
+
 class Contents:
     """All of a store but its patches.
 
@@ -48,6 +64,7 @@ class Contents:
         next_number: that a new slide gets.
         spec: how patches are made; None if the store does not say.
         findings: what is wrong.
+        loose: patches by number of slides whose records are lost, once all have been looked at.
     """
 
     def __init__(self, store: Path, structure: Structure) -> None:
@@ -58,6 +75,7 @@ class Contents:
         self.spec: Mapping[str, Any] | None = None
         self.findings: list[Finding] = []
         self.next_number = 0
+        self.loose: dict[int, LoosePatches] = {}
         self._sorted: list[int] = []
         self._index: dict[int, bytes | tuple[int, int]] = {}
         self._pictures: dict[int, set[str]] = defaultdict(set)
@@ -78,9 +96,18 @@ class Contents:
         return {n: r for n, r in self.records.items() if r.state is SlideState.COMPLETE}
 
     @property
-    def nameless(self) -> set[int]:
-        """Numbers that have an index but no record: of slides, most likely, whose records are lost."""
-        return self._index.keys() - self.records.keys() - self.unreadable.keys()
+    def lost(self) -> dict[int, str | None]:
+        """Numbers of slides whose records are lost, with the name that seems to have been theirs.
+
+        Of those that have neither a record nor an index there are patches, under a number that was given out.
+        """
+        nameless = self._index.keys() | {n for n in self.loose if n < self.next_number}
+        hidden = {n for n, record in self.records.items() if is_placeholder(record)}
+        return self.unreadable | dict.fromkeys(nameless - self.records.keys() | hidden)
+
+    def is_lost(self, slide: int) -> bool:
+        """Whether a slide's record is, so that its patches are all that tells which slide it was."""
+        return slide not in self.records or is_placeholder(self.records[slide])
 
     def columns(self, slide: int) -> dict[str, NDArray[Any]] | None:
         """A slide's index; None if it is missing.
@@ -171,6 +198,9 @@ class Contents:
             self.classes = read_classes(stored.get, self.store)
         with self._told(Kind.FORMAT):
             self.next_number = entry(stored.get, "next_number", int, self.store)
+        if not 0 <= self.next_number <= MAX_SLIDE_NUMBER + 1:
+            self.add(Kind.COUNT, f"meta 'next_number' is {self.next_number}")
+            self.next_number = 0
 
     def _read_records(self) -> None:
         for key, value in self._entries(SLIDES):
@@ -271,6 +301,11 @@ class Contents:
             raise
         except DamagedStore as error:
             self.add(kind, str(error).removeprefix(f"{self.store}, "))
+
+
+def is_placeholder(record: SlideRecord) -> bool:
+    """Whether a record stands for one that is lost: it hides what is stored of the slide, and names no file."""
+    return record.state is SlideState.PENDING and not record.path
 
 
 def _probable_id(record: bytes) -> str | None:

@@ -108,8 +108,11 @@ def copy_slides(
         done += count
         told(done, total)
 
+    if not (out / "data.mdb").exists():
+        _check_room(parts, out, set(), 0)  # before anything is made
     with StoreWriter(out, spec) as writer:
-        _check_room(parts, out, writer)
+        there = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
+        _check_room(parts, out, there, writer.reusable_bytes())
         with Claims(out) as claims:
             numbers = writer.register([_pending(part.record) for part in parts])
             for part, size in zip(parts, sizes, strict=True):
@@ -141,16 +144,16 @@ def _pending(record: SlideRecord) -> SlideRecord:
     return SlideRecord(id=record.id, path=record.path, resolved_path=record.resolved_path)
 
 
-def _check_room(parts: Sequence[Part], out: Path, writer: StoreWriter) -> None:
+def _check_room(parts: Sequence[Part], out: Path, there: set[str], reusable: int) -> None:
     """Refuse what the disk cannot hold, before anything is copied."""
-    there = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
     size = sum(
         int(stored_size(np.array([part.record.stored_bytes / part.record.planned]))[0])
         * part.record.planned
         for part in parts
         if part.record.planned and part.record.id not in there
     )
-    free = free_bytes(out) + writer.reusable_bytes()
+    disk = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = free_bytes(disk) + reusable
     if free < size * _SPARE:
         raise MachineShort(
             f"the disk that holds {out} has no room for {len(parts)} slides",

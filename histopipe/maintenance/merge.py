@@ -13,7 +13,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingest.request import duplicates
 from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
 from histopipe.maintenance.finding import some
-from histopipe.store.record import SlideState
+from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 
 _PLACES = ("x_l0", "y_l0", "length")
@@ -51,14 +51,17 @@ def merge(
         stores = [stack.enter_context(Store(path)) for path in paths]
         spec = same_spec(stores)
         there: list[str] = []
+        before_patches = 0
         try:
             with Store(out) as before:
                 chosen, notes = choose([before, *stores])
                 there = [part.record.id for part in chosen if part.store is before]
+                before_patches = sum(p.record.planned for p in chosen if p.store is before)
                 chosen = [part for part in chosen if part.store is not before]
         except NothingToDo:
             chosen, notes = choose(stores)
         result = copy_slides(chosen, out, spec, allow_network=allow_network, told=told)
+        result.patches += before_patches
     result.already += there
     result.notes += notes
     return result
@@ -94,18 +97,27 @@ def choose(stores: Sequence[Store]) -> tuple[list[Part], list[str]]:
     """
     chosen: dict[str, Part] = {}
     twice: dict[tuple[Path, Path], list[str]] = defaultdict(list)
-    notes, unequal = [], []
+    notes: list[str] = []
+    unequal: list[str] = []
+    pending: list[tuple[str, Path]] = []
     for store in stores:
         for number, record in store.records.items():
             part, first = Part(store, number), chosen.get(record.id)
             if record.state is SlideState.PENDING:
-                notes.append(f"{record.id} of {store.path} is not done yet: left out")
+                pending.append((record.id, store.path))
             elif first is None or first.record.state is SlideState.FAILED is not record.state:
                 chosen[record.id] = part
             elif record.state is SlideState.FAILED:
                 continue
             elif is_same(first, part):
                 twice[first.store.path, store.path].append(record.id)
+                says = _contradictions(first.record, record)
+                if says:
+                    unequal.append(f"{record.id}: {says} of {first.store.path} and of {store.path}")
+                elif _says_more(record, first.record):
+                    notes.append(
+                        f"{record.id}: what {store.path} says of it beyond {first.store.path} is left out"
+                    )
             else:
                 unequal.append(f"{record.id} of {first.store.path} and of {store.path}")
     if unequal:
@@ -114,10 +126,31 @@ def choose(stores: Sequence[Store]) -> tuple[list[Part], list[str]]:
             todo="take one of each out of its store first (`histopipe remove`)",
         )  # fmt: skip
     notes += [
+        f"{name} of {path} is not done yet: left out"
+        for name, path in pending
+        if name not in chosen
+    ]
+    notes += [
         f"{len(ids)} slides are in {one} and in {other}, of which the first is taken: {some(ids)}"
         for (one, other), ids in twice.items()
     ]
     return list(chosen.values()), notes + duplicates(part.record for part in chosen.values())
+
+
+def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
+    """What a person has said of a slide differently."""
+    return ", ".join(
+        f"{fact} {getattr(one, fact)!r} and {getattr(other, fact)!r}"
+        for fact in ("label", "patient", "site")
+        if None not in (getattr(one, fact), getattr(other, fact))
+        and getattr(one, fact) != getattr(other, fact)
+    )
+
+
+def _says_more(one: SlideRecord, other: SlideRecord) -> bool:
+    """Whether something was said of a slide, or measured, that another record of it lacks."""
+    facts = ("label", "patient", "site", "annotations", "quality")
+    return any(getattr(other, fact) is None and getattr(one, fact) is not None for fact in facts)
 
 
 def is_same(one: Part, other: Part) -> bool:

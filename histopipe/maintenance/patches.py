@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.maintenance.contents import Contents
+from histopipe.maintenance.contents import Contents, LoosePatches
 from histopipe.maintenance.finding import Kind, some
 from histopipe.maintenance.values import Values
 from histopipe.store.format import PATCHES, patch_key
@@ -88,6 +88,9 @@ class PatchCheck:
         parts = self._open.pop(slide, [])
         self._done.add(slide)
         contents = self._contents
+        if parts and contents.is_lost(slide):
+            rows, lengths, crc = (np.concatenate(column) for column in zip(*parts, strict=True))
+            contents.loose[slide] = LoosePatches(rows, lengths, crc)
         if contents.is_orphan(slide):
             count = sum(len(rows) for rows, _, _ in parts)
             contents.add(

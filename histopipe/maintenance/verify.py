@@ -57,7 +57,7 @@ def verify(
         store: the store's folder.
         full: decode every value too.
         untrusted: do not even ask LMDB to keep writers from using pages again, for which it opens the file; ask `lmdb.verify`,
-            too, whether the pages are whole.
+            too, whether the pages are whole; look for links in the folder.
         workers: processes; one a core if not given.
         told: hears how far it is.
 
@@ -127,12 +127,23 @@ def examined(
                 structure.look_through(name, tree)  # a later version's
         structure.finish()
         findings = [*contents.structural(structure.faults), *contents.findings]
+        if untrusted:
+            findings += _strange_files(store)
         if untrusted and not any(finding.kind is Kind.STRUCTURE for finding in findings):
             findings += [Finding(Kind.STRUCTURE, f"lmdb.verify: {f}") for f in lmdb_faults(store)]
         seconds = round(time.monotonic() - started, 3)
         slides = len(contents.records)
         verified = Verified(str(store), full, slides, check.patches, file.length, seconds, findings)
         yield Examined(structure, contents, verified)
+
+
+def _strange_files(store: Path) -> list[Finding]:
+    """What in a store's folder would have another file read or written."""
+    return [
+        Finding(Kind.STRUCTURE, f"{path.name} is no file of its own, but a link or a device")
+        for path in sorted(store.iterdir())
+        if path.is_symlink() or not (path.is_file() or path.is_dir())
+    ]
 
 
 @contextmanager

@@ -33,8 +33,12 @@ _META_FLAG = 0x08
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What LMDB has written down of one database: flags, counts, and the page that its tree begins at."""
+    """What LMDB has written down of one database: flags, counts, and the page that its tree begins at.
 
+    `padding` is 0 but in the free pages' tree, whose has the size of a page; LMDB takes nothing else.
+    """
+
+    padding: int
     flags: int
     depth: int
     branch_pages: int
@@ -46,7 +50,7 @@ class Tree:
     @classmethod
     def parse(cls, data: bytes | memoryview) -> Tree:
         """From the 48 bytes of a record."""
-        return cls(*_TREE.unpack(data)[1:])
+        return cls(*_TREE.unpack(data))
 
 
 @dataclass(frozen=True, slots=True)

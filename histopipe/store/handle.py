@@ -12,7 +12,7 @@ from typing import Any
 
 import lmdb
 
-from histopipe.errors import MachineShort
+from histopipe.errors import DamagedStore, MachineShort
 from histopipe.store.format import DATABASES, META
 from histopipe.store.lmdb_errors import MAX_READERS
 
@@ -74,9 +74,18 @@ def read_map_size(length: int) -> int:
 
 
 def _allocate_lock(path: Path) -> None:
-    """Give LMDB's lock file its disk space: LMDB maps it sparse, and a full disk would then be a SIGBUS."""
+    """Give LMDB's lock file its disk space: LMDB maps it sparse, and a full disk would then be a SIGBUS.
+
+    Raises:
+        DamagedStore: it is a link, which would have another file written.
+    """
+    if (path / "lock.mdb").is_symlink():
+        raise DamagedStore(
+            f"{path / 'lock.mdb'} is a link", expected="a file of the store's own", todo="delete it"
+        )
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        lock = os.open(path / "lock.mdb", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o664)
+        lock = os.open(path / "lock.mdb", flags, 0o664)
         try:
             os.posix_fallocate(lock, 0, _LOCK_BYTES)
         finally:

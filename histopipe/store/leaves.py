@@ -134,11 +134,17 @@ class LeafRead:
                 yield node, view[start : start + size]
 
 
-def read_leaves(file: DataFile, places: Sequence[Place], *, integer_keys: bool = False) -> LeafRead:
+def read_leaves(
+    file: DataFile,
+    places: Sequence[Place],
+    *,
+    integer_keys: bool = False,
+    databases: bool = False,
+) -> LeafRead:
     """Read leaf pages; values on pages of their own are left for `values`."""
     numbers = np.array([place.page for place in places], np.int64)
     pages = file.pages(numbers)
-    nodes, problems = leaf_nodes(pages, places, integer_keys=integer_keys)
+    nodes, problems = leaf_nodes(pages, places, integer_keys=integer_keys, databases=databases)
     big = nodes.first_pages >= 0
     own = np.stack(
         [nodes.first_pages[big], overflow_pages(nodes.sizes[big], file.page_size)], axis=1

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
+from histopipe.files import shown
 from histopipe.store.format import (
     FORMAT_NAME,
     KNOWN_FEATURES,
@@ -24,8 +25,25 @@ from histopipe.tiling.spec import MAX_PATCH_SIZE
 T = TypeVar("T")
 Stored = Callable[[bytes], bytes | memoryview | None]
 
-_READ_SETTINGS = {"patch_size", "overlap", "mpp", "level", "tissue", "tissue_threshold", "codec"}
-"""What readers use of a spec; what later versions add is not among it."""
+
+def _is_whole(value: object, least: int) -> bool:
+    return type(value) is int and least <= value <= MAX_PATCH_SIZE
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= MAX_PATCH_SIZE  # type: ignore[operator]
+
+
+_READ_SETTINGS: Mapping[str, Callable[[object], bool]] = {
+    "patch_size": lambda value: _is_whole(value, 1),
+    "overlap": lambda value: _is_whole(value, 0),
+    "mpp": lambda value: value is None or (_is_number(value) and value != 0),
+    "level": lambda value: value is None or _is_whole(value, 0),
+    "tissue": lambda value: isinstance(value, str),
+    "tissue_threshold": _is_number,
+    "codec": lambda value: isinstance(value, str),
+}
+"""What readers use of a spec, and how it must be; what later versions add is not among it."""
 
 
 def meta_entries(
@@ -123,9 +141,23 @@ def entry(stored: Stored, name: str, kind: type[T], path: Path) -> T:
     if held is None:
         raise DamagedStore(f"{where} is missing")
     value = from_json(held, where=where)
-    if not isinstance(value, kind):
+    if type(value) is not kind or not _can_be_shown(value):
         raise DamagedStore(where, found=repr(value)[:80], expected=f"a JSON {kind.__name__}")
     return value
+
+
+def _can_be_shown(value: object) -> bool:
+    """Whether texts hold no characters that a terminal would obey."""
+    todo = [value]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            todo += [*part, *part.values()]
+        elif isinstance(part, list):
+            todo += part
+        elif isinstance(part, str) and shown(part) != part:
+            return False
+    return True
 
 
 def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
@@ -135,13 +167,15 @@ def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
         DamagedStore: something of that is missing or out of range.
     """
     spec = entry(stored, "spec", dict, path)
-    size = spec.get("patch_size")
-    if not set(spec) >= _READ_SETTINGS or type(size) is not int or not 0 < size <= MAX_PATCH_SIZE:
+    missing = _READ_SETTINGS.keys() - spec.keys()
+    if missing:
         raise DamagedStore(
-            f"{path}, meta 'spec'",
-            found=repr(spec)[:120],
+            f"{path}, meta 'spec'", found=repr(spec)[:120],
             expected="settings " + ", ".join(sorted(_READ_SETTINGS)),
-        )
+        )  # fmt: skip
+    for name, is_right in _READ_SETTINGS.items():
+        if not is_right(spec[name]):
+            raise DamagedStore(f"{path}, meta 'spec': {name}", found=repr(spec[name])[:80])
     return spec
 
 

@@ -109,7 +109,11 @@ def children(page: NDArray[np.uint8], place: Place, *, integer_keys: bool = Fals
 
 
 def leaf_nodes(
-    pages: NDArray[np.uint8], places: Sequence[Place], *, integer_keys: bool = False
+    pages: NDArray[np.uint8],
+    places: Sequence[Place],
+    *,
+    integer_keys: bool = False,
+    databases: bool = False,
 ) -> tuple[Nodes, list[Problem]]:
     """The nodes of leaf pages.
 
@@ -117,6 +121,7 @@ def leaf_nodes(
         pages: (P, page size) uint8.
         places: of each.
         integer_keys: keys are native integers of 8 bytes, as in the tree of free pages; they are given big-endian.
+        databases: values may be databases.
     """
     count, size = pages.shape
     problems: dict[int, str] = {}
@@ -145,6 +150,8 @@ def leaf_nodes(
     at = page_of * size + starts
     fields = words[at[:, None] // 2 + np.arange(4)].astype(np.int64)
     sizes, node_flags, lengths = fields[:, 0] | fields[:, 1] << 16, fields[:, 2], fields[:, 3]
+    strange = node_flags & ~(BIG_DATA | (SUB_DATABASE if databases else 0))
+    _mark(problems, page_of[strange != 0], "a node with flags that a store's have not")
     held = np.where(node_flags & BIG_DATA, 8, sizes)
     ends = starts + _NODE.size + lengths + held
     inside = (ends <= size) & (lengths >= 1) & (lengths <= _LONGEST_KEY)

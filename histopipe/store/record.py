@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from histopipe.errors import DamagedStore
+from histopipe.files import shown
 from histopipe.store.format import seal, slide_key, unseal
 
 
@@ -143,7 +143,6 @@ _COUNTS = (
 )  # fmt: skip
 _MOST_PATCHES = 1 << 32
 _LARGEST = sys.float_info.max
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """What a terminal obeys; line breaks and tabs apart."""
 
 
@@ -176,7 +175,7 @@ _HINTS = {k: v for k, v in get_type_hints(SlideRecord).items() if k != "unknown"
 def _shown(value: Any) -> Any:
     """A value whose texts can be shown on a terminal: control characters are written as \\xNN."""
     if isinstance(value, str):
-        return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", value)
+        return shown(value)
     if isinstance(value, list):
         return [_shown(item) for item in value]
     return value

@@ -76,16 +76,18 @@ class Structure:
 
     def read_databases(self) -> None:
         """Look up the databases; first of all."""
-        if self.meta.main.flags:
-            self._fault(MAIN, f"flags {self.meta.main.flags:#x}")
+        if self.meta.main.flags or self.meta.main.padding:
+            self._fault(MAIN, f"flags {self.meta.main.flags:#x}, {self.meta.main.padding:#x}")
         for key, value, flags in self.small(MAIN, self.meta.main):
             name = key.decode("ascii", "backslashreplace")
             if flags != SUB_DATABASE or len(value) != _TREE_BYTES:
                 self._fault(MAIN, f"{name!r} is no database")
                 continue
             tree = Tree.parse(value)
-            if tree.flags:
-                self._fault(name, f"flags {tree.flags:#x}: a store's databases have none")
+            if tree.flags or tree.padding:
+                self._fault(
+                    name, f"flags {tree.flags:#x}, {tree.padding:#x}: a store's databases have none"
+                )
                 continue
             self.trees[name] = tree
 
@@ -100,7 +102,7 @@ class Structure:
     def reads(self, name: str, tree: Tree, *, integer_keys: bool = False) -> Iterator[LeafRead]:
         """The leaf pages of a tree, some at a time, counted."""
         for places in self.leaves(name, tree, integer_keys=integer_keys):
-            read = read_leaves(self.file, places, integer_keys=integer_keys)
+            read = read_leaves(self.file, places, integer_keys=integer_keys, databases=name == MAIN)
             self.count(name, read.count)
             yield read
 
@@ -108,6 +110,8 @@ class Structure:
         """Where a tree's leaf pages are, in the order of their keys; some at a time, for whoever reads them to `count`."""
         self._found[name] = Found()
         if tree.root == NO_PAGE:
+            if tree.depth:
+                self._fault(name, f"depth {tree.depth}, without a page")
             return
         if not 1 <= tree.depth <= _DEEPEST:
             self._fault(name, f"depth {tree.depth}", b"")

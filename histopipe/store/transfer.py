@@ -71,15 +71,31 @@ class Transfer:
         """
         index = dict(self.source.index(slide))
         index["crc"] = self._copy_patches(slide, number, index, told)
-        index["label"] = self._labels(index["label"])
+        index["label"] = renumbered(index["label"], self.source.classes, self.target)
         self.target.complete(
             number, record or self.source.records[slide], {**index, **columns},
-            self._pictures(slide), dict(self._further(slide, number)),
+            self.pictures(slide), dict(self._further(slide, number)),
         )  # fmt: skip
 
     def copy_meta(self) -> None:
         """Copy what `meta` holds that this version does not know."""
         self.target.add_meta(self.source.further_meta())
+
+    def pictures(self, slide: int) -> dict[str, bytes]:
+        """A slide's pictures by name.
+
+        Raises:
+            DamagedStore: one is not what was written.
+        """
+        pictures, known = {}, self.source.records[slide].thumbnail_crc
+        for key, value in self.source.entries(THUMBNAILS, slide):
+            name, crc = key[len(slide_key(slide)) :].decode(), value_crc(key, value)
+            if known.get(name, crc) != crc:
+                raise DamagedStore(
+                    f"{self._where(slide)}: picture {name!r} is not what was written"
+                )
+            pictures[name] = value
+        return pictures
 
     def _copy_patches(
         self, slide: int, number: int, columns: dict[str, NDArray[Any]], told: Told
@@ -109,27 +125,6 @@ class Transfer:
                     )
         return values
 
-    def _labels(self, labels: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Numbers of classes as the target counts them."""
-        used = np.unique(labels[labels >= 0]).tolist()
-        names = [self.source.classes[number] for number in used]
-        numbers = self.target.class_numbers(names)
-        made = labels.copy()
-        for old, name in zip(used, names, strict=True):
-            made[labels == old] = numbers[name]
-        return made
-
-    def _pictures(self, slide: int) -> dict[str, bytes]:
-        pictures, known = {}, self.source.records[slide].thumbnail_crc
-        for key, value in self.source.entries(THUMBNAILS, slide):
-            name, crc = key[len(slide_key(slide)) :].decode(), value_crc(key, value)
-            if known.get(name, crc) != crc:
-                raise DamagedStore(
-                    f"{self._where(slide)}: picture {name!r} is not what was written"
-                )
-            pictures[name] = value
-        return pictures
-
     def _where(self, slide: int) -> str:
         return f"{self.source.path}, slide {self.source.records[slide].id}"
 
@@ -141,6 +136,18 @@ class Transfer:
         for database in self.source.databases - _OWN:
             for key, value in self.source.entries(database, slide):
                 yield (database, slide_key(number) + key[4:]), value
+
+
+def renumbered(
+    labels: NDArray[np.int32], classes: Sequence[str], target: StoreWriter
+) -> NDArray[np.int32]:
+    """Numbers of classes, -1 for none, as the target counts these, which gets those that it lacks."""
+    used = np.unique(labels[labels >= 0]).tolist()
+    numbers = target.class_numbers([classes[number] for number in used])
+    made = labels.copy()
+    for old in used:
+        made[labels == old] = numbers[classes[old]]
+    return made
 
 
 def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:

@@ -102,8 +102,10 @@ class StoreWriter(Closing):
         """
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:
-            known = {r.id: n for n, r in read_records(transaction, self._db, self.path).items()}
-            number = read_meta(transaction, self._db, "next_number", int, self.path)
+            there = read_records(transaction, self._db, self.path)
+            known = {r.id: n for n, r in there.items()}
+            told = read_meta(transaction, self._db, "next_number", int, self.path)
+            number = max([told, *(n + 1 for n in there)])  # never over a record, whatever it says
             for record in records:
                 if record.id in known:
                     continue
