@@ -140,10 +140,41 @@ def test_what_several_stores_have(parts: list[Path], tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="slides of one id are not the same"):
             merge(sources, tmp_path / "all.lmdb")
     assert contents(tmp_path / "all.lmdb") == before
+    for fact, found in (("label", "refused"), ("quality", "noted")):
+        says = Path(shutil.copytree(same, tmp_path / f"{fact}.lmdb"))
+        for path, value in ((parts[0], None if fact == "quality" else "x"), (says, "y")):
+            with StoreWriter(path, SPEC) as writer:
+                writer.change(0, **{fact: value})
+        if found == "refused":
+            with pytest.raises(
+                UsageError, match=r"a: label 'x' and 'y' of .*one.lmdb and of .*label"
+            ):
+                merge([parts[0], says], tmp_path / "new.lmdb")
+            assert not (tmp_path / "new.lmdb").exists()
+            with StoreWriter(parts[0], SPEC) as writer:
+                writer.change(0, label="a")
+        else:
+            notes = merge([parts[0], says], tmp_path / "new.lmdb").notes
+            assert any("a: what" in note and "left out" in note for note in notes)
+            shutil.rmtree(tmp_path / "new.lmdb")
     differs = a_store(tmp_path / "differs.lmdb", {"z": jpegs(0, 1)}, quality=80)
     with pytest.raises(SpecMismatch, match=r"quality: 80 in .*differs"):
         merge([parts[0], differs], tmp_path / "new.lmdb")
     assert not (tmp_path / "new.lmdb").exists()
+
+
+def test_a_merge_that_goes_on(parts: list[Path], tmp_path: Path) -> None:
+    whole = merge(parts, tmp_path / "whole.lmdb")
+    out = tmp_path / "all.lmdb"
+    shutil.copytree(tmp_path / "whole.lmdb", out)
+    with StoreWriter(out, SPEC) as writer:
+        for number in (3, 4):
+            writer.restart(number, writer.record(number))
+    result = merge(parts, out)
+    assert (len(result.slides), len(result.already)) == (2, 4)
+    assert (result.patches, whole.patches) == (27, 27)
+    assert result.notes == whole.notes == []
+    assert contents(out) == contents(tmp_path / "whole.lmdb")
 
 
 def test_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path) -> None:
@@ -258,7 +289,7 @@ def test_a_disk_that_has_no_room_for_a_copy(tmp_path: Path, run: Run) -> None:
         ):
             done = run(*command)
             assert (done.returncode, "no room" in done.stderr) == (6, True), done.stderr
-            assert [p.name for p in disk.iterdir() if p.name.startswith(".part")] == []
+            assert [p.name for p in disk.iterdir()] == ["s.lmdb"]
         assert contents(path) == before
     finally:
         subprocess.run(["umount", str(disk)], check=True)

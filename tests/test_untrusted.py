@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import shutil
 import struct
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -23,7 +25,9 @@ from histopipe.dataset.quality import _measures
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.features.feature_file import writing
 from histopipe.features.trust import check_coords, check_features
+from histopipe.maintenance.finding import Kind
 from histopipe.maintenance.trust import check_untrusted
+from histopipe.maintenance.verify import verify
 from histopipe.store.format import patch_key
 from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store
@@ -64,6 +68,49 @@ def test_a_stranger_s_store_is_looked_at_first(made_store: Path, tmp_path: Path,
     shutil.copytree(store, tmp_path / "patches.lmdb")  # what is taken where none is named
     done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
     assert (done.returncode, "is not to be trusted" in done.stderr) == (5, True), done.stderr
+
+
+def test_a_lock_that_is_a_link_is_not_written_through(
+    made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+    victim = tmp_path / "thesis.txt"
+    victim.write_text("chapter 1")
+    (store / "lock.mdb").unlink(missing_ok=True)
+    (store / "lock.mdb").symlink_to(victim)
+    for command in (
+        ("info", store), ("info", store, "--untrusted"), ("verify", store), ("verify", store, "--untrusted"),
+        ("remove", store, "slide-000"), ("compact", store), ("quality", store),
+    ):  # fmt: skip
+        done = run(*command)
+        assert (done.returncode, "link" in done.stdout + done.stderr) == (5, True), command
+    assert victim.read_text() == "chapter 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("spec", {"mpp": "x"}), ("spec", {"mpp": -1}), ("spec", {"overlap": -5}), ("spec", {"codec": [1]}),
+        ("spec", {"tissue": {}}), ("spec", {"tissue": "\x1b]0;owned\x07"}), ("spec", {"tissue_threshold": True}),
+        ("created", "\x1b[2J"), ("classes", ["\x1b[2J"]),
+    ],
+)  # fmt: skip
+def test_what_a_store_says_of_itself_is_looked_at(
+    made_store: Path, tmp_path: Path, run: Run, name: str, value: Any
+) -> None:
+    store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
+
+    def change(txn: Any, db: Any) -> None:
+        before = json.loads(bytes(txn.get(name.encode(), db=db)))
+        made = {**before, **value} if isinstance(value, dict) else value
+        txn.put(name.encode(), json.dumps(made).encode(), db=db)
+
+    edited(store, "meta", change)
+    assert {finding.kind for finding in verify(store).findings} == {Kind.FORMAT}
+    for flags in ([], ["--untrusted"]):
+        done = run("info", store, *flags)
+        assert done.returncode == 5, done.stdout
+        assert "\x1b" not in done.stdout + done.stderr
 
 
 def test_both_walks_have_to_agree(made_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ def merge(
         before_patches = 0
         try:
             with Store(out) as before:
-                chosen, notes = choose([before, *stores])
+                chosen, notes = choose(stores, before)
                 there = [part.record.id for part in chosen if part.store is before]
                 before_patches = sum(p.record.planned for p in chosen if p.store is before)
                 chosen = [part for part in chosen if part.store is not before]
@@ -89,8 +89,12 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
     return list(found.values())
 
 
-def choose(stores: Sequence[Store]) -> tuple[list[Part], list[str]]:
+def choose(stores: Sequence[Store], out: Store | None = None) -> tuple[list[Part], list[str]]:
     """Which store gives each slide, in the order of the stores, and what a person should know of that.
+
+    Args:
+        stores: to be merged.
+        out: what they are merged into, if it is there; its slides stay.
 
     Raises:
         UsageError: slides of one id are not the same.
@@ -100,7 +104,7 @@ def choose(stores: Sequence[Store]) -> tuple[list[Part], list[str]]:
     notes: list[str] = []
     unequal: list[str] = []
     pending: list[tuple[str, Path]] = []
-    for store in stores:
+    for store in [*([out] if out else []), *stores]:
         for number, record in store.records.items():
             part, first = Part(store, number), chosen.get(record.id)
             if record.state is SlideState.PENDING:
@@ -133,6 +137,7 @@ def choose(stores: Sequence[Store]) -> tuple[list[Part], list[str]]:
     notes += [
         f"{len(ids)} slides are in {one} and in {other}, of which the first is taken: {some(ids)}"
         for (one, other), ids in twice.items()
+        if out is None or one != out.path  # copied by an earlier call, most likely
     ]
     return list(chosen.values()), notes + duplicates(part.record for part in chosen.values())
 
