@@ -164,8 +164,8 @@ NETWORK_FILESYSTEMS = frozenset(
 """Filesystems, as Linux names them, on which locks and shared memory between machines cannot be relied on."""
 
 
-def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The kind of network filesystem that a path lies on, existing or not; None on a local one.
+def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """The kind of filesystem that a path lies on, existing or not, as Linux names it.
 
     Source:
         proc_pid_mountinfo(5): the mount point is the fifth field, the kind the first one after a lone hyphen.
@@ -178,6 +178,12 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) 
         # Mounts of one point stack up, and the last one is seen.
         if real.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), after.split(" ")[0]
+    return kind
+
+
+def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """The kind of network filesystem that a path lies on, existing or not; None on a local one."""
+    kind = filesystem_of(path, mounts)
     return kind if kind in NETWORK_FILESYSTEMS else None
 
 

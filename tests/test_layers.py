@@ -33,7 +33,7 @@ RANKS = {
             ["embedding", "export", "studies"],
             ["prediction"],
             ["reports"],
-            ["demo"],
+            ["demo", "doctor"],
             ["cli"],
         ]
     )

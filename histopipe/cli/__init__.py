@@ -39,6 +39,7 @@ COMMANDS = MappingProxyType(
         "compare": "Hold runs against each other.",
         "stains": "Measure how each slide of a store is stained.",
         "demo": "Everything once, on made slides: ends with a report.",
+        "doctor": "Look at this machine and installation.",
         "bench": "Measure what feeds a training, and name the bottleneck.",
     }
 )

@@ -1,0 +1,94 @@
+"""The libraries that histopipe stands on: their versions, and what two of them can do here."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+from histopipe.doctor.check import Check, State
+from histopipe.errors import MachineShort
+from histopipe.ingest.pool import WorkerDied, WorkerPool
+from histopipe.slides.formats import openslide_formats
+
+_IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
+"""Names that are not the package's own."""
+_NOT_IMPORTED = {"openslide-bin"}
+_DECODINGS = 9
+_FASTER = 1.15
+"""With SIMD, libjpeg-turbo decodes 1.5 to 4 times as fast."""
+
+
+def libraries() -> Check:
+    """Whether every library that ingesting needs is there, of a version that will do, and can be loaded."""
+    versions, wrong = {}, []
+    for requirement in map(Requirement, metadata.requires("histopipe") or []):
+        if requirement.marker is not None:
+            continue  # of an extra
+        name = requirement.name
+        try:
+            versions[name] = metadata.version(name)
+            if name not in _NOT_IMPORTED:
+                importlib.import_module(_IMPORTS.get(name, name))
+        except Exception as error:  # noqa: BLE001 - a broken library may raise anything
+            wrong.append(f"{name}: {error}")
+            continue
+        if not requirement.specifier.contains(versions[name], prereleases=True):
+            wrong.append(f"{name} {versions[name]}, where {requirement} is wanted")
+    if wrong:
+        todo = "install histopipe anew, into an environment of its own"
+        return Check("libraries", "; ".join(wrong), State.BAD, todo, versions)
+    return Check("libraries", f"all {len(versions)} are there", facts=versions)
+
+
+def openslide() -> Check:
+    """Which slides can be opened."""
+    try:
+        version, formats = openslide_formats()
+    except (ImportError, OSError) as error:
+        return Check(
+            "OpenSlide", f"cannot be loaded: {error}", State.BAD, "pip install openslide-bin"
+        )
+    facts = {"version": version, "formats": formats}
+    return Check("OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=facts)
+
+
+def jpeg() -> Check:
+    """Whether the JPEG library uses the processor's wide instructions: it is measured, with them and without."""
+    try:
+        used, plain = _seconds(None), _seconds(_without_simd)
+    except (WorkerDied, MachineShort, ImportError) as error:
+        return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "install simplejpeg anew")
+    facts = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
+    found = f"{1 / used:.0f} megapixels a second on one core, {plain / used:.1f} times as fast as without SIMD"
+    if plain < used * _FASTER:
+        todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
+        return Check("JPEG", found, State.WARNING, todo, facts)
+    return Check("JPEG", found, facts=facts)
+
+
+def _seconds(prepare: object) -> float:
+    """To decode a megapixel, in a process of its own: the library decides once what it uses."""
+    with WorkerPool(1, prepare) as pool:  # type: ignore[arg-type]
+        return pool.submit_within(60.0, _decode).result()
+
+
+def _without_simd() -> None:
+    os.environ["JSIMD_FORCENONE"] = "1"  # libjpeg-turbo's own switch
+
+
+def _decode() -> float:
+    import numpy as np
+    import simplejpeg
+
+    steps = np.random.default_rng(0).integers(-3, 4, (1000, 1000, 3))
+    content = simplejpeg.encode_jpeg(np.cumsum(steps, axis=1).astype(np.uint8), 85)
+    best = float("inf")
+    for _ in range(_DECODINGS):
+        started = time.perf_counter()
+        simplejpeg.decode_jpeg(content)
+        best = min(best, time.perf_counter() - started)
+    return best

@@ -1,0 +1,135 @@
+"""The machine under everything: processor, memory, limits, and the disk of a store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import sys
+from pathlib import Path
+
+from histopipe.doctor.check import Check, State
+from histopipe.files import filesystem_of, free_bytes, network_filesystem
+
+_NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
+"""Of the processor: without the first TensorFlow's wheels end at once; with the others they are faster."""
+_LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 8 << 30, 10 << 30, 1 << 30
+_OLDEST, _NEWEST = (3, 11), (3, 13)
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def python() -> Check:
+    """The interpreter."""
+    found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
+    if _OLDEST <= sys.version_info[:2] <= _NEWEST:
+        return Check("Python", found)
+    return Check("Python", found, State.BAD, "use Python 3.11, 3.12 or 3.13")
+
+
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
+    """Cores that may be used, and instructions that the libraries want."""
+    cores = len(os.sched_getaffinity(0))
+    quota = _quota()
+    text = f"{cores} cores" + (f", of which a limit leaves {quota:g}" if quota else "")
+    flags = _flags(cpuinfo)
+    if platform.machine() != "x86_64" or not flags:
+        return Check("processor", f"{text}, {platform.machine()}")
+    there = [name for name in (*_NEEDED, *_USED) if name in flags]
+    found = f"{text}, {' '.join(there) or 'no AVX'}"
+    facts = {"cores": cores, "quota": quota, "features": there}
+    if not set(_NEEDED) <= flags:
+        todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
+        return Check("processor", found, State.BAD, todo, facts)
+    return Check("processor", found, facts=facts)
+
+
+def memory() -> Check:
+    """What processes may use."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = min([total, *_limits("memory.max", "memory/memory.limit_in_bytes")])
+    found = f"{limit / 2**30:.0f} GiB" + (
+        f", of the machine's {total / 2**30:.0f}" if limit < total else ""
+    )
+    facts = {"bytes": limit, "machine_bytes": total}
+    if limit < _LEAST_MEMORY:
+        todo = "a training takes 3 GB and more: expect --accumulate and small batches"
+        return Check("memory", found, State.WARNING, todo, facts)
+    return Check("memory", found, facts=facts)
+
+
+def address_space() -> Check:
+    """How much memory a process may name: a store is mapped whole."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return Check("address space", "no limit")
+    todo = (
+        "stores are mapped into memory, 16 TiB for a writer: `ulimit -v unlimited` before histopipe"
+    )
+    return Check("address space", f"{limit / 2**30:.1f} GiB", State.BAD, todo)
+
+
+def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S108 - the system's own
+    """What several GPUs exchange gradients through."""
+    size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
+    found = f"{size / 2**20:,.0f} MiB in {path}"
+    if gpus > 1 and size < _LEAST_SHARED:
+        todo = "NCCL needs more with several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
+        return Check("shared memory", found, State.WARNING, todo)
+    return Check("shared memory", found)
+
+
+def disk(folder: Path) -> Check:
+    """Room where a store is, or would be."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = free_bytes(there)
+    found = f"{free / 1e9:,.0f} GB free for {folder}"
+    if free < _LEAST_DISK:
+        todo = "a slide takes 0.3 to 2 GB in a store: make room, or put it elsewhere"
+        return Check("disk", found, State.WARNING, todo)
+    return Check("disk", found)
+
+
+def filesystem(folder: Path) -> Check:
+    """What kind of filesystem a store is on, or would be."""
+    kind = filesystem_of(folder)
+    found = f"{folder} is on {kind}"
+    if network_filesystem(folder):
+        todo = "LMDB's locks do not hold between machines: write on a local disk, then copy"
+        return Check("filesystem", found, State.BAD, todo)
+    if kind in ("tmpfs", "ramfs"):
+        todo = "it is memory: what is there takes from it, and is gone after a restart; use a disk"
+        return Check("filesystem", found, State.WARNING, todo)
+    if kind == "overlay":
+        todo = "it goes with the container: mount a volume (docker run -v) for stores and runs"
+        return Check("filesystem", found, State.WARNING, todo)
+    return Check("filesystem", found)
+
+
+def _flags(cpuinfo: Path) -> set[str]:
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.partition(":")[2].split())
+    return set()
+
+
+def _quota() -> float | None:
+    """Cores that a control group leaves; None where it leaves all."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return None if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota = (_CGROUP / "cpu" / "cpu.cfs_quota_us").read_text()
+        period = (_CGROUP / "cpu" / "cpu.cfs_period_us").read_text()
+        return None if int(quota) < 0 else int(quota) / int(period)
+    return None
+
+
+def _limits(*names: str) -> list[int]:
+    """What control groups, of either kind, leave of memory."""
+    found = []
+    for name in names:
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int((_CGROUP / name).read_text()))
+    return found

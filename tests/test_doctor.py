@@ -1,0 +1,187 @@
+"""What the doctor finds: of this machine, and of machines with something wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+from histopipe.doctor import graphics, libraries, machine
+from histopipe.doctor.check import Check, State, exit_code
+from histopipe.doctor.graphics import Driver
+from histopipe.errors import ExitCode
+from histopipe.files import filesystem_of
+from histopipe.training.probe import Device, Probe
+
+CPU = Device("/CPU:0", "", 0.01)
+BUILT = Probe("2.21.0", "3.15.1", "12.5.1", (CPU,))
+SHARED = Path("/dev/shm")  # noqa: S108 - the system's own
+H200 = Driver("580.82.07", ("NVIDIA H200",))
+
+
+def by_name(told: str) -> dict[str, dict[str, object]]:
+    return {check["name"]: check for check in json.loads(told)["checks"]}
+
+
+def test_this_machine(run: Run) -> None:
+    done = run("doctor", "--json")
+    found = by_name(done.stdout)
+    assert done.returncode == json.loads(done.stdout)["exit_code"]
+    for name in ("Python", "address space", "libraries", "OpenSlide", "TensorFlow"):
+        assert found[name]["state"] == "good", found[name]
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in str(found["Python"]["found"])
+    facts = found["OpenSlide"]["facts"]
+    assert isinstance(facts, dict)
+    assert {"aperio", "dicom", "hamamatsu", "mirax", "zeiss"} <= set(facts["formats"])
+    facts = found["libraries"]["facts"]
+    assert isinstance(facts, dict)
+    assert {"openslide-python", "lmdb", "numpy"} <= set(facts)
+    if graphics.find_driver() is None:
+        assert done.returncode == 0, done.stdout
+        assert "no NVIDIA driver" in str(found["GPU"]["found"])
+
+
+def test_jpeg_is_measured_with_and_without_simd(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = libraries.jpeg()
+    assert check.facts is not None
+    assert 1 < check.facts["without_simd"] < 1.5 * check.facts["megapixels_per_second"]
+    monkeypatch.setattr(libraries, "_seconds", lambda _: 0.01)
+    assert libraries.jpeg().state is State.WARNING
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("raise ImportError('libcudart.so.12: cannot open')", "libcudart.so.12: cannot open"),
+        ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
+        ("raise AttributeError('numpy has no float')", "numpy has no float"),
+    ],
+)
+def test_a_broken_tensorflow_is_told_and_ends_nothing(
+    run: Run, tmp_path: Path, module: str, says: str
+) -> None:
+    (tmp_path / "broken" / "tensorflow").mkdir(parents=True)
+    (tmp_path / "broken" / "tensorflow" / "__init__.py").write_text(module)
+    done = run("doctor", env={**os.environ, "PYTHONPATH": str(tmp_path / "broken")})
+    assert done.returncode == 6
+    assert "BAD   TensorFlow     broken: " in done.stdout and says in done.stdout
+    assert "-> install it anew" in done.stdout
+    assert "GPU" in done.stdout  # what comes after it is looked at, too
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_tensorflow_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(graphics, "_SECONDS", 3.0)
+    check, found = graphics.tensorflow()
+    assert found is None
+    assert check.state is State.BAD and "not done after 3 s" in check.found
+
+
+@pytest.mark.parametrize(
+    ("driver", "found", "says", "todo"),
+    [
+        (None, BUILT, "no NVIDIA driver", "--gpus all"),
+        (Driver("", ()), BUILT, "none is given", "docker run --gpus all"),
+        (Driver("550.54", (), "Driver/library version mismatch"), BUILT, "version mismatch", "needs a restart"),
+        (Driver("470.82.01", ("Tesla T4",)), BUILT, "CUDA 12.5.1, which needs driver 525.60", "update NVIDIA's driver"),
+        (H200, None, "TensorFlow does not work", "histopipe[gpu]"),
+        (H200, Probe("2.21.0", "3.15.1", None, (CPU,)), "built without CUDA", "histopipe[gpu]"),
+        (H200, BUILT, "no CUDA 12.5.1 libraries", "histopipe[gpu]"),
+    ],
+)  # fmt: skip
+def test_what_stands_between_tensorflow_and_a_gpu(
+    driver: Driver | None,
+    found: Probe | None,
+    says: str,
+    todo: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (check,) = graphics.gpus(driver, found)
+    assert says in check.found and todo in (check.todo or "")
+    assert check.state is (State.WARNING if driver is None else State.BAD)
+
+
+def test_gpus_that_are_hidden_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (check,) = graphics.gpus(H200, BUILT)
+    assert "CUDA_VISIBLE_DEVICES hides" in check.found
+    good = Device("/GPU:0", "NVIDIA H200", 0.001)
+    wrong = Device("/GPU:1", "NVIDIA H200", 0.001, "a matrix product is wrong by 40.0%")
+    first, second = graphics.gpus(H200, Probe("2.21.0", "3.15.1", "12.5.1", (CPU, good, wrong)))
+    assert (first.state, second.state) == (State.GOOD, State.BAD)
+    assert "1.0 ms" in first.found and "wrong by 40.0%" in second.found
+
+
+def nvidia_smi(folder: Path, script: str) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    nvidia_smi(tmp_path, "echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA A100'")
+    assert graphics.find_driver() == Driver("550.54.14", ("NVIDIA A100", "NVIDIA A100"))
+    nvidia_smi(tmp_path, "echo 'Driver/library version mismatch'; exit 18")
+    proc = tmp_path / "version"
+    proc.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22\n")
+    assert graphics.find_driver(proc) == Driver("550.54.14", (), "Driver/library version mismatch")
+    assert graphics.find_driver(tmp_path / "missing") is None
+
+
+def test_a_processor_without_avx(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu sse4_2\n")
+    assert machine.processor(tmp_path / "cpuinfo").state is State.BAD
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "says"),
+    [
+        ("ext4", State.GOOD, None),
+        ("tmpfs", State.WARNING, "gone after a restart"),
+        ("overlay", State.WARNING, "mount a volume"),
+        ("nfs4", State.BAD, "LMDB's locks"),
+    ],
+)
+def test_filesystems(
+    kind: str, state: State, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"1 0 0:1 / / rw - ext4 d rw\n2 1 0:2 / {tmp_path} rw - {kind} d rw\n")
+    assert filesystem_of(tmp_path / "x.lmdb", mounts) == kind
+    for name in ("filesystem_of", "network_filesystem"):
+        real = getattr(machine, name)
+        monkeypatch.setattr(machine, name, lambda path, real=real: real(path, mounts))
+    check = machine.filesystem(tmp_path / "x.lmdb")
+    assert check.state is state and f"is on {kind}" in check.found
+    assert says is None or says in (check.todo or "")
+
+
+def test_a_store_in_memory(run: Run) -> None:
+    if filesystem_of(SHARED) != "tmpfs":
+        pytest.skip(f"{SHARED} is no tmpfs here")
+    done = run("doctor", SHARED / "patches.lmdb")
+    assert f"note  filesystem     {SHARED}/patches.lmdb is on tmpfs" in done.stdout
+
+
+def test_an_address_space_with_a_limit(run: Run) -> None:
+    limit = partial(resource.setrlimit, resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    done = run("doctor", "--json", preexec_fn=limit)
+    assert done.returncode == 6
+    assert "ulimit -v unlimited" in str(by_name(done.stdout)["address space"]["todo"])
+
+
+def test_exit_codes() -> None:
+    good, warning, bad = (Check("x", "y", state) for state in State)
+    assert exit_code([good, warning]) == ExitCode.DONE
+    assert exit_code([good, bad, warning]) == ExitCode.SHORT
