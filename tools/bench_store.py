@@ -176,7 +176,7 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
     told("compact", ["compact", str(work / "merged.lmdb")])
     told("verify of that", ["verify", str(work / "merged.lmdb")])
     if slides is not None:
-        hit = list(complete)[:2]
+        hit = [number for number, record in complete.items() if record.stored][:2]
         flip(store, hit)
         found = subprocess.run(
             [*COMMAND, "verify", str(store), "--json"], capture_output=True, check=False
@@ -201,7 +201,15 @@ def main() -> None:
     work.mkdir(exist_ok=True)
     if arguments.slides:
         subprocess.run(
-            [*COMMAND, "ingest", str(arguments.slides), "--out", str(work / "real.lmdb")],
+            [
+                *COMMAND,
+                "ingest",
+                str(arguments.slides),
+                "--out",
+                str(work / "real.lmdb"),
+                "--default-mpp",
+                "0.5",
+            ],
             capture_output=True,
             check=False,
         )
