@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from lmdb.verify import VerifyError
 from lmdb.verify import verify as lmdb_verify
 from test_reader import a_store, flip_a_byte, jpegs
+from test_store import SPEC
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.finding import Kind, Verified
 from histopipe.maintenance.verify import verify
 from histopipe.store.data_file import DataFile
-from histopipe.store.format import patch_key, slide_key
+from histopipe.store.format import DATABASES, patch_key, slide_key
 from histopipe.store.store import Store
 from histopipe.store.structure import Fault, Structure, meta_faults
 from histopipe.store.writer import StoreWriter
@@ -318,6 +319,20 @@ def test_a_store_that_is_being_written_is_whole(tmp_path: Path) -> None:
         for round_ in range(5):
             writer.put_patches(0, range(50), [bytes([i]) * 3000 for i in range(50)])
             assert verify(path).findings == [], round_
+
+
+@pytest.mark.parametrize("databases", [0, 3, 6])
+def test_a_store_that_has_only_just_begun_is_no_damage(tmp_path: Path, databases: int) -> None:
+    """As a kill leaves it before its first transaction, or before its second."""
+    store = tmp_path / "s.lmdb"
+    with lmdb.open(str(store), max_dbs=32) as env:
+        for name in DATABASES[:databases]:
+            env.open_db(name)
+    for look in (verify, Store):
+        with pytest.raises(NothingToDo, match=r"empty|no histopipe store"):
+            look(store)
+    StoreWriter(store, SPEC).close()
+    assert verify(store).findings == []
 
 
 def test_an_unfinished_ingest_is_no_damage(tmp_path: Path) -> None:

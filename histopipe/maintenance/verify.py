@@ -65,7 +65,7 @@ def verify(
         What is wrong, which is nothing for a healthy store. Slides that an ingest has not finished are no fault.
 
     Raises:
-        NothingToDo: there is no store.
+        NothingToDo: there is no store, or nothing in it yet.
         UnknownVersion: it is of a later version, or has a feature that is not known here.
 
     Example:
@@ -107,6 +107,10 @@ def examined(
         structure = Structure(file, meta)
         structure.faults += meta_faults(file)
         structure.read_databases()
+        if not structure.faults and not any(tree.entries for tree in structure.trees.values()):
+            raise NothingToDo(
+                f"{store} is empty: an ingest has only just begun it, or was stopped there"
+            )
         contents = Contents(store, structure)
         contents.read()
         check = PatchCheck(contents)
