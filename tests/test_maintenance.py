@@ -140,12 +140,12 @@ def test_what_several_stores_have(parts: list[Path], tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="slides of one id are not the same"):
             merge(sources, tmp_path / "all.lmdb")
     assert contents(tmp_path / "all.lmdb") == before
-    for fact, found in (("label", "refused"), ("quality", "noted")):
+    for fact, here, there in (("label", "x", "y"), ("patient", "a", "p9"), ("quality", None, "y")):
         says = Path(shutil.copytree(same, tmp_path / f"{fact}.lmdb"))
-        for path, value in ((parts[0], None if fact == "quality" else "x"), (says, "y")):
+        for path, value in ((parts[0], here), (says, there)):
             with StoreWriter(path, SPEC) as writer:
                 writer.change(0, **{fact: value})
-        if found == "refused":
+        if fact == "label":
             with pytest.raises(
                 UsageError, match=r"a: label 'x' and 'y' of .*one.lmdb and of .*label"
             ):
@@ -153,7 +153,7 @@ def test_what_several_stores_have(parts: list[Path], tmp_path: Path) -> None:
             assert not (tmp_path / "new.lmdb").exists()
             with StoreWriter(parts[0], SPEC) as writer:
                 writer.change(0, label="a")
-        else:
+        else:  # a patient who is called like the slide was never said
             notes = merge([parts[0], says], tmp_path / "new.lmdb").notes
             assert any("a: what" in note and "left out" in note for note in notes)
             shutil.rmtree(tmp_path / "new.lmdb")

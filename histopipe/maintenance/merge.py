@@ -144,18 +144,24 @@ def choose(stores: Sequence[Store], out: Store | None = None) -> tuple[list[Part
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
     """What a person has said of a slide differently."""
+    said = [(fact, _said(one, fact), _said(other, fact)) for fact in ("label", "patient", "site")]
     return ", ".join(
-        f"{fact} {getattr(one, fact)!r} and {getattr(other, fact)!r}"
-        for fact in ("label", "patient", "site")
-        if None not in (getattr(one, fact), getattr(other, fact))
-        and getattr(one, fact) != getattr(other, fact)
+        f"{fact} {here!r} and {there!r}"
+        for fact, here, there in said
+        if None not in (here, there) and here != there
     )
 
 
 def _says_more(one: SlideRecord, other: SlideRecord) -> bool:
     """Whether something was said of a slide, or measured, that another record of it lacks."""
     facts = ("label", "patient", "site", "annotations", "quality")
-    return any(getattr(other, fact) is None and getattr(one, fact) is not None for fact in facts)
+    return any(_said(other, fact) is None and _said(one, fact) is not None for fact in facts)
+
+
+def _said(record: SlideRecord, fact: str) -> str | None:
+    """A fact of a slide; where nobody has said the patient, that is the slide's id."""
+    value: str | None = getattr(record, fact)
+    return None if fact == "patient" and value == record.id else value
 
 
 def is_same(one: Part, other: Part) -> bool:
