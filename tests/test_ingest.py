@@ -242,7 +242,8 @@ def test_an_interrupt_leaves_a_usable_store(tmp_path: Path, sent: signal.Signals
 
 
 def _children(pid: int) -> list[int]:
-    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for thread in threads for child in thread.read_text().split()]
 
 
 def _wait_for_the_end_of(family: list[int]) -> None:

@@ -8,6 +8,7 @@ drop them. Sampled every 20 ms, so a shorter peak can be missed.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -43,11 +44,9 @@ def _family(root: int) -> list[int]:
     """A process and all below it."""
     family = [root]
     for pid in family:
-        try:
-            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-        except OSError:
-            continue
-        family += map(int, children.split())
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
+            with contextlib.suppress(OSError):  # it has ended
+                family += map(int, children.read_text().split())
     return family
 
 

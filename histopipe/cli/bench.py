@@ -77,12 +77,13 @@ def _measure(
     from contextlib import ExitStack
 
     from histopipe.dataset import measure
+    from histopipe.dataset.arguments import store_paths
     from histopipe.store.store import Store, check_patch_sizes
     from histopipe.training.quiet import load_quietly
 
     cores = len(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        opened = [stack.enter_context(Store(path)) for path in paths]
+        opened = [stack.enter_context(Store(path)) for path in store_paths(paths)]
         check_patch_sizes(opened)
         batches = measure.sample(opened, batch_size)
         disk = measure.measure_disk(batches, seconds, _DISK_THREADS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,23 @@ from histopipe.cli.parameters import Share
 )
 @click.option("--force", is_flag=True, help="Ingest again slides whose file was replaced.")
 @click.option("--retry-failed", is_flag=True, help="Try again slides whose file was bad.")
+@click.option(
+    "--cluster",
+    help="Ingest by the workers of a Dask cluster, tcp://HOST:PORT, local:N or slurm:N, into a folder of parts.",
+)
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path),
+    default=tempfile.gettempdir(),
+    help="With --cluster: on each machine a folder on a local disk.  [default: the temporary folder]",
+)
+@click.option(
+    "--part-gb",
+    type=click.FloatRange(0.001),
+    default=64,
+    show_default=True,
+    help="With --cluster: a larger part is moved to --out, and another begun.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The outcome of every slide as JSON.")
 def command(
     slides: tuple[Path, ...], out: Path, as_json: bool, plan_only: bool, **flags: Any
@@ -135,5 +153,6 @@ def command(
 
     \b
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
+    Example: histopipe ingest slides/ --out parts --cluster tcp://scheduler:8786
     """  # fmt: skip
     return run_ingest(slides, out, flags, as_json=as_json, plan_only=plan_only)

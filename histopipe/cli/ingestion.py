@@ -38,11 +38,12 @@ def run_ingest(
     from histopipe.ingest.decide import with_recorded_ids
     from histopipe.ingest.preview import plan_ingest
     from histopipe.ingest.progress import choose_progress
-    from histopipe.ingest.request import IngestOptions, recorded, resolved
+    from histopipe.ingest.request import IngestOptions, resolved
     from histopipe.ingest.run import ingest
     from histopipe.slides.discovery import discover
     from histopipe.slides.scale import check_mpp
     from histopipe.slides.tables import SlideNames
+    from histopipe.store.recorded import recorded
 
     if flags["slide_timeout"] != flags["slide_timeout"]:
         raise UsageError("--slide-timeout", found="nan", expected="seconds")
@@ -80,6 +81,13 @@ def run_ingest(
     try:
         if plan_only:
             preview = plan_ingest(listed, out, spec, options, progress)
+        elif flags.get("cluster") is not None:
+            from histopipe.cluster.driver import ingest_on_cluster  # late: an extra
+
+            report = ingest_on_cluster(
+                listed, out, spec, options, progress, cluster=flags["cluster"],
+                scratch=flags["scratch"], part_bytes=int(flags["part_gb"] * 1e9),
+            )  # fmt: skip
         else:
             report = ingest(listed, out, spec, options, progress)
     finally:

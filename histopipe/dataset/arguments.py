@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import UsageError
+from histopipe.store.catalog import parts_of
 
 _MOST = (1 << 40) - 1
 """Of whatever is counted; a seed may be larger."""
@@ -40,16 +41,17 @@ def shard_of(shard: Any) -> tuple[int, int]:
 
 
 def store_paths(path: Any) -> list[Path]:
-    """One path or several, no store twice."""
+    """One path or several, no store twice; a folder of parts stands for these."""
     if isinstance(path, str | Path):
-        return [Path(path)]
+        return parts_of(Path(path))
     parts = list(path) if isinstance(path, Iterable) else []
     if not isinstance(path, Iterable) or not all(isinstance(part, str | Path) for part in parts):
         raise UsageError("path", found=repr(path)[:80], expected="a path, or a list of paths")
     if not parts:
         raise UsageError("no store given")
-    count = Counter(os.path.realpath(part) for part in parts)
+    paths = [store for part in parts for store in parts_of(Path(part))]
+    count = Counter(map(os.path.realpath, paths))
     twice = [real for real, times in count.items() if times > 1]
     if twice:
         raise UsageError("a store is given twice", found=", ".join(twice))
-    return [Path(part) for part in parts]
+    return paths

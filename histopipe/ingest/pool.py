@@ -78,7 +78,8 @@ class WorkerPool(Executor):
         self._ending = self._hurried = False
         self._false_starts = 0
         self._woken, self._wake = self._context.Pipe(duplex=False)
-        self._workers = [self._start() for _ in range(workers)]
+        self._count = workers
+        self._workers: list[_Worker] = []
         self._thread = threading.Thread(target=self._serve, name="worker-pool", daemon=True)
         self._thread.start()
 
@@ -162,6 +163,8 @@ class WorkerPool(Executor):
 
     def _run(self) -> None:
         """Give out and take in until the end."""
+        # Here, because the system ends a worker with the thread that started it.
+        self._workers += [self._start() for _ in range(self._count)]
         while True:
             self._give_out()
             with self._lock:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
-from histopipe.errors import NothingToDo, SlideError, UsageError
+from histopipe.errors import SlideError, UsageError
 from histopipe.files import network_filesystem, storable
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingest.coords import CoordsFile
@@ -28,7 +28,7 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.store.store import Store
+from histopipe.store.recorded import recorded
 from histopipe.tiling.level import choose_level
 from histopipe.tiling.spec import TilingSpec
 
@@ -144,15 +144,6 @@ def sort_out(
             sorted_out.relabelled[number] = record
         sorted_out.outcomes.append(outcome)
     return sorted_out
-
-
-def recorded(store: Path) -> dict[int, SlideRecord]:
-    """The records of a store by number; none where there is no store yet."""
-    try:
-        with Store(store) as opened:
-            return opened.records
-    except NothingToDo:
-        return {}
 
 
 def resolved(path: Path) -> str:

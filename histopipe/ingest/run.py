@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def ingest(
     spec: TilingSpec,
     options: IngestOptions,
     progress: Progress,
+    *,
+    pool: WorkerPool | None = None,
 ) -> IngestReport:
     """Tile slides into a store.
 
@@ -38,6 +41,7 @@ def ingest(
         spec: how to tile and encode.
         options: the rest.
         progress: told what happens.
+        pool: of `prepare`d processes, to be used and left open; if not given, one is started.
 
     Returns:
         What became of every slide asked for.
@@ -54,7 +58,7 @@ def ingest(
         told = Both(log, progress)
         try:
             log.said(f"histopipe {__version__}, {spec}, {options}")
-            outcomes = _ingest(slides, writer, spec, options, told)
+            outcomes = _ingest(slides, writer, spec, options, told, pool=pool)
             warnings = duplicates(writer.records().values())
             report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
             for text in [*warnings, *summary_lines(report)]:
@@ -95,6 +99,8 @@ def _ingest(
     spec: TilingSpec,
     options: IngestOptions,
     progress: Progress,
+    *,
+    pool: WorkerPool | None,
 ) -> list[SlideOutcome]:
     """What became of each slide, in the order of their ids."""
     known = writer.records()
@@ -110,21 +116,20 @@ def _ingest(
     if todo.jobs:
         settings = Settings(writer.path, spec, options.default_mpp, options.route, options.rules)
         workers = options.worker_count
-        claims = Claims(settings.store)
-        pool = WorkerPool(workers, prepare)
-        pipeline = Pipeline(
-            writer=writer,
-            workers=pool,
-            settings=settings,
-            claims=claims,
-            progress=progress,
-            max_unreadable=options.max_unreadable,
-            in_flight=2 * workers,
-            timeout=options.timeout,
-        )
-        try:
+        with ExitStack() as stack:
+            claims = stack.enter_context(Claims(settings.store))
+            if pool is None:
+                pool = WorkerPool(workers, prepare)
+                stack.callback(pool.shutdown, cancel_futures=True)
+            pipeline = Pipeline(
+                writer=writer,
+                workers=pool,
+                settings=settings,
+                claims=claims,
+                progress=progress,
+                max_unreadable=options.max_unreadable,
+                in_flight=2 * workers,
+                timeout=options.timeout,
+            )
             outcomes += pipeline.run(todo.jobs)
-        finally:
-            pool.shutdown(cancel_futures=True)
-            claims.close()
     return sorted(outcomes, key=lambda outcome: outcome.id)

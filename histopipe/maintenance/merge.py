@@ -13,6 +13,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingest.request import duplicates
 from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
 from histopipe.maintenance.finding import some
+from histopipe.store.catalog import read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 
@@ -76,7 +77,12 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     for source in sources:
-        inside = sorted(path.parent for path in source.glob("[!.]*.lmdb/data.mdb"))
+        catalog = read_catalog(source)
+        inside = (
+            sorted(path.parent for path in source.glob("[!.]*.lmdb/data.mdb"))
+            if catalog is None
+            else catalog.parts
+        )
         if (source / "data.mdb").exists():
             if source.resolve() == out.resolve():
                 raise UsageError(f"{out} is one of the stores that are to be merged into it")

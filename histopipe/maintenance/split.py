@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from histopipe.dataset.arguments import store_paths
 from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
@@ -42,7 +43,7 @@ def split(
     """
     splits, out = Path(splits), Path(out)
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(Path(path))) for path in sources]
+        stores = [stack.enter_context(Store(path)) for path in store_paths(sources)]
         spec = same_spec(stores)
         sides = _sides(read_splits(splits, stores).slides, splits)
         if not sides:

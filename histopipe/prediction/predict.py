@@ -72,7 +72,7 @@ def predict(
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
-    of_stores = [(path / DATA).exists() for path in paths]
+    of_stores = [(path / DATA).exists() for path in store_paths(paths)]
     if any(of_stores) and not all(of_stores):
         raise UsageError("SLIDES and STORES are mixed", expected="one kind", todo="predict each on its own")  # fmt: skip
     classifier = load_classifier(

@@ -19,6 +19,7 @@ from histopipe.reports.heat_png import draw_heat
 from histopipe.reports.heat_sources import HeatSource
 from histopipe.reports.heat_tiff import write_heat_tiff
 from histopipe.slides.discovery import discover
+from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
@@ -147,4 +148,5 @@ def _stores(folder: Path, settings: HeatmapOptions, stack: ExitStack) -> list[St
         return [stack.enter_context(Store(path)) for path in store_paths(settings.stores)]
     config = folder / run_folder.CONFIG
     paths = read_config(config).get("stores", ()) if config.exists() else ()
-    return [stack.enter_context(Store(Path(p))) for p in paths if (Path(p) / "data.mdb").exists()]
+    parts = [part for path in paths for part in parts_of(Path(path))]
+    return [stack.enter_context(Store(p)) for p in parts if (p / "data.mdb").exists()]

@@ -15,6 +15,7 @@ from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.files import read_json
+from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.studies.one_run import check_one_run
 from histopipe.training import run_folder
@@ -91,7 +92,7 @@ def read_run(
     named = map(Path, config.stores) if follow and config.mil is None else ()
     for path in stores or named:
         try:
-            opened.append(stack.enter_context(Store(path)))
+            opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
         except HistopipeError as error:
             missing.append(f"Pictures of patches and slides: {error}.")
     if not follow and not stores:

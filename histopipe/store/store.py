@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.files import Closing
+from histopipe.store.catalog import parts_of, seen_in
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
     META,
@@ -37,13 +38,14 @@ class Store(Closing):
 
     Args:
         path: the store's folder.
+        hidden: see also slides of a part that its catalog does not name there.
 
     Raises:
         NothingToDo: there is none.
         DamagedStore, UnknownVersion: it cannot be used.
 
     Attributes:
-        records: every slide's record by number, whatever its state.
+        records: every slide's record by number, whatever its state; of a part, those that its catalog names there.
         spec: how its patches were made, as `meta` holds it.
         uuid: new for every store.
 
@@ -53,7 +55,7 @@ class Store(Closing):
         (256, 256, 3)
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, hidden: bool = False) -> None:
         self.path = path
         self._opened: Environment = open_environment(path)
         self._columns: Columns = {}
@@ -65,7 +67,8 @@ class Store(Closing):
                 self.spec: Mapping[str, Any] = read_spec(stored, path)
                 self.classes = read_classes(stored, path)
                 self.created = entry(stored, "created", str, path)
-                self.records: dict[int, SlideRecord] = read_records(transaction, databases, path)
+                records = read_records(transaction, databases, path)
+            self.records: dict[int, SlideRecord] = records if hidden else seen_in(path, records)
         except BaseException:
             self.close()
             raise
@@ -288,7 +291,7 @@ def check_patch_sizes(stores: Sequence[Store]) -> None:
 
 
 def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
-    """Open a store, or several as one, for reading.
+    """Open a store, or several as one, for reading; a folder of parts is several.
 
     Example:
         >>> store = open_store("patches.lmdb")  # doctest: +SKIP
@@ -296,5 +299,6 @@ def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
         (1204, 'CMU-1')
     """
     if isinstance(path, str | Path):
-        return Store(Path(path))
-    return StoreSet([Path(part) for part in path])
+        stores = parts_of(Path(path))
+        return Store(stores[0]) if len(stores) == 1 else StoreSet(stores)
+    return StoreSet([store for part in path for store in parts_of(Path(part))])

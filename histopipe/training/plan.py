@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from histopipe.dataset.arguments import store_paths
 from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.labels import labels_from
 from histopipe.dataset.slide_source import SlideSource
@@ -45,7 +46,7 @@ def opened_sources(
         ]
         return
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(Path(path))) for path in config.stores]
+        stores = [stack.enter_context(Store(path)) for path in store_paths(config.stores)]
         check_patch_sizes(stores)
         yield stores
 

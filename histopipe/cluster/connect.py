@@ -1,0 +1,189 @@
+"""Reaching a cluster: one that runs, one of processes on this machine, or one that Slurm is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+from typing import Any
+
+from histopipe.cluster.work import Done, Order, ingest_slide
+from histopipe.errors import MachineShort, UsageError
+from histopipe.ingest.request import IngestOptions
+from histopipe.slides.discovery import SlideFile
+
+_KINDS = re.compile(
+    r"(?P<address>(tcp|tls|ucx)://.+)|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
+)
+_SECONDS = 30.0
+_LOOK_SECONDS, _POLL_SECONDS = 0.5, 0.02
+
+
+@contextmanager
+def connected(cluster: str) -> Iterator[Cluster]:
+    """A cluster, which ends with the block if it was started here.
+
+    Args:
+        cluster: "tcp://HOST:PORT" of a scheduler, "local:N" for N processes here, "slurm:N" for N jobs of dask-jobqueue.
+
+    Raises:
+        UsageError: it is none of these.
+        MachineShort: Dask is not installed, or there is no scheduler.
+    """
+    kind = _KINDS.fullmatch(cluster)
+    if kind is None:
+        raise UsageError(
+            "--cluster", found=repr(cluster), expected="tcp://HOST:PORT, local:N or slurm:N"
+        )
+    try:
+        import distributed  # late: an extra
+    except ImportError as error:
+        raise MachineShort(
+            "--cluster needs Dask, which is not installed", found=str(error),
+            todo="pip install 'histopipe[dask]', here and on the workers",
+        ) from error  # fmt: skip
+    started = _start(kind)
+    try:
+        client = distributed.Client(
+            started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
+        )
+    except OSError as error:
+        raise MachineShort(
+            f"no scheduler answers at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
+            todo="check the address, and that `dask scheduler` runs there",
+        ) from error  # fmt: skip
+    try:
+        yield Cluster(client, cluster)
+    finally:
+        client.close(timeout=5)
+        if started is not None:
+            started.close(timeout=10)
+
+
+def run_slide(order: Order, slide: SlideFile, options: IngestOptions, topic: str) -> Done:
+    """What Dask calls on a worker: `ingest_slide`, with as many processes as the worker has threads."""
+    from distributed import get_worker
+
+    worker = get_worker()
+
+    def tell(facts: dict[str, Any]) -> None:
+        worker.log_event(topic, facts)
+
+    return ingest_slide(order, slide, options, worker.state.nthreads, tell)
+
+
+class Cluster:
+    """The workers of a cluster, as whoever gives out slides sees them.
+
+    Args:
+        client: Dask's.
+        name: of the cluster, for messages.
+    """
+
+    def __init__(self, client: Any, name: str) -> None:
+        self._client, self._name = client, name
+        self._topic = f"histopipe-{uuid.uuid4()}"
+        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._silent_since: float | None = None
+        client.subscribe_topic(self._topic, lambda event: self._events.put(event[1]))
+
+    def workers(self) -> list[str]:
+        """Addresses of the workers that are there.
+
+        Raises:
+            MachineShort: the scheduler has not answered for half a minute.
+        """
+        if self._client.status == "running":
+            self._silent_since = None
+            return list(self._client.scheduler_info(n_workers=-1)["workers"])
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        if self._client.status == "closed" or now - self._silent_since > _SECONDS:
+            raise MachineShort(
+                f"the scheduler at {self._name} is lost",
+                todo="start it and its workers again; the same command goes on: what was ingested lies on the workers' disks",
+            )
+        return []
+
+    def give(self, order: Order, slide: SlideFile, options: IngestOptions) -> Any:
+        """Have some worker ingest a slide; a future of `Done`."""
+        return self._client.submit(run_slide, order, slide, options, self._topic, pure=False)
+
+    def wait(self, futures: Iterable[Any]) -> list[Any]:
+        """Those that have ended, after at most half a second."""
+        futures, until = list(futures), time.monotonic() + _LOOK_SECONDS
+        while True:
+            ended = [future for future in futures if future.status != "pending"]
+            if ended or time.monotonic() > until:
+                return ended
+            time.sleep(_POLL_SECONDS)
+
+    def result(self, future: Any) -> Any:
+        """A future's; None if it was lost on the way, with the scheduler or otherwise.
+
+        Raises:
+            WorkersDied: so did every worker that was at it.
+            HistopipeError: as it was raised on the worker.
+        """
+        from distributed import KilledWorker
+
+        try:
+            return future.result(timeout=_SECONDS)
+        except KilledWorker as error:
+            raise WorkersDied(str(error)) from error
+        except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
+            return None
+
+    def everywhere(self, task: Callable[[Order], list[str]], order: Order) -> None:
+        """Have every worker do a task, and wait; workers that are lost meanwhile are passed over."""
+        asked = {
+            address: self._client.submit(
+                task, order, workers=[address], allow_other_workers=False, pure=False
+            )
+            for address in self.workers()
+        }
+        while asked:
+            done = self.wait(asked.values())
+            there = set(self.workers())
+            for address, future in list(asked.items()):
+                if future in done:
+                    self.result(asked.pop(address))
+                elif address not in there:
+                    asked.pop(address).cancel()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """What workers have told since the last time."""
+        while not self._events.empty():
+            yield self._events.get()
+
+
+class WorkersDied(Exception):
+    """Several workers in a row have died of one task."""
+
+
+def _start(kind: re.Match[str]) -> Any:
+    """The cluster that is to be started; None of one that runs."""
+    if kind["local"]:
+        from distributed import LocalCluster
+
+        return LocalCluster(
+            n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address=None, silence_logs="ERROR",
+        )  # fmt: skip
+    if kind["slurm"]:
+        from dask_jobqueue import SLURMCluster
+
+        try:
+            cluster = SLURMCluster()  # as ~/.config/dask/jobqueue.yaml says
+            cluster.scale(jobs=int(kind["slurm"]))
+        except (ValueError, OSError, RuntimeError) as error:
+            raise UsageError(
+                "--cluster slurm", found=str(error)[:300],
+                todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
+            ) from error  # fmt: skip
+        return cluster
+    return None

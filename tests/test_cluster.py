@@ -1,0 +1,306 @@
+"""Ingesting by a cluster: a real scheduler and three workers on loopback, some of which are lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import COMMAND, Run, make_slides
+from test_maintenance import contents
+
+import histopipe
+from histopipe.cluster.connect import connected
+from histopipe.cluster.driver import _kept
+from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
+from histopipe.files import appearing
+from histopipe.maintenance.verify import verify
+from histopipe.store.catalog import Catalog, parts_of, read_catalog
+from histopipe.store.recorded import recorded
+from histopipe.store.store import Store
+
+DASK = str(Path(sys.executable).with_name("dask"))
+SLIDES = 8
+FLAGS = ("--patch-size", "64", "--tissue", "none")
+ENVIRONMENT = {
+    **os.environ, "DASK_DISTRIBUTED__SCHEDULER__WORKER_TTL": "4s", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5s",
+}  # fmt: skip
+
+
+class Machines:
+    """A scheduler and workers, each a process group of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.address = ""
+        self.scheduler = self._start_scheduler()
+        self.workers = [self._start_worker(number) for number in range(3)]
+
+    def restart(self) -> None:
+        """Everything anew, on the same disks."""
+        self.close()
+        self.scheduler = self._start_scheduler()
+        self.workers = [self._start_worker(number) for number in range(3)]
+
+    def close(self) -> None:
+        for process in (*self.workers, self.scheduler):
+            with_group(process, signal.SIGKILL)
+            process.wait()
+
+    def _start_scheduler(self) -> subprocess.Popen[bytes]:
+        file = self.folder / "scheduler.json"
+        file.unlink(missing_ok=True)
+        words = [
+            "scheduler",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--no-dashboard",
+            "--scheduler-file",
+            str(file),
+        ]
+        process = self._start(words)
+        until = time.monotonic() + 60
+        while not (file.exists() and file.read_text().strip()):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        self.address = json.loads(file.read_text())["address"]
+        return process
+
+    def _start_worker(self, number: int) -> subprocess.Popen[bytes]:
+        words = ["worker", self.address, "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
+        return self._start([*words, "--local-directory", str(self.folder / f"dask-{number}")])
+
+    def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / "dask.log").open("ab") as log:
+            return subprocess.Popen(
+                [DASK, *words], start_new_session=True, stdout=log, stderr=log, env=ENVIRONMENT
+            )
+
+
+def with_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cluster") / "slides"
+    make_slides(folder, "--count", str(SLIDES), "--size", "2048x2048", "--classes", "normal,tumour")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def local(slides: Path) -> Path:
+    """The same slides ingested by one machine."""
+    store = slides.with_name("local.lmdb")
+    subprocess.run(
+        [*COMMAND, "ingest", str(slides), "--out", str(store), *FLAGS],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return store
+
+
+Ingest = Callable[[], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def ingest(machines: Machines, slides: Path, tmp_path: Path) -> Ingest:
+    """Begins an ingest by the cluster, into `parts`."""
+
+    def begin() -> subprocess.Popen[str]:
+        words = ["ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", machines.address]
+        return subprocess.Popen(
+            [*COMMAND, *words, "--scratch", str(tmp_path / "scratch"), "--json"],
+            cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
+        )  # fmt: skip
+
+    return begin
+
+
+def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
+    told = process.communicate(timeout=240)
+    assert process.returncode == code, told
+    return told
+
+
+def check_all(parts: Path, local: Path, run: Run) -> None:
+    """Every slide is there once, as one machine ingests it, and no part is damaged."""
+    catalog = read_catalog(parts)
+    assert catalog is not None and len(catalog.slides) == SLIDES
+    expected = contents(local)
+    found: dict[str, object] = {}
+    for part in catalog.parts:
+        assert verify(part).findings == []
+        held = contents(part)
+        assert not found.keys() & held.keys()
+        found |= held
+    assert found == expected
+    merged = parts.with_name("merged.lmdb")
+    done = run("merge", parts, "--out", merged)
+    assert done.returncode == 0, done.stderr
+    assert contents(merged) == expected
+    shutil.rmtree(merged)
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def begun(scratch: Path, count: int) -> bool:
+    """Whether so many workers have begun parts of some size."""
+    files = scratch.glob("*/part-*/*.lmdb/data.mdb")
+    return sum(file.stat().st_size > 300_000 for file in files) >= count
+
+
+def test_a_cluster_ingests_what_one_machine_does(
+    ingest: Ingest, local: Path, tmp_path: Path, slides: Path, run: Run
+) -> None:
+    out, said = ended(ingest())
+    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
+    assert "Traceback" not in said
+    check_all(tmp_path / "parts", local, run)
+    assert {path.name for path in (tmp_path / "parts").iterdir()} >= {
+        "catalog.json",
+        "ingest.log",
+        "ingest.csv",
+    }
+    out, _ = ended(ingest())
+    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"skipped"}
+    assert sum(
+        1 for _ in histopipe.load_dataset(tmp_path / "parts", batch_size=64, shuffle=False)
+    ) == sum(1 for _ in histopipe.load_dataset(local, batch_size=64, shuffle=False))
+    store = histopipe.open_store(tmp_path / "parts")
+    assert len(store.slides) == SLIDES
+    store.close()
+    # Labels that are others now are changed in the parts; no slide is ingested again.
+    (tmp_path / "labels.csv").write_text(
+        "slide,label\n" + "".join(f"slide-00{n},x\n" for n in range(SLIDES))
+    )
+    done = run(
+        "ingest", slides, "--out", "parts", *FLAGS, "--cluster", "local:1", "--labels", "labels.csv", "--scratch", "scratch",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert {record.label for record in recorded(tmp_path / "parts").values()} == {"x"}
+
+
+def test_a_worker_that_is_killed_costs_nothing_but_time(
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
+) -> None:
+    process = ingest()
+    wait_for(lambda: begun(tmp_path / "scratch", 2))
+    with_group(machines.workers[0], signal.SIGKILL)
+    out, _ = ended(process)
+    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
+    check_all(tmp_path / "parts", local, run)
+
+
+def test_a_worker_that_is_paused_is_not_counted_twice(
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
+) -> None:
+    process = ingest()
+    wait_for(lambda: begun(tmp_path / "scratch", 2))
+    with_group(machines.workers[1], signal.SIGSTOP)
+    ended(process)
+    check_all(tmp_path / "parts", local, run)
+    with_group(machines.workers[1], signal.SIGCONT)
+    time.sleep(3)
+    out, _ = ended(ingest())
+    assert {slide["status"] for slide in json.loads(out)["slides"]} == {"skipped"}
+    check_all(tmp_path / "parts", local, run)
+
+
+def test_a_scheduler_that_is_lost(
+    ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
+) -> None:
+    process = ingest()
+    wait_for(lambda: begun(tmp_path / "scratch", 3))
+    with_group(machines.scheduler, signal.SIGKILL)
+    _, said = ended(process, 6)
+    assert f"the scheduler at {machines.address} is lost" in said
+    assert "Traceback" not in said
+    machines.restart()
+    out, _ = ended(ingest())
+    statuses = [slide["status"] for slide in json.loads(out)["slides"]]
+    assert set(statuses) <= {"complete", "skipped"}
+    check_all(tmp_path / "parts", local, run)
+
+
+def test_wrong_clusters_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="expected tcp://HOST:PORT"), connected("local"):
+        pass
+    (tmp_path / "s.lmdb").mkdir()
+    with pytest.raises(UsageError, match="a folder for parts"), _kept(tmp_path / "s.lmdb"):
+        pass
+    with (
+        _kept(tmp_path / "parts"),
+        pytest.raises(UsageError, match="another run gives out slides"),
+        _kept(tmp_path / "parts"),
+    ):
+        pass
+
+
+def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("histopipe.cluster.connect._SECONDS", 1.0)
+    with (
+        pytest.raises(MachineShort, match=r"no scheduler answers at tcp://127\.0\.0\.1:9"),
+        connected("tcp://127.0.0.1:9"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("{", DamagedStore),
+        ("[]", UnknownVersion),
+        ('{"version": 2}', UnknownVersion),
+        ('{"version": 1, "uuid": "x", "slides": {"a": "../b.lmdb"}}', DamagedStore),
+        ('{"version": 1, "uuid": "x", "slides": {"a": ".b.lmdb"}}', DamagedStore),
+        ('{"version": 1, "uuid": "x", "slides": {"a": 7}}', DamagedStore),
+        ('{"version": 1, "slides": {}}', DamagedStore),
+    ],
+)
+def test_catalogs_are_looked_at(tmp_path: Path, content: str, error: type[Exception]) -> None:
+    with appearing(tmp_path / "catalog.json") as part:
+        part.write_text(content)
+    with pytest.raises(error):
+        read_catalog(tmp_path)
+
+
+def test_only_the_part_that_the_catalog_names_is_seen(local: Path, tmp_path: Path) -> None:
+    for name in ("part-a", "part-b"):
+        shutil.copytree(local, tmp_path / f"{name}.lmdb")
+    with Store(local) as store:
+        names = [record.id for record in store.slides]
+    catalog = Catalog(tmp_path)
+    catalog.slides = {name: f"part-{'ab'[n % 2]}.lmdb" for n, name in enumerate(names)}
+    catalog.write()
+    assert parts_of(tmp_path) == [tmp_path / "part-a.lmdb", tmp_path / "part-b.lmdb"]
+    with Store(tmp_path / "part-a.lmdb") as part, Store(tmp_path / "part-b.lmdb") as other:
+        assert [record.id for record in part.slides] == names[::2]
+        assert [record.id for record in other.slides] == names[1::2]
+    with Store(tmp_path / "part-a.lmdb", hidden=True) as part:
+        assert len(part.slides) == SLIDES
+    del catalog.slides[names[0]]
+    catalog.write()
+    with Store(tmp_path / "part-a.lmdb") as part:
+        assert [record.id for record in part.slides] == names[2::2]
