@@ -42,7 +42,7 @@ format: $(VENV)/.dependencies ## write every file in the one format
 lock: ## resolve the dependencies anew
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dev --extra train --extra tune --extra onnx --extra parquet --extra dev --all-build-deps"; do \
+	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
