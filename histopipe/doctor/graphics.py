@@ -71,10 +71,11 @@ def tensorflow() -> tuple[Check, probe.Probe | None]:
         problem = str(error)
     else:
         return _devices(found), found
+    packages = metadata.packages_distributions()  # tensorflow may come from tensorflow-cpu
     versions = ", ".join(
-        f"{name} {metadata.version(name)}"
+        f"{package} {metadata.version(package)}"
         for name in ("tensorflow", "keras", "numpy")
-        if importlib.util.find_spec(name)
+        for package in packages.get(name, ())
     )
     todo = f"install it anew, into an environment of its own: {_INSTALL_CPU} or {_INSTALL_GPU}"
     return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
