@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import re
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from histopipe.cluster.work import Done, Order, ingest_slide
@@ -22,6 +25,7 @@ _KINDS = re.compile(
 )
 _SECONDS = 30.0
 _LOOK_SECONDS, _POLL_SECONDS = 0.5, 0.02
+_ASK_SECONDS = 10.0
 
 
 @contextmanager
@@ -47,22 +51,26 @@ def connected(cluster: str) -> Iterator[Cluster]:
             "--cluster needs Dask, which is not installed", found=str(error),
             todo="pip install 'histopipe[dask]', here and on the workers",
         ) from error  # fmt: skip
-    started = _start(kind)
-    try:
-        client = distributed.Client(
-            started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
-        )
-    except OSError as error:
-        raise MachineShort(
-            f"no scheduler answers at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
-            todo="check the address, and that `dask scheduler` runs there",
-        ) from error  # fmt: skip
-    try:
-        yield Cluster(client, cluster)
-    finally:
-        client.close(timeout=5)
+    # What goes wrong in Dask's callbacks is raised where it is waited for, too.
+    logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
+    with ExitStack() as stack:
+        started = _start(kind)
         if started is not None:
-            started.close(timeout=10)
+            stack.callback(started.close, timeout=10)
+        if kind["slurm"]:
+            _submit(started, int(kind["slurm"]))
+        try:
+            client = distributed.Client(
+                started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
+            )
+        except OSError as error:
+            raise MachineShort(
+                f"no scheduler answers at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
+                todo="check the address, and that `dask scheduler` runs there",
+            ) from error  # fmt: skip
+        stack.callback(client.close, timeout=5)
+        jobs = int(kind["slurm"] or 0)
+        yield Cluster(client, cluster, partial(started.scale, jobs=jobs) if jobs else None)
 
 
 def run_slide(order: Order, slide: SlideFile, options: IngestOptions, topic: str) -> Done:
@@ -83,10 +91,12 @@ class Cluster:
     Args:
         client: Dask's.
         name: of the cluster, for messages.
+        keep: asks for jobs in place of those that have ended, as at their time limit; None where nobody can.
     """
 
-    def __init__(self, client: Any, name: str) -> None:
-        self._client, self._name = client, name
+    def __init__(self, client: Any, name: str, keep: Callable[[], object] | None = None) -> None:
+        self._client, self._name, self._keep = client, name, keep
+        self._asked = time.monotonic()
         self._topic = f"histopipe-{uuid.uuid4()}"
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._silent_since: float | None = None
@@ -100,6 +110,9 @@ class Cluster:
         """
         if self._client.status == "running":
             self._silent_since = None
+            if self._keep is not None and time.monotonic() - self._asked > _ASK_SECONDS:
+                self._asked = time.monotonic()
+                self._keep()
             return list(self._client.scheduler_info(n_workers=-1)["workers"])
         now = time.monotonic()
         self._silent_since = self._silent_since or now
@@ -178,12 +191,33 @@ def _start(kind: re.Match[str]) -> Any:
         from dask_jobqueue import SLURMCluster
 
         try:
-            cluster = SLURMCluster()  # as ~/.config/dask/jobqueue.yaml says
-            cluster.scale(jobs=int(kind["slurm"]))
+            return SLURMCluster()  # as ~/.config/dask/jobqueue.yaml says
         except (ValueError, OSError, RuntimeError) as error:
             raise UsageError(
                 "--cluster slurm", found=str(error)[:300],
                 todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
             ) from error  # fmt: skip
-        return cluster
     return None
+
+
+def _submit(slurm: Any, jobs: int) -> None:
+    """Have jobs submitted; what is wrong with them Slurm is asked first, for Dask would only log it."""
+    try:
+        asked = subprocess.run(
+            ["sbatch", "--test-only"],
+            input=slurm.job_script(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError as error:
+        raise MachineShort(
+            "--cluster slurm needs `sbatch`", found=error.strerror,
+            todo="start it where jobs are submitted from",
+        ) from error  # fmt: skip
+    if asked.returncode:
+        raise UsageError(
+            "--cluster slurm: sbatch refuses the job", found=" ".join(asked.stderr.split())[:300],
+            todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
+        )  # fmt: skip
+    slurm.scale(jobs=jobs)

@@ -152,7 +152,14 @@ class _Run:
             missing = [job for name, job in jobs.items() if name not in self._outcomes]
             if not missing:
                 break
-            self._give_out(missing)
+            try:
+                self._give_out(missing)
+            except KeyboardInterrupt:
+                self.progress.said(
+                    "stopped: what is complete is published first; once more ends at once"
+                )
+                self._gather()
+                raise
             self._gather()
             for job in missing:
                 self._settle(job)
