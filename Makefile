@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 DEMO := demo
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test check format lock clean
+.PHONY: help demo test check format lock image-check clean
 
 help: ## what there is to make
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 # Exact versions, each file checked by its hash; then the package itself, installed as a user would have it.
 $(VENV)/.dependencies: requirements/dev.lock
@@ -38,11 +38,14 @@ format: $(VENV)/.dependencies ## write every file in the one format
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
+image-check: ## build the container images without Docker, and use them: half an hour, 40 GB of disk
+	docker/check
+
 # pip-tools is not part of the lock that it writes. No address of an index may get into a lock.
 lock: ## resolve the dependencies anew
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
+	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask" "cpu --extra cpu --extra tune --extra onnx --extra dask" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \

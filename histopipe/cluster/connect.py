@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import re
+import signal
 import subprocess
 import time
 import uuid
@@ -188,8 +189,10 @@ def _start(kind: re.Match[str]) -> Any:
             n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address=None, silence_logs="ERROR",
         )  # fmt: skip
     if kind["slurm"]:
+        handler = signal.getsignal(signal.SIGINT)
         from dask_jobqueue import SLURMCluster
 
+        signal.signal(signal.SIGINT, handler)  # its import makes Ctrl-C a silent success
         try:
             return SLURMCluster()  # as ~/.config/dask/jobqueue.yaml says
         except (ValueError, OSError, RuntimeError) as error:
@@ -202,13 +205,10 @@ def _start(kind: re.Match[str]) -> Any:
 
 def _submit(slurm: Any, jobs: int) -> None:
     """Have jobs submitted; what is wrong with them Slurm is asked first, for Dask would only log it."""
+    command = ["sbatch", "--test-only"]
     try:
         asked = subprocess.run(
-            ["sbatch", "--test-only"],
-            input=slurm.job_script(),
-            capture_output=True,
-            text=True,
-            check=False,
+            command, input=slurm.job_script(), capture_output=True, text=True, check=False
         )
     except OSError as error:
         raise MachineShort(

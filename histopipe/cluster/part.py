@@ -22,6 +22,8 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.files import appearing, is_full_disk, lock_if_free
 from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.worker import prepare
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.spec import TilingSpec
 
 _OWN = ("lock.mdb", "ingest.lock", "ingest.csv")
 """Files of a store that mean nothing elsewhere."""
@@ -83,6 +85,7 @@ class Part:
     busy: threading.Lock = field(default_factory=threading.Lock)
     store: Path = field(init=False)
     _pool: WorkerPool | None = None
+    _writer: StoreWriter | None = None
     _lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __post_init__(self) -> None:
@@ -107,8 +110,20 @@ class Part:
             self._pool = WorkerPool(self.workers, prepare)
         return self._pool
 
+    @contextlib.contextmanager
+    def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
+        """What writes to it, left open as long as nothing goes wrong: opening a store of many slides takes time."""
+        if self._writer is None:
+            self._writer = StoreWriter(self.store, spec, alone=True)
+        try:
+            yield self._writer
+        except BaseException:
+            self._close_writer()
+            raise
+
     def publish(self) -> list[str]:
         """Move it to where all parts are, and begin another; its name, if it holds anything."""
+        self._close_writer()
         if not (self.store / "data.mdb").exists():
             return []
         published = self.depot._publish(self.store.parent)
@@ -121,7 +136,13 @@ class Part:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+        self._close_writer()
         self._lock.close()
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _begin(self) -> None:
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]

@@ -74,9 +74,11 @@ def ingest_slide(
         atexit.register(part.close)
     part = _parts[order.depot]
     with part.busy:
-        report = ingest(
-            [slide], part.store, order.spec, replace(options, workers=workers), _Told(tell), pool=part.pool
-        )  # fmt: skip
+        with part.writing(order.spec) as writer:
+            report = ingest(
+                [slide], part.store, order.spec, replace(options, workers=workers), _Told(tell),
+                pool=part.pool, writer=writer,
+            )  # fmt: skip
         done = Done(report.slides[0], part.name)
         if part.bytes >= order.part_bytes:
             part.publish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ def ingest(
     progress: Progress,
     *,
     pool: WorkerPool | None = None,
+    writer: StoreWriter | None = None,
 ) -> IngestReport:
     """Tile slides into a store.
 
@@ -42,6 +43,7 @@ def ingest(
         options: the rest.
         progress: told what happens.
         pool: of `prepare`d processes, to be used and left open; if not given, one is started.
+        writer: of the store, likewise; if not given, it is opened.
 
     Returns:
         What became of every slide asked for.
@@ -53,13 +55,13 @@ def ingest(
     """
     started = time.monotonic()
     check_request(slides, store, spec, options)
-    with StoreWriter(store, spec) as writer:
+    with nullcontext(writer) if writer is not None else StoreWriter(store, spec) as target:
         log = Log(store / LOG)
         told = Both(log, progress)
         try:
             log.said(f"histopipe {__version__}, {spec}, {options}")
-            outcomes = _ingest(slides, writer, spec, options, told, pool=pool)
-            warnings = duplicates(writer.records().values())
+            outcomes = _ingest(slides, target, spec, options, told, pool=pool)
+            warnings = duplicates(target.records().values())
             report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
             for text in [*warnings, *summary_lines(report)]:
                 log.said(text)

@@ -121,7 +121,9 @@ class SlideRecord:
         if not isinstance(value, dict):
             raise DamagedStore(f"{where} is no slide record", found=type(value).__name__)
         known: dict[str, Any] = {
-            name: _checked(where, name, value[name], hint)
+            name: value[name]
+            if _plain(name, value[name])
+            else _checked(where, name, value[name], hint)
             for name, hint in _HINTS.items()
             if name in value
         }
@@ -169,7 +171,20 @@ def _check(record: SlideRecord, where: str) -> None:
         )  # fmt: skip
 
 
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
 _HINTS = {k: v for k, v in get_type_hints(SlideRecord).items() if k != "unknown"}
+_PLAIN = {
+    name: {str, int, bool, NoneType}.intersection(_options(hint)) for name, hint in _HINTS.items()
+}
+
+
+def _plain(name: str, value: Any) -> bool:
+    """Whether a value is all right at first sight, as nearly all are: a cohort's records are read at every start."""
+    return type(value) in _PLAIN[name] and (type(value) is not str or value.isprintable())
 
 
 def _shown(value: Any) -> Any:
@@ -186,8 +201,7 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
         raise DamagedStore(
             f"{where}: field {name!r} of the slide record", found="control characters"
         )
-    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    for kind in options:
+    for kind in _options(hint):
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             if value in list(kind):
                 return kind(value)

@@ -53,6 +53,7 @@ class StoreWriter(Closing):
     Args:
         path: the store's folder, made if missing.
         spec: how its patches are made; as another store's `meta` holds it, or for a new one.
+        alone: no other process writes to it while this one has it open, so its records are read once.
 
     Raises:
         SpecMismatch: the store was made by another spec.
@@ -64,8 +65,11 @@ class StoreWriter(Closing):
         ...     numbers = writer.register([SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")])
     """
 
-    def __init__(self, path: Path, spec: TilingSpec | Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, spec: TilingSpec | Mapping[str, Any], *, alone: bool = False
+    ) -> None:
         self.path = path
+        self._held: dict[int, SlideRecord] | None = None
         wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
         made = make_folder(path)
         try:
@@ -76,6 +80,8 @@ class StoreWriter(Closing):
             raise
         try:
             self._environment.change(lambda transaction: self._check_or_create(transaction, wanted))
+            if alone:
+                self._held = self.records()
         except BaseException:
             self.close()
             raise
@@ -83,7 +89,7 @@ class StoreWriter(Closing):
     def records(self) -> dict[int, SlideRecord]:
         """Every slide's record by number."""
         with self._environment.read() as transaction:
-            return read_records(transaction, self._db, self.path)
+            return self._records(transaction)
 
     def record(self, slide: int) -> SlideRecord:
         """One slide's record as it is now."""
@@ -102,7 +108,7 @@ class StoreWriter(Closing):
         """
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:
-            there = read_records(transaction, self._db, self.path)
+            there = self._records(transaction)
             known = {r.id: n for n, r in there.items()}
             told = read_meta(transaction, self._db, "next_number", int, self.path)
             number = max([told, *(n + 1 for n in there)])  # never over a record, whatever it says
@@ -207,6 +213,8 @@ class StoreWriter(Closing):
     def remove(self, slide: int) -> None:
         """Take a slide out, in one transaction; its number is not given again."""
         delete_slide(self._environment, slide)
+        if self._held is not None:
+            self._held.pop(slide, None)
 
     def add_meta(self, entries: Mapping[bytes, bytes]) -> None:
         """Keep entries of `meta` that this version does not know, unless there are others of their names."""
@@ -245,8 +253,15 @@ class StoreWriter(Closing):
     def _db(self) -> Mapping[bytes, Any]:
         return self._environment.databases
 
+    def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
+        if self._held is not None:
+            return dict(self._held)
+        return read_records(transaction, self._db, self.path)
+
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
+        if self._held is not None:  # should the transaction fail, this writer is closed
+            self._held[number] = record
 
     def _check_or_create(self, transaction: lmdb.Transaction, spec: Mapping[str, Any]) -> None:
         if transaction.stat(self._db[META])["entries"] == 0:

@@ -1,0 +1,140 @@
+"""What the images are made of, and what is said of running on clusters: files that nothing else here reads."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from histopipe.cli.ingest import command as ingest
+from histopipe.cli.train import command as train
+
+ROOT = Path(__file__).parents[1]
+DOCKER, CLUSTERS = ROOT / "docker", ROOT / "docs" / "clusters"
+DOCKERFILES = (DOCKER / "Dockerfile", DOCKER / "Dockerfile.cpu")
+
+
+def instructions(path: Path) -> list[list[str]]:
+    text = re.sub(r"\\\n", " ", path.read_text())
+    return [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_a_linter_has_nothing_to_say(path: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_what_is_copied_is_sent_to_the_builder(path: Path) -> None:
+    sent = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    copied = [
+        name
+        for words in instructions(path)
+        if words[0] == "COPY" and not words[1].startswith("--from")
+        for name in words[1:-1]
+    ]
+    assert copied
+    for name in copied:
+        assert (ROOT / name).exists()
+        assert any(Path(name).match(pattern) for pattern in sent), name
+
+
+def test_the_images_differ_only_in_cuda() -> None:
+    def told(path: Path) -> list[str]:
+        text = " ".join(word for words in instructions(path) for word in words)
+        return re.sub(r" NVIDIA_\w+=\S+", "", text).replace("gpu.lock", "cpu.lock").split()
+
+    assert told(DOCKERFILES[0]) == told(DOCKERFILES[1])
+
+
+def test_the_images_have_what_was_tested() -> None:
+    """The locks of the images hold the versions of the lock that these tests run with."""
+
+    def versions(name: str) -> dict[str, str]:
+        text = (ROOT / "requirements" / f"{name}.lock").read_text()
+        return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
+
+    tested = versions("dev")
+    tested["tensorflow-cpu"] = tested["tensorflow"]
+    for name in ("gpu", "cpu"):
+        held = versions(name)
+        assert {it: held[it] for it in held if it in tested} == {
+            it: tested[it] for it in held if it in tested
+        }
+        unknown = {it for it in held if it not in tested}
+        assert all(it.startswith("nvidia-") for it in unknown), unknown
+    assert "nvidia-cudnn-cu12" in versions("gpu")
+    assert "nvidia-cudnn-cu12" not in versions("cpu")
+
+
+def test_slides_are_read_only_to_containers() -> None:
+    composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    assert set(composed["services"]) == {"histopipe", "cpu"}
+    for service in composed["services"].values():
+        slides, *others = service["volumes"]
+        assert slides.endswith(":/slides:ro")
+        assert {volume.rpartition(":")[2] for volume in others} == {"/stores", "/runs"}
+        assert service["shm_size"]
+        assert (DOCKER / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+
+
+def check_flags(words: list[str]) -> None:
+    """Every option of a command line is one that the command has."""
+    known = {
+        name
+        for param in (train if "train" in words else ingest).params
+        for name in (*param.opts, *param.secondary_opts)
+    }
+    asked = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert asked
+    assert asked <= known
+
+
+@pytest.mark.parametrize("name", ["ingest.sbatch", "train.sbatch"])
+def test_batch_files(name: str) -> None:
+    path = CLUSTERS / name
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    lines = [line for line in path.read_text().splitlines() if "histopipe " in line]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    called = [words[words.index("histopipe") + 1 :] for words in commands if "histopipe" in words]
+    assert called
+    for words in called:
+        check_flags(words)
+
+
+def test_the_manifest_of_kubernetes() -> None:
+    manifests = list(yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text()))
+    called: list[list[str]] = []
+    for manifest in manifests:
+        if manifest["kind"] == "Service":
+            selected = manifest["spec"]["selector"]
+            assert any(labels(other) == selected for other in manifests)
+            continue
+        pod = manifest["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        for container in (*pod["containers"], *pod.get("initContainers", ())):
+            assert {mount["name"] for mount in container.get("volumeMounts", ())} <= volumes
+            words = shlex.split(" ".join(container.get("args", ())))
+            if words and words[0] == "ingest":
+                called.append(words)
+            called += [
+                shlex.split(part)
+                for part in " ".join(container.get("args", ())).split(";")
+                if "histopipe train" in part
+            ]
+    assert len(called) == 3
+    for words in called:
+        check_flags(words)
+
+
+def labels(manifest: dict[str, Any]) -> dict[str, str] | None:
+    template = manifest["spec"].get("template")
+    return template["metadata"]["labels"] if template else None
