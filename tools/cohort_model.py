@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-PART = 64e9
+PART = 16e9
 """Bytes of a part, as `histopipe ingest --part-gb` has it if not told otherwise."""
 
 
@@ -32,6 +32,7 @@ class Costs:
         start: seconds before the first slide and after the last.
         slide_seconds, patch_seconds: of a worker: of each slide, and of each patch of it.
         busy: processor time in that, as a share.
+        task_seconds: of a worker, for what Dask does around each slide; all of it processor time.
         command, scheduler: processor seconds of a slide, in `histopipe ingest` and in Dask's scheduler.
         slide_read, patch_read: bytes.
         patch_stored: bytes.
@@ -42,6 +43,7 @@ class Costs:
     slide_seconds: float
     patch_seconds: float
     busy: float
+    task_seconds: float
     command: float
     scheduler: float
     slide_read: float
@@ -54,7 +56,7 @@ class Costs:
         return [
             f"start           {self.start:.1f} s",
             f"a worker        {1e3 * self.slide_seconds:.1f} ms a slide and {1e3 * self.patch_seconds:.3f} ms a patch, "
-            f"{self.busy:.0%} of it processor time",
+            f"{self.busy:.0%} of it processor time; {1e3 * self.task_seconds:.1f} ms a slide for Dask",
             f"the command     {1e3 * self.command:.2f} ms a slide",
             f"the scheduler   {1e3 * self.scheduler:.2f} ms a slide",
             f"read            {self.slide_read / 1e3:.0f} kB a slide and {self.patch_read / 1e3:.1f} kB a patch",
@@ -123,7 +125,7 @@ def predict(costs: Costs, cohort: Cohort, site: Site) -> Prediction:
     each = (costs.slide_seconds + costs.patch_seconds * cohort.patches).astype(np.float64)
     read = slides * costs.slide_read + patches * costs.patch_read
     stored = patches * costs.patch_stored
-    computed = costs.busy * float(each.sum())
+    computed = costs.busy * float(each.sum()) + slides * costs.task_seconds
     central = max(costs.command, costs.scheduler)
     if site.shared:
         computed += slides * (costs.command + costs.scheduler)
@@ -132,7 +134,7 @@ def predict(costs: Costs, cohort: Cohort, site: Site) -> Prediction:
         speed = min(costs.publish_speed, site.network / site.workers, site.storage / workers)
         publishing = stored / workers / speed
     demands = {
-        "workers": makespan(each, workers),
+        "workers": makespan(each + costs.task_seconds, workers),
         "cores": computed / (site.nodes * site.cores),
         "scheduler": slides * central,
         "network": read / (site.nodes * site.network),

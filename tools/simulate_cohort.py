@@ -20,6 +20,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ from histopipe.cluster.part import Depot
 from histopipe.cluster.work import Order, ingest_slide, publish
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
+from histopipe.ingest.outcome import SlideOutcome
 from histopipe.ingest.request import IngestOptions
 from histopipe.slides.discovery import discover
 from histopipe.tiling.spec import TilingSpec
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
 SPEC = TilingSpec(mpp=Mpp(0.5))
 DASK = str(Path(sys.executable).with_name("dask"))
 HISTOPIPE = str(Path(sys.executable).with_name("histopipe"))
-NODES = (1, 2, 4, 8, 16, 32, 64)
+NODES = (1, 2, 4, 8, 16, 64)
 
 
 def say(text: str) -> None:
@@ -70,14 +72,26 @@ def linear(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float
     return (float(start), float(slope)) if start > 0 else (0.0, float(y.sum() / x.sum()))
 
 
-def spent(process: psutil.Process) -> tuple[float, int]:
-    """Processor seconds, and bytes read, of a process and its children."""
-    seconds, read = 0.0, 0
-    for one in (process, *process.children(recursive=True)):
-        times = one.cpu_times()
-        seconds += times.user + times.system
-        read += one.io_counters().read_chars
-    return seconds, read
+def family(process: psutil.Process) -> list[psutil.Process]:
+    """A process and its children."""
+    return [process, *process.children(recursive=True)]
+
+
+def computed(process: psutil.Process) -> float:
+    """Processor seconds so far of a process and its children."""
+    return float(sum(sum(one.cpu_times()[:2]) for one in family(process)))
+
+
+def read_from_disk() -> int:
+    """Bytes so far, by this process and its children."""
+    return sum(one.io_counters().read_bytes for one in family(psutil.Process()))
+
+
+def forget(path: Path) -> None:
+    """Have a file read from disk next time."""
+    file = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
 
 
 def measure_worker(
@@ -86,24 +100,33 @@ def measure_worker(
     """What a slide costs the worker that ingests it: parts of `Costs` by name; and how many patches each has."""
     out = work / "stage"
     out.mkdir()
-    order = Order(Depot(out, work / "stage-scratch", "0"), SPEC, 1 << 40)
     files = {slide.id: slide for slide in discover([slides])}
+
+    def ingested(order: Order, name: str) -> SlideOutcome:
+        return ingest_slide(order, files[name], IngestOptions(workers=1), 1, lambda _: None).outcome
+
+    order = Order(Depot(out, work / "stage-scratch", "cold"), SPEC, 1 << 40)
+    read = []
+    for name in sample:
+        forget(slides / f"{name}.svs")
+        already = read_from_disk()
+        ingested(order, name)
+        read.append(read_from_disk() - already)
+    order = Order(Depot(out, work / "stage-scratch", "warm"), SPEC, 1 << 40)
     rows = []
     for name in sample:
-        before, started = spent(psutil.Process()), time.perf_counter()
-        done = ingest_slide(order, files[name], IngestOptions(workers=1), 1, lambda _: None).outcome
-        took, after = time.perf_counter() - started, spent(psutil.Process())
-        rows.append(
-            (done.patches, took, after[0] - before[0], after[1] - before[1], done.stored_bytes)
-        )
-    # The first one starts the processes.
-    patches, seconds, busy, read, stored = np.array(rows[1:], dtype=float).T
+        before, started = computed(psutil.Process()), time.perf_counter()
+        done = ingested(order, name)
+        took = time.perf_counter() - started
+        rows.append((done.patches, took, computed(psutil.Process()) - before, done.stored_bytes))
+    # The first one of either starts processes.
+    patches, seconds, busy, stored = np.array(rows[1:], dtype=float).T
     started = time.perf_counter()
     (part,) = publish(order)
     publishing = time.perf_counter() - started
     size = (out / part / "data.mdb").stat().st_size
     fixed, each = linear(patches, seconds)
-    read_fixed, read_each = linear(patches, read)
+    read_fixed, read_each = linear(patches, np.array(read[1:], dtype=float))
     costs = {
         "slide_seconds": fixed, "patch_seconds": each, "busy": float(busy.sum() / seconds.sum()),
         "slide_read": read_fixed, "patch_read": read_each,
@@ -113,8 +136,8 @@ def measure_worker(
 
 
 @contextmanager
-def cluster(workers: int, work: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """A scheduler and workers of one thread: their address, and the scheduler's process."""
+def cluster(workers: int, work: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
+    """A scheduler and workers of one thread: their address, and the processes, the scheduler's first."""
     file = work / "scheduler.json"
     file.unlink(missing_ok=True)
     local = ["--no-dashboard", "--host", "127.0.0.1"]
@@ -129,7 +152,7 @@ def cluster(workers: int, work: Path) -> Iterator[tuple[str, psutil.Process]]:
         while not (file.exists() and file.read_text().strip()):
             time.sleep(0.1)
         time.sleep(5 + workers)  # until the workers are there
-        yield json.loads(file.read_text())["address"], psutil.Process(started[0].pid)
+        yield json.loads(file.read_text())["address"], [psutil.Process(it.pid) for it in started]
     finally:
         for process in started:
             os.killpg(process.pid, signal.SIGTERM)
@@ -137,12 +160,22 @@ def cluster(workers: int, work: Path) -> Iterator[tuple[str, psutil.Process]]:
             process.wait()
 
 
-def ingest_by(workers: int, slides: list[Path], work: Path) -> dict[str, float]:
-    """Ingest by a cluster: seconds that it took, and those of processor time that the command and the scheduler spent."""
+@dataclass(frozen=True)
+class Spent:
+    """What an ingest by a cluster took: seconds, and processor seconds of each side."""
+
+    seconds: float
+    command: float
+    scheduler: float
+    workers: float
+
+
+def ingest_by(workers: int, slides: list[Path], work: Path) -> Spent:
+    """Ingest by a cluster into an empty folder."""
     for name in ("parts", "scratch"):
         shutil.rmtree(work / name, ignore_errors=True)
-    with cluster(workers, work) as (address, scheduler):
-        before, started = sum(scheduler.cpu_times()[:2]), time.perf_counter()
+    with cluster(workers, work) as (address, processes):
+        before, started = [computed(it) for it in processes], time.perf_counter()
         process = subprocess.Popen(
             [HISTOPIPE, "ingest", *map(str, slides), "--out", "parts", "--cluster", address, "--scratch", "scratch"],
             cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -151,12 +184,10 @@ def ingest_by(workers: int, slides: list[Path], work: Path) -> dict[str, float]:
         took = time.perf_counter() - started
         if status:
             raise SystemExit(f"ingest by {workers} workers ended with {status}")
-        of_scheduler = sum(scheduler.cpu_times()[:2]) - before
-    return {
-        "seconds": took,
-        "command": usage.ru_utime + usage.ru_stime,
-        "scheduler": of_scheduler,
-    }
+        scheduler, *each = [
+            computed(it) - already for it, already in zip(processes, before, strict=True)
+        ]
+    return Spent(took, usage.ru_utime + usage.ru_stime, scheduler, sum(each))
 
 
 def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, NDArray[np.int64]]:
@@ -168,11 +199,17 @@ def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, ND
         (sample / f"{name}.svs").symlink_to(slides / f"{name}.svs")
     one = ingest_by(1, [slides / f"{names[0]}.svs"], work)
     many = ingest_by(1, [sample], work)
-    first = worker["slide_seconds"] + patches[0] * worker["patch_seconds"]
-    others = len(names) - 1
+
+    def each(what: str) -> float:
+        """Processor seconds of each slide but the first."""
+        more = float(getattr(many, what) - getattr(one, what))
+        return max(0.0, more / (len(names) - 1))
+
+    alone = worker["slide_seconds"] + worker["patch_seconds"] * patches
+    task = max(0.0, each("workers") - worker["busy"] * float(alone[1:].mean()))
     costs = Costs(
-        start=one["seconds"] - first, command=max(0.0, many["command"] - one["command"]) / others,
-        scheduler=max(0.0, many["scheduler"] - one["scheduler"]) / others, **worker,
+        start=one.seconds - float(alone[0]), task_seconds=task, command=each("command"),
+        scheduler=each("scheduler"), **worker,
     )  # fmt: skip
     return costs, patches
 
@@ -186,7 +223,7 @@ def check(costs: Costs, cohort: Cohort, counts: list[int], slides: Path, work: P
     say("workers  predicted s  measured s  ratio  by")
     for workers in counts:
         expected = predict(costs, cohort, Site(1, workers, cores, shared=True))
-        took = ingest_by(workers, [slides], work)["seconds"]
+        took = ingest_by(workers, [slides], work).seconds
         say(
             f"{workers:7}  {expected.seconds:11.1f}  {took:10.1f}  {took / expected.seconds:5.2f}  {expected.bottleneck}"
         )
@@ -196,11 +233,13 @@ def tell(costs: Costs, cohort: Cohort, name: str, site: Site) -> None:
     """Print what a cohort takes on 1 to 64 nodes."""
     first = predict(costs, cohort, site)
     say(f"\n{name}: {first.read / 1e12:.3g} TB read, {first.stored / 1e12:.3g} TB stored; {site}")
-    say("nodes         time  bottleneck   of it: " + "  ".join(f"{it:>9}" for it in first.demands))
+    say("nodes     minutes  scratch  bottleneck  " + "  ".join(f"{it:>10}" for it in first.demands))
     for nodes in NODES:
         it = predict(costs, cohort, site.of(nodes))
-        shares = "  ".join(f"{value / it.seconds:9.0%}" for value in it.demands.values())
-        say(f"{nodes:5}  {it.seconds / 3600:8.2f} h   {it.bottleneck:9}           {shares}")
+        shares = "  ".join(f"{value / it.seconds:10.0%}" for value in it.demands.values())
+        say(
+            f"{nodes:5}  {it.seconds / 60:10.1f}  {it.scratch / 1e12:4.2f} TB  {it.bottleneck:10}  {shares}"
+        )
 
 
 def main() -> None:

@@ -138,7 +138,7 @@ from histopipe.cli.parameters import Share
 @click.option(
     "--part-gb",
     type=click.FloatRange(0.001),
-    default=64,
+    default=16,
     show_default=True,
     help="With --cluster: a larger part is moved to --out, and another begun.",
 )

@@ -26,7 +26,7 @@ _KINDS = re.compile(
 )
 _SECONDS = 30.0
 _LOOK_SECONDS, _POLL_SECONDS = 0.5, 0.02
-_ASK_SECONDS = 10.0
+_ASK_SECONDS = 5.0
 
 
 @contextmanager

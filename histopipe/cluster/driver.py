@@ -25,6 +25,7 @@ from histopipe.ingest.job import SlideJob
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.ingest.progress import Both, Log, Progress
 from histopipe.ingest.request import IngestOptions, duplicates, sort_out
+from histopipe.ingest.run import labelled_too
 from histopipe.ingest.summary import LOG, SUMMARY, summary_lines, write_csv
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.catalog import Catalog, read_catalog
@@ -84,6 +85,7 @@ def ingest_on_cluster(
             outcomes = run.ingest(slides)
             warnings = duplicates(record for _, record in run.parts.values())
             report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
+            report = run.labelled(report)
             for text in [*warnings, *summary_lines(report)]:
                 log.said(text)
         except BaseException as error:
@@ -264,22 +266,41 @@ class _Run:
                     return part, record
         return (complete or held)[0]
 
+    def labelled(self, report: IngestReport) -> IngestReport:
+        """Label the slides that an earlier run has ingested, where their annotations are others now."""
+        of_part: dict[str, dict[str, Path]] = defaultdict(dict)
+        for slide in report.of(Status.SKIPPED):
+            if slide.id in self.options.annotations and slide.id in self.parts:
+                part, _ = self.parts[slide.id]
+                of_part[part][slide.id] = self.options.annotations[slide.id]
+        for part, files in of_part.items():
+            if self._may_change(part, "annotations"):
+                options = replace(self.options, annotations=files)
+                report = labelled_too(report, self.catalog.folder / part, options)
+        return report
+
     def _relabel(self, records: dict[int, SlideRecord]) -> None:
         """Give slides that are there the labels that they have now."""
         for record in records.values():
             part, before = self.parts[record.id]
-            path = self.catalog.folder / part
-            if network_filesystem(path):
-                self.progress.said(
-                    f"{record.id}: its labels are others now; {path} is on a network filesystem, where no store is changed: "
-                    "`histopipe merge` first, then ingest into that"
-                )
+            if not self._may_change(part, f"labels of {record.id}"):
                 continue
-            with StoreWriter(path, self.order.spec) as writer:
+            with StoreWriter(self.catalog.folder / part, self.order.spec) as writer:
                 numbers = {held.id: number for number, held in writer.records().items()}
                 facts = {name: getattr(record, name) for name in ("label", "patient", "site")}
                 writer.change(numbers[record.id], **facts)
             self.parts[record.id] = part, replace(before, **facts)
+
+    def _may_change(self, part: str, what: str) -> bool:
+        """Whether a part is where stores may be changed; else that is told."""
+        path = self.catalog.folder / part
+        if not network_filesystem(path):
+            return True
+        self.progress.said(
+            f"{what}: left as they are, for {path} is on a network filesystem, where no store is changed: "
+            "`histopipe merge` first, then ingest into that"
+        )
+        return False
 
     def _finished(self, outcome: SlideOutcome) -> None:
         self._outcomes[outcome.id] = outcome

@@ -70,7 +70,7 @@ def ingest(
             raise
         finally:
             log.close()
-    report = _labelled_too(report, store, options)
+    report = labelled_too(report, store, options)
     try:
         write_csv(report, store / SUMMARY)
     except OSError as error:  # the slides are in: a missing table is no reason to fail
@@ -78,7 +78,7 @@ def ingest(
     return report
 
 
-def _labelled_too(report: IngestReport, store: Path, options: IngestOptions) -> IngestReport:
+def labelled_too(report: IngestReport, store: Path, options: IngestOptions) -> IngestReport:
     """Label the slides that an earlier run has ingested, where their annotations are others now."""
     before = {slide.id for slide in report.of(Status.SKIPPED) if slide.id in options.annotations}
     if not before:

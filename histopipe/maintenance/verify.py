@@ -23,6 +23,7 @@ from histopipe.maintenance.contents import Contents
 from histopipe.maintenance.finding import Finding, Kind, Verified
 from histopipe.maintenance.patches import PatchCheck
 from histopipe.maintenance.values import Decoder, PatchDecoder, Values, picture_problem, read_values
+from histopipe.store.catalog import no_store
 from histopipe.store.data_file import DataFile, Meta
 from histopipe.store.format import DATABASES, PATCHES, THUMBNAILS
 from histopipe.store.handle import pinned
@@ -154,11 +155,7 @@ def _strange_files(store: Path) -> list[Finding]:
 def _opened(data: Path, *, pin: bool) -> Iterator[tuple[DataFile, Meta]]:
     """A store's file and the state of it that counts."""
     if not data.is_file() or data.stat().st_size == 0:
-        raise NothingToDo(
-            f"no store at {data.parent}",
-            expected="a folder with a data.mdb, made by `histopipe ingest`",
-            todo="check the path",
-        )
+        raise no_store(data.parent)
     for attempt in range(_ATTEMPTS):
         with pinned(data.parent) if pin else nullcontext() as transaction, DataFile(data) as file:
             metas = sorted((m for m in file.metas if m is not None), key=lambda m: m.transaction)

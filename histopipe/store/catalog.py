@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from histopipe.errors import DamagedStore, UnknownVersion
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.files import appearing, read_json
 from histopipe.store.record import SlideRecord
 
@@ -82,6 +82,20 @@ def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
     return isinstance(slides, dict) and all(
         isinstance(part, str) and part.endswith(_SUFFIX) and part[0] != "." and "/" not in part
         for part in set(slides.values())
+    )
+
+
+def no_store(path: Path) -> NothingToDo:
+    """What to say where a store was expected: a folder of parts is one to those who read data sets only."""
+    if (path / CATALOG).exists():
+        return NothingToDo(
+            f"no store at {path}", found="a folder of parts", expected="one store",
+            todo="name one of its parts, or make one store of them: `histopipe merge`",
+        )  # fmt: skip
+    return NothingToDo(
+        f"no store at {path}",
+        expected="a folder with a data.mdb, made by `histopipe ingest`",
+        todo="check the path",
     )
 
 

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import lmdb
 
-from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.errors import MachineShort, UsageError
+from histopipe.store.catalog import no_store
 from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import check_length
 from histopipe.store.handle import open_handle, read_map_size
@@ -262,11 +263,7 @@ def _open(path: Path, *, write: bool) -> Environment:
     except OSError as error:
         raise UsageError(f"{data} cannot be read", found=error.strerror) from error
     if not begun and not write:
-        raise NothingToDo(
-            f"no store at {path}",
-            expected="a folder with a data.mdb, made by `histopipe ingest`",
-            todo="check the path",
-        )
+        raise no_store(path)
     lease = WriteLease(path) if write else None
     try:
         with mapped_errors(path):

@@ -1,0 +1,204 @@
+"""Ingesting by a cluster that is started for it: by Slurm's commands, which are played here, and by processes of this machine."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import pytest
+from conftest import COMMAND, Run, make_slides
+
+from histopipe.cluster import connect
+from histopipe.cluster.driver import ingest_on_cluster
+from histopipe.cluster.work import Done, Order
+from histopipe.geometry import Mpp
+from histopipe.ingest.outcome import Status
+from histopipe.ingest.progress import Lines
+from histopipe.ingest.request import IngestOptions
+from histopipe.slides.discovery import SlideFile, discover
+from histopipe.store.catalog import read_catalog
+from histopipe.store.recorded import recorded
+from histopipe.tiling.spec import TilingSpec
+
+FLAGS = ("--patch-size", "64", "--tissue", "none", "--scratch", "scratch")
+SLIDES = 6
+
+SBATCH = """#!/bin/sh
+if [ "$1" = --test-only ]; then
+  grep -q 'SBATCH -p nowhere' && { echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1; }
+  exit 0
+fi
+cp "$1" "$JOBS/script"
+setsid bash "$JOBS/script" >"$JOBS/log" 2>&1 &
+touch "$JOBS/$!"
+echo "Submitted batch job $!"
+"""
+SCANCEL = """#!/bin/sh
+kill -TERM -- "-$1"
+rm -f "$JOBS/$1"
+"""
+JOBQUEUE = """
+jobqueue:
+  slurm:
+    cores: 1
+    memory: 2GB
+    walltime: "01:00:00"
+    queue: {queue}
+    scheduler-options: {{host: 127.0.0.1, dashboard: false}}
+    worker-extra-args: [--host, 127.0.0.1, --no-dashboard]
+distributed.deploy.lost-worker-timeout: 1s
+"""
+
+
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs") / "slides"
+    make_slides(folder, "--count", str(SLIDES), "--size", "2048x2048")
+    return folder
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment in which `sbatch` starts a process group, and `scancel` ends it."""
+    for name, text in (("sbatch", SBATCH), ("scancel", SCANCEL)):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    configure(tmp_path, "main")
+    yield {
+        **os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "JOBS": str(jobs),
+        "DASK_CONFIG": str(tmp_path / "dask"),
+    }  # fmt: skip
+    left = [path.name for path in jobs.iterdir() if path.name.isdigit()]
+    for job in left:
+        os.killpg(int(job), signal.SIGKILL)
+    assert not left, "a job was not cancelled"
+
+
+def configure(folder: Path, queue: str) -> None:
+    (folder / "dask").mkdir(exist_ok=True)
+    (folder / "dask" / "jobqueue.yaml").write_text(JOBQUEUE.format(queue=queue))
+
+
+def begin(
+    slides: Path, folder: Path, environment: dict[str, str], *flags: str
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, *flags],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_slurm_is_asked_for_jobs_until_all_slides_are_in(
+    slides: Path, tmp_path: Path, slurm: dict[str, str], run: Run
+) -> None:
+    process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1", "--part-gb", "0.001")
+    until = time.monotonic() + 60
+    while not list(tmp_path.glob("parts/part-*.lmdb")):  # parts are published when they are large
+        assert time.monotonic() < until
+        assert process.poll() is None
+        time.sleep(0.02)
+    (job,) = [path for path in (tmp_path / "jobs").iterdir() if path.name.isdigit()]
+    job.unlink()
+    os.killpg(int(job.name), signal.SIGKILL)  # as at its time limit
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "Traceback" not in told
+    catalog = read_catalog(tmp_path / "parts")
+    assert catalog is not None
+    assert len(catalog.slides) == SLIDES
+    assert len(catalog.parts) > 1
+    # What wants one store says what this is.
+    done = run("info", tmp_path / "parts")
+    assert done.returncode == 4
+    assert "found a folder of parts, expected one store" in done.stderr
+    assert "`histopipe merge`" in done.stderr
+
+
+def test_an_ingest_that_is_stopped_publishes_what_is_complete(
+    slides: Path, tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1")
+    assert process.stderr is not None
+    line = ""
+    while "complete" not in line:
+        line = process.stderr.readline()
+        assert line, "it has ended"
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "what is complete is published first" in told
+    catalog = read_catalog(tmp_path / "parts")
+    assert catalog is not None
+    assert len(catalog.slides) >= 1
+
+
+def test_a_slurm_that_refuses_and_one_that_is_not_there(
+    slides: Path, tmp_path: Path, slurm: dict[str, str]
+) -> None:
+    configure(tmp_path, "nowhere")
+    process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1")
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 2, told
+    assert "sbatch refuses the job" in told
+    assert "invalid partition specified: nowhere" in told
+    process = begin(
+        slides,
+        tmp_path,
+        {**slurm, "PATH": str(Path(sys.executable).parent)},
+        "--cluster",
+        "slurm:1",
+    )
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 6, told
+    assert "needs `sbatch`" in told
+
+
+def _dies_of_one(order: Order, slide: SlideFile, options: IngestOptions, topic: str) -> Done:
+    if slide.id == "slide-002":
+        os._exit(1)
+    return connect.run_slide(order, slide, options, topic)
+
+
+def test_a_slide_that_every_worker_dies_of(
+    slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dask
+    import distributed.scheduler  # noqa: F401 - its settings are read when it is loaded
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.setattr(connect, "run_slide", _dies_of_one)
+    with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
+        report = ingest_on_cluster(
+            discover([slides]), tmp_path / "parts", TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"),
+            IngestOptions(), Lines(io.StringIO()), cluster="local:1", scratch=tmp_path / "scratch", part_bytes=1 << 30,
+        )  # fmt: skip
+    (failed,) = report.of(Status.FAILED)
+    assert failed.id == "slide-002"
+    assert "every worker that ingested it died" in failed.reason
+    assert len(report.of(Status.COMPLETE)) == SLIDES - 1
+
+
+def test_outlines_that_came_later_label_what_is_there(
+    slides: Path, tmp_path: Path, run: Run
+) -> None:
+    flags = ("--out", "parts", *FLAGS, "--cluster", "local:1")
+    assert run("ingest", slides, *flags).returncode == 0
+    (tmp_path / "outlines").mkdir()
+    for path in slides.glob("*.geojson"):
+        (tmp_path / "outlines" / path.name).write_bytes(path.read_bytes())
+    done = run("ingest", slides, *flags, "--annotations", "outlines")
+    assert done.returncode == 0, done.stderr
+    held = recorded(tmp_path / "parts")
+    assert len(held) == SLIDES
+    assert all(sum(record.patch_labels.values()) for record in held.values())
