@@ -38,7 +38,7 @@ format: $(VENV)/.dependencies ## write every file in the one format
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-image-check: ## build the container images without Docker, and use them: half an hour, 40 GB of disk
+image-check: ## build the container images without Docker, and use them: root, 10 minutes, 30 GB of disk
 	docker/check
 
 # pip-tools is not part of the lock that it writes. No address of an index may get into a lock.

@@ -214,18 +214,20 @@ def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, ND
     return costs, patches
 
 
-def check(costs: Costs, cohort: Cohort, counts: list[int], slides: Path, work: Path) -> None:
-    """Predict the cohort on this machine, and measure it."""
+def check(
+    costs: Costs, cohort: Cohort, counts: list[int], rounds: int, slides: Path, work: Path
+) -> None:
+    """Predict the cohort on this machine, and measure it, in turns."""
     cores = len(os.sched_getaffinity(0))
-    say(
-        f"\n{len(cohort.patches):,} slides on {cores} cores, workers, command and scheduler together"
-    )
-    say("workers  predicted s  measured s  ratio  by")
-    for workers in counts:
+    took = [[ingest_by(n, [slides], work).seconds for n in counts] for _ in range(rounds)]
+    say(f"\n{len(cohort.patches):,} slides on {cores} cores, workers, command and scheduler together; {rounds} rounds")  # fmt: skip
+    say("workers  predicted s  measured s (median, least to most)  ratio  by")
+    for workers, measured in zip(counts, np.array(took).T, strict=True):
         expected = predict(costs, cohort, Site(1, workers, cores, shared=True))
-        took = ingest_by(workers, [slides], work).seconds
+        median, least, most = np.median(measured), measured.min(), measured.max()
         say(
-            f"{workers:7}  {expected.seconds:11.1f}  {took:10.1f}  {took / expected.seconds:5.2f}  {expected.bottleneck}"
+            f"{workers:7}  {expected.seconds:11.1f}  {median:10.1f} ({least:.1f} to {most:.1f})"
+            f"            {median / expected.seconds:5.2f}  {expected.bottleneck}"
         )
 
 
@@ -255,6 +257,7 @@ def main() -> None:
     parser.add_argument(
         "--workers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 3]
     )
+    parser.add_argument("--rounds", type=int, default=3, help="of measuring the cohort (3)")
     parser.add_argument("--patches", type=int, default=5000, help="of a scan (5000)")
     parser.add_argument(
         "--node-workers", type=int, default=32, help="workers and cores of a node (32)"
@@ -277,7 +280,14 @@ def main() -> None:
     say("\n".join(costs.lines()))
     # How many patches the others have is known only once they are ingested.
     rng = np.random.default_rng(2)
-    check(costs, Cohort(rng.choice(drawn, options.slides)), options.workers, slides, work)
+    check(
+        costs,
+        Cohort(rng.choice(drawn, options.slides)),
+        options.workers,
+        options.rounds,
+        slides,
+        work,
+    )
     site = Site(1, options.node_workers, options.node_workers, options.network, options.storage)
     for count in (10_000, 100_000):
         tell(costs, Cohort(rng.choice(drawn, count)), f"{count:,} slides as these", site)
