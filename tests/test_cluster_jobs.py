@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
+import lmdb
 import pytest
 from conftest import COMMAND, Run, make_slides
 
@@ -47,7 +49,8 @@ rm -f "$JOBS/$1"
 JOBQUEUE = """
 jobqueue:
   slurm:
-    cores: 1
+    cores: 2
+    processes: 2
     memory: 2GB
     walltime: "01:00:00"
     queue: {queue}
@@ -202,3 +205,91 @@ def test_outlines_that_came_later_label_what_is_there(
     held = recorded(tmp_path / "parts")
     assert len(held) == SLIDES
     assert all(sum(record.patch_labels.values()) for record in held.values())
+
+
+def local(slides: Path, run: Run, *flags: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    done = run("ingest", slides, "--out", "parts", *FLAGS, "--cluster", "local:1", *flags)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def test_parts_that_were_left_behind(slides: Path, tmp_path: Path, run: Run) -> None:
+    """One that was killed as it began, and one when it had been moved but not yet removed."""
+    local(slides, run)
+    (part,) = (tmp_path / "parts").glob("part-*.lmdb")
+    catalog = read_catalog(tmp_path / "parts")
+    assert catalog is not None
+    folder = tmp_path / "scratch" / f"histopipe-{catalog.uuid}"
+    assert not folder.exists()
+    shutil.copytree(part, folder / part.stem / part.name)
+    begun = folder / "part-begun" / "part-begun.lmdb"
+    begun.mkdir(parents=True)
+    lmdb.open(str(begun), max_dbs=8).close()
+    local(slides, run)
+    assert not folder.exists()
+    assert [path.name for path in (tmp_path / "parts").glob("part-*")] == [part.name]
+
+
+def test_a_terminals_interrupt_is_the_commands_alone(slides: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    while "complete" not in (line := process.stderr.readline()):
+        assert line, "it has ended"
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+    catalog = read_catalog(tmp_path / "parts")
+    assert catalog is not None
+    assert catalog.slides
+
+
+def test_a_full_scratch_disk_is_told(slides: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "scratch").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", tmp_path / "scratch"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        done = local(slides, run, code=6)
+        assert "disk" in done.stderr
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "scratch"], check=True)
+
+
+def test_what_was_known_of_a_slide_stays(slides: Path, tmp_path: Path, run: Run) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(slides, own)
+    (tmp_path / "labels.csv").write_text("slide,label,patient\nslide-000,a,p1\n")
+    local(own, run, "--labels", "labels.csv")
+    shutil.copy(slides / "slide-001.svs", own / "slide-000.svs")
+    (own / "labels.csv").unlink()
+    local(own, run, "--force")
+    record = recorded(tmp_path / "parts")
+    held = next(it for it in record.values() if it.id == "slide-000")
+    assert (held.label, held.patient) == ("a", "p1")
+
+
+def test_slides_of_other_scales_are_refused_whoever_ingests_them(
+    slides: Path, tmp_path: Path, run: Run
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(slides, own)
+    make_slides(own, "--name", "other-", "--count", "1", "--size", "1024x1024", "--mpp", "0.25")
+    done = local(own, run, "--level", "0", code=2)
+    assert "mpp" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1", "tcp://127.0.0.1:abc", "ucx://127.0.0.1:1", "tls://127.0.0.1:1"]
+)
+def test_addresses_that_are_none(address: str, slides: Path, run: Run) -> None:
+    done = run("ingest", slides, "--out", "parts", "--cluster", address, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr

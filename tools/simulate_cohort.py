@@ -69,6 +69,8 @@ def _make(folder: Path, number: int, side: int) -> None:
 def linear(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
     """What y is at 0, and what it grows by with x; neither below 0."""
     slope, start = np.polyfit(x, y, 1)
+    if slope < 0:
+        return float(y.mean()), 0.0
     return (float(start), float(slope)) if start > 0 else (0.0, float(y.sum() / x.sum()))
 
 
@@ -90,6 +92,7 @@ def read_from_disk() -> int:
 def forget(path: Path) -> None:
     """Have a file read from disk next time."""
     file = os.open(path, os.O_RDONLY)
+    os.fsync(file)  # what is not written yet is not forgotten
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
 

@@ -13,16 +13,15 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 from histopipe.cluster.work import Done, Order, ingest_slide
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.ingest.request import IngestOptions
 from histopipe.slides.discovery import SlideFile
 
 _KINDS = re.compile(
-    r"(?P<address>(tcp|tls|ucx)://.+)|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
+    r"(?P<address>(tcp|tls)://[^/\s]+:\d{1,5})|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
 )
 _SECONDS = 30.0
 _LOOK_SECONDS, _POLL_SECONDS = 0.5, 0.02
@@ -52,6 +51,11 @@ def connected(cluster: str) -> Iterator[Cluster]:
             "--cluster needs Dask, which is not installed", found=str(error),
             todo="pip install 'histopipe[dask]', here and on the workers",
         ) from error  # fmt: skip
+    if cluster.startswith("tls:") and distributed.Security().tls_client_cert is None:
+        raise UsageError(
+            f"--cluster {cluster}", found="no certificate",
+            todo="name it in Dask's configuration, distributed.comm.tls.client.cert",
+        )  # fmt: skip
     # What goes wrong in Dask's callbacks is raised where it is waited for, too.
     logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
     with ExitStack() as stack:
@@ -64,14 +68,16 @@ def connected(cluster: str) -> Iterator[Cluster]:
             client = distributed.Client(
                 started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
             )
+        except (TypeError, ValueError) as error:  # as of tls:// without certificates
+            raise UsageError(f"--cluster {cluster}", found=str(error)) from error
         except OSError as error:
             raise MachineShort(
                 f"no scheduler answers at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error  # fmt: skip
         stack.callback(client.close, timeout=5)
-        jobs = int(kind["slurm"] or 0)
-        yield Cluster(client, cluster, partial(started.scale, jobs=jobs) if jobs else None)
+        jobs = _Jobs(started, int(kind["slurm"])) if kind["slurm"] else None
+        yield Cluster(client, cluster, jobs)
 
 
 def run_slide(order: Order, slide: SlideFile, options: IngestOptions, topic: str) -> Done:
@@ -92,12 +98,11 @@ class Cluster:
     Args:
         client: Dask's.
         name: of the cluster, for messages.
-        keep: asks for jobs in place of those that have ended, as at their time limit; None where nobody can.
+        jobs: whose workers they are; None where they are not jobs of this run.
     """
 
-    def __init__(self, client: Any, name: str, keep: Callable[[], object] | None = None) -> None:
-        self._client, self._name, self._keep = client, name, keep
-        self._asked = time.monotonic()
+    def __init__(self, client: Any, name: str, jobs: _Jobs | None = None) -> None:
+        self._client, self._name, self._jobs = client, name, jobs
         self._topic = f"histopipe-{uuid.uuid4()}"
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._silent_since: float | None = None
@@ -111,10 +116,10 @@ class Cluster:
         """
         if self._client.status == "running":
             self._silent_since = None
-            if self._keep is not None and time.monotonic() - self._asked > _ASK_SECONDS:
-                self._asked = time.monotonic()
-                self._keep()
-            return list(self._client.scheduler_info(n_workers=-1)["workers"])
+            workers = self._client.scheduler_info(n_workers=-1)["workers"]
+            if self._jobs is not None:
+                self._jobs.renew(str(worker["name"]) for worker in workers.values())
+            return list(workers)
         now = time.monotonic()
         self._silent_since = self._silent_since or now
         if self._client.status == "closed" or now - self._silent_since > _SECONDS:
@@ -150,6 +155,8 @@ class Cluster:
             return future.result(timeout=_SECONDS)
         except KilledWorker as error:
             raise WorkersDied(str(error)) from error
+        except HistopipeError:
+            raise  # one of them is an OSError, too
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
             return None
 
@@ -176,6 +183,30 @@ class Cluster:
             yield self._events.get()
 
 
+class _Jobs:
+    """Slurm's jobs, each of one worker or several."""
+
+    def __init__(self, slurm: Any, count: int) -> None:
+        self._slurm, self._count = slurm, count
+        self._alive: set[Any] = set()
+        self._asked = time.monotonic()
+
+    def renew(self, workers: Iterable[str]) -> None:
+        """Ask for jobs in place of those that had workers and have none, as behind their time limit.
+
+        Args:
+            workers: names of those that are there: their job's, or that with a number behind it.
+        """
+        names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
+        alive = {job for job in self._slurm.workers if str(job) in names}
+        for job in self._alive - alive:
+            self._slurm.workers.pop(job, None)
+        self._alive = alive
+        if time.monotonic() - self._asked > _ASK_SECONDS:
+            self._asked = time.monotonic()
+            self._slurm.scale(jobs=self._count)
+
+
 class WorkersDied(Exception):
     """Several workers in a row have died of one task."""
 
@@ -185,8 +216,11 @@ def _start(kind: re.Match[str]) -> Any:
     if kind["local"]:
         from distributed import LocalCluster
 
+        # A terminal's Ctrl-C goes to all its processes: what it means is this one's to say.
+        deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         return LocalCluster(
-            n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address=None, silence_logs="ERROR",
+            n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL,
+            preload=[deaf],
         )  # fmt: skip
     if kind["slurm"]:
         handler = signal.getsignal(signal.SIGINT)

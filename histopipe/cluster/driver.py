@@ -18,13 +18,13 @@ from typing import Any
 from histopipe._version import __version__
 from histopipe.cluster.connect import Cluster, WorkersDied, connected
 from histopipe.cluster.part import Depot
-from histopipe.cluster.work import Done, Order, publish
+from histopipe.cluster.work import Done, Order, absolute, options_of, publish
 from histopipe.errors import UsageError
 from histopipe.files import lock_if_free, network_filesystem
 from histopipe.ingest.job import SlideJob
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.ingest.progress import Both, Log, Progress
-from histopipe.ingest.request import IngestOptions, duplicates, sort_out
+from histopipe.ingest.request import IngestOptions, check_request, duplicates, sort_out
 from histopipe.ingest.run import labelled_too
 from histopipe.ingest.summary import LOG, SUMMARY, summary_lines, write_csv
 from histopipe.slides.discovery import SlideFile
@@ -74,13 +74,15 @@ def ingest_on_cluster(
     """
     started = time.monotonic()
     out = Path(os.path.realpath(out))
+    slides = [absolute(slide) for slide in slides]
+    check_request(slides, out, spec, replace(options, allow_network=True))
     with _kept(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
         log = Log(out / LOG)
         try:
             log.said(f"histopipe {__version__}, {spec}, {options}, {cluster}")
-            order = Order(Depot(out, scratch, catalog.uuid), spec, part_bytes)
+            order = Order(Depot(out, scratch.absolute(), catalog.uuid), spec, part_bytes)
             run = _Run(workers, catalog, order, options, Both(log, progress))
             outcomes = run.ingest(slides)
             warnings = duplicates(record for _, record in run.parts.values())
@@ -135,6 +137,7 @@ class _Run:
     _done: dict[str, Done] = field(default_factory=dict)
     _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
+    _suspect: set[str] = field(default_factory=set)
     _left: dict[str, int] = field(default_factory=dict)
 
     def ingest(self, slides: Sequence[SlideFile]) -> list[SlideOutcome]:
@@ -195,7 +198,7 @@ class _Run:
                     since = float("inf")
                 while waiting and len(running) < _AHEAD * len(workers):
                     job = waiting.popleft()
-                    options = _of_slide(self.options, job.slide.id)
+                    options = options_of(self.options, job)
                     running[self.cluster.give(self.order, job.slide, options)] = job
                 for future in self.cluster.wait(running) if running else ():
                     if not self._take_in(running[future], future):
@@ -213,6 +216,10 @@ class _Run:
         try:
             done = self.cluster.result(future)
         except WorkersDied as error:
+            # A slide that only waited where another one killed workers is blamed, too: it gets another try.
+            if job.slide.id not in self._suspect:
+                self._suspect.add(job.slide.id)
+                return False
             reason = f"{job.slide.path}: every worker that ingested it died: {error}"
             done = Done(failed_outcome(job.record, reason), "")
         if done is None:
@@ -306,12 +313,3 @@ class _Run:
         self._outcomes[outcome.id] = outcome
         self._told.add(outcome.id)
         self.progress.finished(outcome)
-
-
-def _of_slide(options: IngestOptions, slide: str) -> IngestOptions:
-    """The options that one slide needs: of a cohort's tables only its own row travels."""
-    own: dict[str, Any] = {}
-    for name in ("labels", "mpps", "coords", "annotations"):
-        table = getattr(options, name)
-        own[name] = {slide: table[slide]} if slide in table else {}
-    return replace(options, **own)

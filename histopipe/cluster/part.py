@@ -18,10 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from histopipe.errors import MachineShort, UsageError
+from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.files import appearing, is_full_disk, lock_if_free
 from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.worker import prepare
+from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
 
@@ -61,10 +62,15 @@ class Depot:
     def _publish(self, place: Path) -> list[str]:
         """Move a part to where all are; its name, if it holds anything."""
         store = next(iter(place.glob("*.lmdb")), None)
-        if store is not None and (store / "data.mdb").exists():
-            _move(store, self.out / store.name)
+        published = []
+        if store is not None and _holds_slides(store):
+            if not (self.out / store.name).exists():  # else it was killed when it had moved it
+                _move(store, self.out / store.name)
+            published = [store.name]
         shutil.rmtree(place)
-        return [store.name] if store is not None else []
+        with contextlib.suppress(OSError):  # others have parts in it
+            self.folder.rmdir()
+        return published
 
 
 @dataclass(slots=True)
@@ -137,6 +143,10 @@ class Part:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
         self._close_writer()
+        if not (self.store / "data.mdb").exists():
+            shutil.rmtree(self.store.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.depot.folder.rmdir()
         self._lock.close()
 
     def _close_writer(self) -> None:
@@ -169,6 +179,15 @@ def _locked(place: Path) -> Iterator[bool]:
         yield lock_if_free(folder)
     finally:
         os.close(folder)
+
+
+def _holds_slides(store: Path) -> bool:
+    """Whether there is anything in a part: one that was killed as it began is no store yet."""
+    try:
+        with Store(store, hidden=True) as part:
+            return bool(part.slides)
+    except NothingToDo:
+        return False
 
 
 def _move(store: Path, target: Path) -> None:

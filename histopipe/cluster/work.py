@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import socket
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 from histopipe._version import __version__
 from histopipe.cluster.part import Depot, Part
 from histopipe.errors import UsageError
+from histopipe.ingest.job import SlideJob
 from histopipe.ingest.outcome import SlideOutcome
 from histopipe.ingest.request import IngestOptions
 from histopipe.ingest.run import ingest
 from histopipe.slides.discovery import SlideFile
+from histopipe.slides.tables import SlideLabel
 from histopipe.tiling.spec import TilingSpec
 
 Tell = Callable[[dict[str, Any]], None]
@@ -47,8 +50,27 @@ class Done:
     part: str
 
 
+def absolute(slide: SlideFile) -> SlideFile:
+    """With paths that do not depend on where a worker was started."""
+    files = tuple(path.absolute() for path in slide.files)
+    return replace(slide, path=slide.path.absolute(), files=files)
+
+
+def options_of(options: IngestOptions, job: SlideJob) -> IngestOptions:
+    """The options that one slide needs: of a cohort's tables only its own row, with what was known of it before."""
+    name, record = job.slide.id, job.record
+    return replace(
+        options, labels={name: SlideLabel(record.label, record.patient, record.site)},
+        mpps={} if job.mpp_from_csv is None else {name: job.mpp_from_csv},
+        coords={} if job.coords is None else {name: replace(job.coords, path=job.coords.path.absolute())},
+        annotations={} if job.annotations is None else {name: job.annotations.absolute()},
+        allow_mixed_mpp=True, # of all slides it was looked at before
+    )  # fmt: skip
+
+
 _parts: dict[Depot, Part] = {}
 """Of this process: one a data set."""
+_beginning = threading.Lock()
 
 
 def ingest_slide(
@@ -68,21 +90,35 @@ def ingest_slide(
         MachineShort: its disk or memory ran out.
     """
     _check(order)
-    if order.depot not in _parts:
-        _let_have_children()
-        _parts[order.depot] = part = Part(order.depot, workers)
-        atexit.register(part.close)
-    part = _parts[order.depot]
-    with part.busy:
-        with part.writing(order.spec) as writer:
-            report = ingest(
-                [slide], part.store, order.spec, replace(options, workers=workers), _Told(tell),
-                pool=part.pool, writer=writer,
-            )  # fmt: skip
-        done = Done(report.slides[0], part.name)
-        if part.bytes >= order.part_bytes:
-            part.publish()
-    return done
+    if not slide.path.parent.is_dir():
+        raise UsageError(
+            f"the worker on {socket.gethostname()} does not see {slide.path.parent}",
+            todo="let all machines see the slides under one path",
+        )
+    while True:
+        part = _part(order, workers)
+        with part.busy:
+            if _parts.get(order.depot) is not part:
+                continue  # it was published while this thread waited for it
+            with part.writing(order.spec) as writer:
+                report = ingest(
+                    [slide], part.store, order.spec, replace(options, workers=workers), _Told(tell),
+                    pool=part.pool, writer=writer,
+                )  # fmt: skip
+            done = Done(report.slides[0], part.name)
+            if part.bytes >= order.part_bytes:
+                part.publish()
+            return done
+
+
+def _part(order: Order, workers: int) -> Part:
+    """This process's, begun if there is none."""
+    with _beginning:
+        if order.depot not in _parts:
+            _let_have_children()
+            _parts[order.depot] = part = Part(order.depot, workers)
+            atexit.register(part.close)
+        return _parts[order.depot]
 
 
 def publish(order: Order) -> list[str]:
@@ -93,6 +129,9 @@ def publish(order: Order) -> list[str]:
     if part is not None:
         with part.busy:
             published += part.publish()
+            part.close()
+            _parts.pop(order.depot, None)
+        atexit.unregister(part.close)
     return published + order.depot.publish_abandoned()
 
 

@@ -106,9 +106,10 @@ class StoreWriter(Closing):
         Returns:
             The number of every slide of the store by id.
         """
+        held = None if self._held is None else dict(self._held)
 
-        def work(transaction: lmdb.Transaction) -> dict[str, int]:
-            there = self._records(transaction)
+        def work(transaction: lmdb.Transaction) -> dict[str, int]:  # again, where the map was full
+            there = held if held is not None else self._records(transaction)
             known = {r.id: n for n, r in there.items()}
             told = read_meta(transaction, self._db, "next_number", int, self.path)
             number = max([told, *(n + 1 for n in there)])  # never over a record, whatever it says
