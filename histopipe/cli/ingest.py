@@ -10,7 +10,7 @@ import click
 
 from histopipe.cli.annotation_options import annotation_options
 from histopipe.cli.ingestion import run_ingest
-from histopipe.cli.parameters import Share
+from histopipe.cli.parameters import Gigabytes, Share
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -83,7 +83,11 @@ from histopipe.cli.parameters import Share
 )
 @click.option("--roi", help="Take only patches in outlines of this class of --annotations.")
 @annotation_options
-@click.option("--workers", type=click.IntRange(1), help="Processes.  [default: one a core]")
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Processes; with --cluster a Dask worker has as many as threads.  [default: one a core]",
+)
 @click.option(
     "--labels",
     type=click.Path(path_type=Path),
@@ -137,7 +141,8 @@ from histopipe.cli.parameters import Share
 )
 @click.option(
     "--part-gb",
-    type=click.FloatRange(0.001),
+    "part_bytes",
+    type=Gigabytes(0.001),
     default=16,
     show_default=True,
     help="With --cluster: a larger part is moved to --out, and another begun.",

@@ -86,7 +86,7 @@ def run_ingest(
 
             report = ingest_on_cluster(
                 listed, out, spec, options, progress, cluster=flags["cluster"],
-                scratch=flags["scratch"], part_bytes=int(flags["part_gb"] * 1e9),
+                scratch=flags["scratch"], part_bytes=flags["part_bytes"],
             )  # fmt: skip
         else:
             report = ingest(listed, out, spec, options, progress)

@@ -42,6 +42,17 @@ class Duration(click.ParamType[float]):
         return seconds
 
 
+class Gigabytes(click.FloatRange):
+    """`16`, `0.5`."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Bytes."""
+        size = float(super().convert(value, param, ctx))
+        if not math.isfinite(size):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return int(size * 1e9)
+
+
 class Names(click.ParamType[tuple[str, ...]]):
     """`flips,colour`."""
 

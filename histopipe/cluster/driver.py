@@ -68,7 +68,7 @@ def ingest_on_cluster(
         What became of every slide asked for.
 
     Raises:
-        UsageError: the folder holds something else, or another run is at it; or the machines do not see the same.
+        UsageError: it is a store, or another run is at it; or the machines do not see the same; or scales would be mixed.
         MachineShort: no scheduler, or it was lost; a worker's disk or memory ran out. What was complete stays.
         SpecMismatch: the folder's parts were made with other settings.
     """
