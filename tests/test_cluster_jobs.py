@@ -30,6 +30,7 @@ from histopipe.store.recorded import recorded
 from histopipe.tiling.spec import TilingSpec
 
 FLAGS = ("--patch-size", "64", "--tissue", "none", "--scratch", "scratch")
+SLOWLY = ("--route", "openslide")
 SLIDES = 6
 
 SBATCH = """#!/bin/sh
@@ -131,7 +132,7 @@ def test_slurm_is_asked_for_jobs_until_all_slides_are_in(
 def test_an_ingest_that_is_stopped_publishes_what_is_complete(
     slides: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1")
+    process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1", *SLOWLY)
     assert process.stderr is not None
     line = ""
     while "complete" not in line:
@@ -233,7 +234,7 @@ def test_parts_that_were_left_behind(slides: Path, tmp_path: Path, run: Run) -> 
 
 def test_a_terminals_interrupt_is_the_commands_alone(slides: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
+        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, *SLOWLY, "--cluster", "local:1"],
         cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     assert process.stderr is not None

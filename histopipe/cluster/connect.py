@@ -26,6 +26,7 @@ _KINDS = re.compile(
 _SECONDS = 30.0
 _LOOK_SECONDS, _POLL_SECONDS = 0.5, 0.02
 _ASK_SECONDS = 5.0
+_LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
 @contextmanager
@@ -56,8 +57,9 @@ def connected(cluster: str) -> Iterator[Cluster]:
             f"--cluster {cluster}", found="no certificate",
             todo="name it in Dask's configuration, distributed.comm.tls.client.cert",
         )  # fmt: skip
-    # What goes wrong in Dask's callbacks is raised where it is waited for, too.
-    logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
+    # What goes wrong in Dask's callbacks is raised where it is waited for, too, and told there.
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
         started = _start(kind)
         if started is not None:
