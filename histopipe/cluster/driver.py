@@ -23,10 +23,10 @@ from histopipe.errors import UsageError
 from histopipe.files import lock_if_free, network_filesystem
 from histopipe.ingest.job import SlideJob
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status, failed_outcome, outcome_of
-from histopipe.ingest.progress import Both, Log, Progress
+from histopipe.ingest.progress import Both, Progress, logged
 from histopipe.ingest.request import IngestOptions, check_request, duplicates, sort_out
 from histopipe.ingest.run import labelled_too
-from histopipe.ingest.summary import LOG, SUMMARY, summary_lines, write_csv
+from histopipe.ingest.summary import LOG, SUMMARY, leave_csv, summary_lines
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState
@@ -79,8 +79,7 @@ def ingest_on_cluster(
     with _kept(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
-        log = Log(out / LOG)
-        try:
+        with logged(out / LOG) as log:
             log.said(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             order = Order(Depot(out, scratch.absolute(), catalog.uuid), spec, part_bytes)
             run = _Run(workers, catalog, order, options, Both(log, progress))
@@ -90,12 +89,7 @@ def ingest_on_cluster(
             report = run.labelled(report)
             for text in [*warnings, *summary_lines(report)]:
                 log.said(text)
-        except BaseException as error:
-            log.said(f"ended by {type(error).__name__}: {error}")
-            raise
-        finally:
-            log.close()
-    write_csv(report, out / SUMMARY)
+    leave_csv(report, out / SUMMARY, progress)
     return report
 
 

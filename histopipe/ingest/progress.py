@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, Protocol, TextIO
 
@@ -176,6 +178,19 @@ class Log:
 
     def close(self) -> None:
         self._handler.close()
+
+
+@contextmanager
+def logged(path: Path) -> Iterator[Log]:
+    """A run's log, which says why it ended if that was not the end."""
+    log = Log(path)
+    try:
+        yield log
+    except BaseException as error:
+        log.said(f"ended by {type(error).__name__}: {error}")
+        raise
+    finally:
+        log.close()
 
 
 class Both:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from histopipe.ingest.job import Settings
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 from histopipe.ingest.pipeline import Pipeline
 from histopipe.ingest.pool import WorkerPool
-from histopipe.ingest.progress import Both, Log, Progress
+from histopipe.ingest.progress import Both, Progress, logged
 from histopipe.ingest.request import IngestOptions, check_request, duplicates, new_record, sort_out
-from histopipe.ingest.summary import LOG, SUMMARY, summary_lines, write_csv
+from histopipe.ingest.summary import LOG, SUMMARY, leave_csv, summary_lines
 from histopipe.ingest.worker import prepare
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.claims import Claims
@@ -55,26 +55,18 @@ def ingest(
     """
     started = time.monotonic()
     check_request(slides, store, spec, options)
-    with nullcontext(writer) if writer is not None else StoreWriter(store, spec) as target:
-        log = Log(store / LOG)
-        told = Both(log, progress)
-        try:
-            log.said(f"histopipe {__version__}, {spec}, {options}")
-            outcomes = _ingest(slides, target, spec, options, told, pool=pool)
-            warnings = duplicates(target.records().values())
-            report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
-            for text in [*warnings, *summary_lines(report)]:
-                log.said(text)
-        except BaseException as error:
-            log.said(f"ended by {type(error).__name__}: {error}")
-            raise
-        finally:
-            log.close()
+    with ExitStack() as stack:
+        if writer is None:
+            writer = stack.enter_context(StoreWriter(store, spec))
+        log = stack.enter_context(logged(store / LOG))
+        log.said(f"histopipe {__version__}, {spec}, {options}")
+        outcomes = _ingest(slides, writer, spec, options, Both(log, progress), pool=pool)
+        warnings = duplicates(writer.records().values())
+        report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
+        for text in [*warnings, *summary_lines(report)]:
+            log.said(text)
     report = labelled_too(report, store, options)
-    try:
-        write_csv(report, store / SUMMARY)
-    except OSError as error:  # the slides are in: a missing table is no reason to fail
-        progress.said(f"{store / SUMMARY} cannot be written: {error.strerror}")
+    leave_csv(report, store / SUMMARY, progress)
     return report
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from histopipe.files import appearing
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
+from histopipe.ingest.progress import Progress
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """What an ingest leaves in the store's folder beside the store itself; LMDB takes no notice."""
@@ -55,3 +56,11 @@ def _line(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
         f"{sum(s.stored_bytes for s in slides) / 1e6:>11,.1f}"
     )
     return sums if name == Status.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"
+
+
+def leave_csv(report: IngestReport, path: Path, progress: Progress) -> None:
+    """`write_csv`, or say why not: the slides are in, and a missing table is no reason to fail."""
+    try:
+        write_csv(report, path)
+    except OSError as error:
+        progress.said(f"{path} cannot be written: {error.strerror}")
