@@ -19,22 +19,22 @@ from histopipe.errors import HistopipeError
 
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
-    from histopipe.dataset.quality import measure_quality
-    from histopipe.embedding.embed import embed
-    from histopipe.ingest.annotate import annotate
+    from histopipe.inference.embed import embed
+    from histopipe.inference.predict import predict
     from histopipe.maintenance.compact import compact
     from histopipe.maintenance.merge import merge
     from histopipe.maintenance.remove import remove
     from histopipe.maintenance.split import split
     from histopipe.maintenance.verify import verify
-    from histopipe.prediction.predict import predict
+    from histopipe.measure.annotate import annotate
+    from histopipe.measure.quality import measure_quality
     from histopipe.reports.heatmap import heatmap
     from histopipe.reports.report import report
+    from histopipe.runs.supervision import train
     from histopipe.store.store import Store, StoreSet, open_store
     from histopipe.studies.comparison import compare
     from histopipe.studies.cross_validation import cross_validate
     from histopipe.studies.tune import tune
-    from histopipe.training.supervise import train
 
 __all__ = [
     "HistopipeError",
@@ -63,21 +63,21 @@ __all__ = [
 _HOME = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
-    "annotate": "histopipe.ingest.annotate",
+    "annotate": "histopipe.measure.annotate",
     "compact": "histopipe.maintenance.compact",
     "compare": "histopipe.studies.comparison",
     "cross_validate": "histopipe.studies.cross_validation",
-    "embed": "histopipe.embedding.embed",
+    "embed": "histopipe.inference.embed",
     "heatmap": "histopipe.reports.heatmap",
     "load_dataset": "histopipe.dataset.loader",
-    "measure_quality": "histopipe.dataset.quality",
+    "measure_quality": "histopipe.measure.quality",
     "merge": "histopipe.maintenance.merge",
     "open_store": "histopipe.store.store",
-    "predict": "histopipe.prediction.predict",
+    "predict": "histopipe.inference.predict",
     "remove": "histopipe.maintenance.remove",
     "report": "histopipe.reports.report",
     "split": "histopipe.maintenance.split",
-    "train": "histopipe.training.supervise",
+    "train": "histopipe.runs.supervision",
     "tune": "histopipe.studies.tune",
     "verify": "histopipe.maintenance.verify",
 }

@@ -20,11 +20,11 @@ import histopipe
 from histopipe.cluster.connect import connected
 from histopipe.cluster.driver import _kept
 from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
-from histopipe.files import appearing
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.recorded import recorded
 from histopipe.store.store import Store
+from histopipe.system.files import appearing
 
 DASK = str(Path(sys.executable).with_name("dask"))
 SLIDES = 8

@@ -15,9 +15,9 @@ from conftest import Run
 from histopipe.doctor import graphics, libraries, machine
 from histopipe.doctor.check import Check, State, exit_code
 from histopipe.doctor.graphics import Driver
+from histopipe.doctor.probe import Device, Probe
 from histopipe.errors import ExitCode
-from histopipe.files import filesystem_of
-from histopipe.training.probe import Device, Probe
+from histopipe.system.filesystems import filesystem_of
 
 CPU = Device("/CPU:0", "", 0.01)
 BUILT = Probe("2.21.0", "3.15.1", "12.5.1", (CPU,))

@@ -347,7 +347,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.embedding.keras_encoder import KerasEncoder
+    from histopipe.inference.keras_encoder import KerasEncoder
 
     whole = KerasEncoder._piece
 

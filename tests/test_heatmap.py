@@ -22,8 +22,8 @@ from histopipe.dataset.split_makers import make_splits
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.geometry import PointL0
-from histopipe.prediction.folder import PredictionFolder
-from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.inference.predictions_folder import PredictionFolder
+from histopipe.inference.slide_info import SlideFacts
 from histopipe.reports.heat import SlideHeat, ranks
 from histopipe.reports.heat_geojson import write_heat_geojson
 from histopipe.reports.heat_png import draw_heat, scale_bar_um

@@ -23,12 +23,12 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.split_makers import make_folds, make_splits
 from histopipe.dataset.splits import SIDES, SplitBy, read_splits, write_splits
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.splits import new_splits
 from histopipe.store.columns import ColumnWriter
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import spec_from_json
-from histopipe.training.config import TrainConfig
-from histopipe.training.plan import new_splits
 
 BY_ANNOTATION = Labelling(labels_from="annotation")
 PATCHES = 40

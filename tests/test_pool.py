@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from histopipe.errors import MachineShort, SlideUnreadable
-from histopipe.ingest import pool as module
-from histopipe.ingest.pool import TookTooLong, WorkerDied, WorkerPool
+from histopipe.system import worker_pool as module
+from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from histopipe.dataset.batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import PatchScores, joined_scores
-from histopipe.prediction.folder import PredictionFolder
-from histopipe.prediction.predict import predict
-from histopipe.prediction.slide_facts import SlideFacts
-from histopipe.prediction.slide_files import SlideFiles
+from histopipe.inference.predict import predict
+from histopipe.inference.predictions_folder import PredictionFolder
+from histopipe.inference.slide_files import SlideFiles
+from histopipe.inference.slide_info import SlideFacts
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec

@@ -11,8 +11,8 @@ import pytest
 from conftest import Run, make_slides
 from test_ingest import CMU, TCGA, contents
 
-from histopipe.files import network_filesystem
 from histopipe.store.store import Store
+from histopipe.system.filesystems import network_filesystem
 
 
 def test_a_plan_writes_nothing_and_tells_what_then_happens(

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from test_reader import flip_a_byte
 
-from histopipe.dataset.quality import COLUMNS, measure_quality
 from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.measure.quality import COLUMNS, measure_quality
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store

@@ -26,11 +26,12 @@ from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
 from histopipe.ingest.planning import plan_slide
 from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.source import PatchSource, Value
-from histopipe.slides import native, native_check
 from histopipe.slides.discovery import SlideFile
-from histopipe.slides.jpeg import NotPlain, TileFormat, frame_of
-from histopipe.slides.native import NativeLevel
 from histopipe.slides.slide import Slide
+from histopipe.slides.tiles import check as native_check
+from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, frame_of
+from histopipe.slides.tiles.locate import find_native
+from histopipe.slides.tiles.native import NativeLevel
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec
@@ -256,7 +257,7 @@ def test_a_shortcut_that_differs_is_not_taken(
     pixels = picture(size)
     half = np.asarray(Image.fromarray(pixels).resize((size.width // 2, size.height // 2)))
     path = write_slide(tmp_path / "a.svs", [pixels, half], Size(32, 32))
-    find = native.find_native
+    find = find_native
     for level in (0, 1):
         monkeypatch.setattr(native_check, "find_native", find)
         planned, _ = patches(path, patch_size=32, level=level)
@@ -277,7 +278,7 @@ def test_a_shift_by_one_pixel_is_found_where_openslide_interpolates(
     pixels = picture(Size(1027, 823))
     half = np.asarray(Image.fromarray(pixels).resize((513, 411)))
     path = write_slide(tmp_path / "a.svs", [pixels, half], Size(64, 64))
-    find = native.find_native
+    find = find_native
     monkeypatch.setattr(
         native_check, "find_native", lambda *of: dataclasses.replace(find(*of), x_level=1)
     )

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.order import SMALL, permuted
 from histopipe.dataset.sampling import (
     Balance,
@@ -23,6 +22,7 @@ from histopipe.dataset.sampling import (
 )
 from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.errors import UsageError
+from histopipe.system.hashing import combine
 
 SIZES = st.one_of(st.integers(1, 3 * SMALL), st.integers(SMALL, 20_000))
 SEEDS = st.integers(0, 2**63)

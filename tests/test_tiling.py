@@ -15,9 +15,9 @@ from PIL import Image, ImageFilter
 
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, RegionLevel, Size, same_scale
-from histopipe.slides.native_check import NativeLevels
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
+from histopipe.slides.tiles.check import NativeLevels
 from histopipe.tiling.grid import covered_fractions, lay_grid
 from histopipe.tiling.level import choose_level
 from histopipe.tiling.mask import (

@@ -14,7 +14,7 @@ from conftest import Run
 from test_training import PREDICT, history
 
 from histopipe.errors import UsageError
-from histopipe.training.config import TrainConfig
+from histopipe.runs.config import TrainConfig
 
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
 
@@ -59,7 +59,7 @@ STEPS = """
 import json, math, sys
 import keras, numpy as np, tensorflow as tf
 from histopipe.training import steps
-from histopipe.training.config import TrainConfig
+from histopipe.runs.config import TrainConfig
 from histopipe.training.devices import make_strategy
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer

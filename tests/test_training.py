@@ -17,9 +17,9 @@ import pytest
 from conftest import COMMAND, INTERRUPTIBLE, Run
 
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.settings_file import read_config
 from histopipe.store.store import Store
-from histopipe.training.config import TrainConfig
-from histopipe.training.settings_file import read_config
 
 FILES = {
     "config.toml",

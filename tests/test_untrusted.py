@@ -21,13 +21,13 @@ from test_reader import a_store, jpegs
 from test_verify import edited, pages_of, patched
 
 from histopipe.dataset.batches import decode
-from histopipe.dataset.quality import _measures
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.features.feature_file import writing
 from histopipe.features.trust import check_coords, check_features
 from histopipe.maintenance.finding import Kind
 from histopipe.maintenance.trust import check_untrusted
 from histopipe.maintenance.verify import verify
+from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key
 from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store

@@ -17,7 +17,8 @@ from conftest import COMMAND, PROGRAMS, Run
 from test_training import FILES, history, weights
 
 from histopipe.errors import UsageError
-from histopipe.training.cluster import Cluster, find_cluster, in_cluster
+from histopipe.runs.workers import Cluster, in_cluster
+from histopipe.training.collectives import find_cluster
 
 ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
 

@@ -44,16 +44,16 @@ from histopipe.ingest.chunks import chunks
 from histopipe.ingest.encode import encode_thumbnail, png
 from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
 from histopipe.ingest.planning import plan_slide
-from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.work import Work
 from histopipe.ingest.worker import close_all, prepare, store_chunk
 from histopipe.slides.discovery import SlideFile
-from histopipe.slides.native_check import NativeLevels
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level
+from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.mask import tissue_mask
 from histopipe.tiling.spec import TilingSpec
 

@@ -28,8 +28,8 @@ from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable
+from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
-from histopipe.training.config import TrainConfig
 from histopipe.training.devices import make_strategy
 from histopipe.training.loop import Trainer
 from histopipe.training.models import build_model

@@ -12,7 +12,7 @@ import shapely
 from shapely.geometry.base import BaseGeometry
 
 from histopipe.errors import UsageError
-from histopipe.files import shown
+from histopipe.system.files import shown
 
 Frame = Literal["bounds", "slide"]
 """Where a file's coordinates begin: at the scanned area's corner, as in QuPath, or at level 0's."""

@@ -36,7 +36,7 @@ def command(
     # Late: `--help` needs none of it.
     from tqdm import tqdm
 
-    from histopipe.ingest import annotate as library
+    from histopipe.measure import annotate as library
 
     with tqdm(unit=" slides", disable=not sys.stderr.isatty(), leave=False) as bar:
 

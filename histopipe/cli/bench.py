@@ -79,7 +79,7 @@ def _measure(
     from histopipe.dataset import measure
     from histopipe.dataset.arguments import store_paths
     from histopipe.store.store import Store, check_patch_sizes
-    from histopipe.training.quiet import load_quietly
+    from histopipe.system.tensorflow import load_quietly
 
     cores = len(os.sched_getaffinity(0))
     with ExitStack() as stack:

@@ -52,7 +52,7 @@ def command(stores: tuple[str, ...], as_json: bool, **settings: Any) -> None:
     \b
     Example: histopipe embed patches.lmdb --model resnet50 --out features
     """  # fmt: skip
-    from histopipe.embedding.embed import embed
+    from histopipe.inference.embed import embed
 
     result = embed(stores or "patches.lmdb", **settings)
     if as_json:

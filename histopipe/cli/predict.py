@@ -70,7 +70,7 @@ def command(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **fl
     """  # fmt: skip
     # Late: `--help` needs none of it.
     from histopipe.evaluation.table import evaluation_lines
-    from histopipe.prediction.predict import predict
+    from histopipe.inference.predict import predict
 
     tiling = {name: flags.pop(name) for name in _TILING}
     given = {name: value for name, value in tiling.items() if value is not None}

@@ -32,7 +32,7 @@ def command(store: Path, force: bool, workers: int | None, as_json: bool) -> Non
     # Late: `--help` needs none of it.
     from tqdm import tqdm
 
-    from histopipe.dataset.quality import COLUMNS, measure_quality
+    from histopipe.measure.quality import COLUMNS, measure_quality
 
     with tqdm(unit=" slides", disable=not sys.stderr.isatty(), leave=False) as bar:
 

@@ -16,17 +16,17 @@ from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
+    from histopipe.runs.result import TrainResult
     from histopipe.studies.fold_summary import CrossValidation
-    from histopipe.training.result import TrainResult
 
 
 def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
     """Settings of a file become the defaults, so that flags override them."""
     if path is not None:
         # Late: `--help` needs no config.
+        from histopipe.runs.config import TrainConfig
+        from histopipe.runs.settings_file import read_config
         from histopipe.studies.cross_validation import FoldSettings
-        from histopipe.training.config import TrainConfig
-        from histopipe.training.settings_file import read_config
 
         ctx.default_map = read_config(path, TrainConfig, FoldSettings)
 
@@ -255,13 +255,14 @@ def command(
 
 def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> None:
     """One training, or one a fold."""
+    from histopipe.runs.config import TrainConfig
+    from histopipe.runs.folder import is_cross_validation
+    from histopipe.runs.setting_checks import flag
+    from histopipe.runs.settings_file import known, resumed
+    from histopipe.runs.supervision import supervise
     from histopipe.studies import cross_validation as folds
-    from histopipe.training.config import TrainConfig
-    from histopipe.training.setting_checks import flag
-    from histopipe.training.settings_file import known, resumed
-    from histopipe.training.supervise import supervise
 
-    if folds.is_cross_validation(folder) if resume else settings["folds"]:
+    if is_cross_validation(folder) if resume else settings["folds"]:
         divided = (
             folds.resumed_folds(folder, settings) if resume else folds.divided_settings(settings)
         )

@@ -72,8 +72,8 @@ def command(
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
     """  # fmt: skip
+    from histopipe.runs.settings_file import read_config
     from histopipe.studies.tune import tune
-    from histopipe.training.settings_file import read_config
 
     settings = read_config(config) if config is not None else {}
     if devices is not None:

@@ -20,7 +20,6 @@ from histopipe.cluster.connect import Cluster, WorkersDied, connected
 from histopipe.cluster.part import Depot
 from histopipe.cluster.work import Done, Order, absolute, options_of, publish
 from histopipe.errors import UsageError
-from histopipe.files import lock_if_free, network_filesystem
 from histopipe.ingest.job import SlideJob
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.ingest.progress import Both, Progress, logged
@@ -32,6 +31,8 @@ from histopipe.store.catalog import Catalog, read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
+from histopipe.system.filesystems import network_filesystem
+from histopipe.system.locks import lock_if_free
 from histopipe.tiling.spec import TilingSpec
 
 _PATIENCE = 10.0

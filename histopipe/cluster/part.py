@@ -19,11 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from histopipe.errors import MachineShort, NothingToDo, UsageError
-from histopipe.files import appearing, is_full_disk, lock_if_free
-from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.worker import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.files import appearing
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.locks import lock_if_free
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
 _OWN = ("lock.mdb", "ingest.lock", "ingest.csv")

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation
 from histopipe.errors import UsageError
+from histopipe.system.hashing import combine
 
 _LOW = 0x7FFFFFFF
 _STEPS = 1 << 31

@@ -10,9 +10,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.splits import SIDES
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.hashing import combine
 
 Group = TypeVar("Group", bound=Hashable)
 _TRAIN, _VALIDATION, _TEST = range(len(SIDES))

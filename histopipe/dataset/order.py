@@ -10,7 +10,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import mix
+from histopipe.system.hashing import mix
 
 _ROUNDS = 8
 SMALL = 1024

@@ -12,10 +12,10 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.order import permuted
 from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.errors import UsageError
+from histopipe.system.hashing import combine
 
 Balance = Literal["none", "class", "slide", "patient"]
 

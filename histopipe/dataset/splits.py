@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.slide_source import SlideSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
-from histopipe.files import appearing, read_json
+from histopipe.system.files import appearing, read_json
 
 Side = Literal["train", "validation", "test"]
 SIDES: tuple[Side, ...] = ("train", "validation", "test")

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.order import permuted
 from histopipe.errors import DamagedStore, SlideError, UsageError
 from histopipe.store.stains import StainFit, StainWriter
 from histopipe.store.store import Store
+from histopipe.system.hashing import combine
 
 PATCHES = 64
 """Patches that a slide's fit looks at."""

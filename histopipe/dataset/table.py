@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.order import permuted
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.hashing import combine
 
 UNLABELLED = -1
 MAX_STORES = 127

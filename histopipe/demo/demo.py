@@ -12,30 +12,30 @@ import numpy as np
 from PIL import Image
 
 from histopipe.annotations.folder import find_annotations
-from histopipe.dataset.quality import measure_quality
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.roc import Roc, roc_of
 from histopipe.evaluation.scores import scores_of
-from histopipe.files import appearing
 from histopipe.geometry import Mpp, Size
+from histopipe.inference.predict import predict
 from histopipe.ingest.outcome import IngestReport, Status
 from histopipe.ingest.progress import Progress
 from histopipe.ingest.request import IngestOptions
 from histopipe.ingest.run import ingest
-from histopipe.prediction.predict import predict
+from histopipe.measure.quality import measure_quality
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.pictures import plan_picture
 from histopipe.reports.report import report
 from histopipe.reports.run_facts import read_run
+from histopipe.runs.result import TrainResult
+from histopipe.runs.supervision import train
 from histopipe.slides.discovery import discover
 from histopipe.slides.tables import SlideNames
 from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store
+from histopipe.system.files import appearing
 from histopipe.tiling.spec import TilingSpec
-from histopipe.training.result import TrainResult
-from histopipe.training.supervise import train
 
 _SIZE = Size(3072, 3072)
 _NODULES = 2

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from histopipe.doctor import probe
 from histopipe.doctor.check import Check, State
-from histopipe.ingest.pool import TookTooLong, WorkerDied, WorkerPool
-from histopipe.training import probe
+from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _SECONDS = 180.0
 _LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}

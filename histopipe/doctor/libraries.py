@@ -11,8 +11,8 @@ from packaging.requirements import Requirement
 
 from histopipe.doctor.check import Check, State
 from histopipe.errors import MachineShort
-from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.slides.formats import openslide_formats
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
 """Names that are not the package's own."""

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from histopipe.doctor.check import Check, State
-from histopipe.files import filesystem_of, free_bytes, network_filesystem
+from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
 """Of the processor: without the first TensorFlow's wheels end at once; with the others they are faster."""

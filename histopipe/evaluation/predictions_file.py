@@ -14,7 +14,7 @@ import numpy as np
 from histopipe.dataset.splits import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import Level, PatchScores
-from histopipe.files import appearing
+from histopipe.system.files import appearing
 
 _FACTS: Mapping[Level, tuple[str, ...]] = {
     "patch": ("slide", "patient", "x_l0", "y_l0", "label", "predicted"),

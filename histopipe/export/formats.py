@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from histopipe.store.record import SlideRecord
-from histopipe.training.quiet import load_quietly
+from histopipe.system.tensorflow import load_quietly
 
 _JPEG_START = b"\xff\xd8"
 

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.arguments import store_paths
 from histopipe.errors import MachineShort, NothingToDo, UsageError
-from histopipe.files import appearing, is_full_disk
+from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.training import run_folder
-from histopipe.training.progress import EpochProgress
+from histopipe.system.files import appearing
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.progress import EpochProgress
 
 IndexFormat = Literal["csv", "parquet"]
 

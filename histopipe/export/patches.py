@@ -14,12 +14,13 @@ from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
 from histopipe.export.formats import WRITERS, Patch
 from histopipe.features.folder import path_within
-from histopipe.files import appearing, is_full_disk, read_json
+from histopipe.runs import folder as run_folder
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.training import run_folder
-from histopipe.training.progress import EpochProgress, say
+from histopipe.system.files import appearing, read_json
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.progress import EpochProgress, say
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
 _PIN = "export.json"

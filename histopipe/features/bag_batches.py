@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.batches import OnError
-from histopipe.dataset.hashing import combine
 from histopipe.dataset.order import permuted
 from histopipe.dataset.sampling import Order
 from histopipe.dataset.schedule import Field, Schedule
@@ -18,6 +17,7 @@ from histopipe.dataset.table import PatchTable
 from histopipe.errors import DamagedStore
 from histopipe.features.bag_set import Bag, BagSet
 from histopipe.features.feature_file import read_features
+from histopipe.system.hashing import combine
 
 _DRAW = 301
 _log = logging.getLogger("histopipe")

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.batches import aligned_empty
 from histopipe.errors import DamagedStore, MachineShort, UsageError
-from histopipe.files import appearing, is_full_disk
+from histopipe.system.files import appearing
+from histopipe.system.filesystems import is_full_disk
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"

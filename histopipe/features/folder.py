@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.files import appearing, read_json
+from histopipe.system.files import appearing, read_json
 
 SUFFIX = ".h5"
 _FACTS = "features.json"

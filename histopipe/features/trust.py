@@ -9,7 +9,7 @@ from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.features.feature_file import read_coords, read_features, read_header
 from histopipe.features.folder import feature_files
 from histopipe.ingest import coords
-from histopipe.ingest.pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool
 
 _SECONDS = 60.0
 _MOST_EXPANSION = 1000

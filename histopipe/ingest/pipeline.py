@@ -17,18 +17,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
-from histopipe.files import free_bytes, storable
 from histopipe.ingest.chunks import Chunk, chunks
 from histopipe.ingest.job import ChunkResult, Settings, SlideFailure, SlideJob
 from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.ingest.planning import plan_slide
-from histopipe.ingest.pool import TookTooLong, WorkerDied
 from histopipe.ingest.progress import Progress
 from histopipe.ingest.work import SlideTimeout, Work
 from histopipe.ingest.worker import store_chunk
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
+from histopipe.system.files import storable
+from histopipe.system.filesystems import free_bytes
+from histopipe.system.worker_pool import TookTooLong, WorkerDied
 
 _CLAIM_POLL_SECONDS = 0.5
 _TRIES = 2

@@ -27,11 +27,11 @@ from histopipe.ingest.job import Estimate, PlannedSlide, Settings, SlideFailure,
 from histopipe.ingest.route import RouteChoice, choose_route
 from histopipe.ingest.source import PatchSource, Value
 from histopipe.slides.identity import fingerprint, tile_hash
-from histopipe.slides.native import NotNative
-from histopipe.slides.native_check import NativeLevels
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
+from histopipe.slides.tiles.check import NativeLevels
+from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.tiling.level import choose_level

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import ExitCode, NothingToDo
-from histopipe.files import free_bytes
 from histopipe.ingest.job import Estimate, PlannedSlide, Settings, SlideFailure, SlideJob
 from histopipe.ingest.outcome import SlideOutcome, Status, exit_code, failed_outcome
 from histopipe.ingest.planning import plan_slide
-from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.ingest.progress import Progress
 from histopipe.ingest.request import IngestOptions, check_request, duplicates, sort_out
 from histopipe.ingest.worker import prepare
@@ -22,6 +20,8 @@ from histopipe.slides.discovery import SlideFile
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.store.writer import check_spec
+from histopipe.system.filesystems import free_bytes
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
 _NOTHING = Estimate()

@@ -12,14 +12,12 @@ from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import SlideError, UsageError
-from histopipe.files import network_filesystem, storable
 from histopipe.geometry import Mpp, same_scale
 from histopipe.ingest.coords import CoordsFile
 from histopipe.ingest.decide import Action, decide
 from histopipe.ingest.job import SlideJob
 from histopipe.ingest.labels import labelled
 from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
-from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.ingest.route import AskedRoute
 from histopipe.ingest.work import SlideTimeout, unreadable_text
 from histopipe.slides.discovery import SlideFile
@@ -29,6 +27,9 @@ from histopipe.slides.slide import Slide
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.recorded import recorded
+from histopipe.system.files import storable
+from histopipe.system.filesystems import network_filesystem
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.level import choose_level
 from histopipe.tiling.spec import TilingSpec
 

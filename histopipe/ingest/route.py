@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from histopipe.errors import RouteUnfit
-from histopipe.slides.native import NativeLevel, NativeTiles, NotNative, reduction_of
-from histopipe.slides.native_check import LEAST_PSNR, NativeLevels, scaled_psnr
+from histopipe.slides.tiles.check import LEAST_PSNR, NativeLevels, scaled_psnr
+from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative, reduction_of
 from histopipe.tiling.plan import TilingPlan
 from histopipe.tiling.spec import TilingSpec
 

@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from histopipe._version import __version__
-from histopipe.ingest.annotate import label_slides
 from histopipe.ingest.job import Settings
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 from histopipe.ingest.pipeline import Pipeline
-from histopipe.ingest.pool import WorkerPool
 from histopipe.ingest.progress import Both, Progress, logged
 from histopipe.ingest.request import IngestOptions, check_request, duplicates, new_record, sort_out
 from histopipe.ingest.summary import LOG, SUMMARY, leave_csv, summary_lines
 from histopipe.ingest.worker import prepare
+from histopipe.measure.annotate import label_slides
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.claims import Claims
 from histopipe.store.writer import StoreWriter
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
 

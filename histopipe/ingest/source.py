@@ -13,8 +13,8 @@ from histopipe.geometry import Size
 from histopipe.ingest.chunks import Cell, Chunk
 from histopipe.ingest.encode import encode, reduced
 from histopipe.ingest.route import RouteChoice
-from histopipe.slides.native import NativeTiles
 from histopipe.slides.slide import Slide
+from histopipe.slides.tiles.native import NativeTiles
 from histopipe.tiling.level import LevelChoice
 from histopipe.tiling.spec import TilingSpec
 

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from histopipe.files import appearing
 from histopipe.ingest.outcome import IngestReport, SlideOutcome, Status
 from histopipe.ingest.progress import Progress
+from histopipe.system.files import appearing
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """What an ingest leaves in the store's folder beside the store itself; LMDB takes no notice."""

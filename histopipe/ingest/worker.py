@@ -6,6 +6,7 @@ made in memory, then put under LMDB's own lock for the milliseconds that takes.
 
 from __future__ import annotations
 
+import importlib
 import time
 from pathlib import Path
 
@@ -27,7 +28,7 @@ holds at most one OpenSlide handle, whose cache is 32 MB, and 48 MB of decoded t
 
 def prepare() -> None:
     """Import, while the first slides are looked up, what planning would import late."""
-    from histopipe.slides import tiff_tiles  # noqa: F401
+    importlib.import_module("histopipe.slides.tiles.tiff")
 
     load_algorithms()
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
-from histopipe.files import appearing, free_bytes, is_full_disk, replacing
-from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.store.claims import WriteLease
 from histopipe.store.compaction import copy_compacted, used_bytes
+from histopipe.system.files import appearing, replacing
+from histopipe.system.filesystems import free_bytes, is_full_disk
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SPARE_BYTES = 16 << 20

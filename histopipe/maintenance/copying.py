@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from histopipe.errors import MachineShort, SpecMismatch, UsageError
-from histopipe.files import free_bytes
 from histopipe.ingest.request import refuse_network
 from histopipe.store.claims import Claims
 from histopipe.store.format import stored_size
@@ -18,6 +17,7 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.transfer import Transfer
 from histopipe.store.writer import StoreWriter
+from histopipe.system.filesystems import free_bytes
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02

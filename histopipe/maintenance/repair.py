@@ -11,7 +11,6 @@ from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import DamagedStore, ExitCode, NothingToDo, UsageError
-from histopipe.files import lock_if_free
 from histopipe.geometry import Mpp
 from histopipe.ingest.outcome import Status
 from histopipe.ingest.progress import Progress
@@ -25,6 +24,7 @@ from histopipe.maintenance.put_back import PutBack
 from histopipe.maintenance.verify import Told, examined, verify
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.store import Store
+from histopipe.system.locks import lock_if_free
 from histopipe.tiling.spec import TilingSpec
 
 _LEAST_UNREADABLE = 0.01

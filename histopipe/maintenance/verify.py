@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from histopipe.errors import MachineShort, NothingToDo
-from histopipe.ingest.pool import WorkerDied, WorkerPool
 from histopipe.maintenance.contents import Contents
 from histopipe.maintenance.finding import Finding, Kind, Verified
 from histopipe.maintenance.patches import PatchCheck
@@ -29,6 +28,7 @@ from histopipe.store.format import DATABASES, PATCHES, THUMBNAILS
 from histopipe.store.handle import pinned
 from histopipe.store.second_opinion import lmdb_faults
 from histopipe.store.structure import Structure, meta_faults
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 T = TypeVar("T")
 

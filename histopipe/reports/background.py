@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.geometry import Mpp
-from histopipe.prediction.folder import PredictionFolder
+from histopipe.inference.predictions_folder import PredictionFolder
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.picture import decode_picture

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.metrics import Bin
 from histopipe.evaluation.roc import Roc
-from histopipe.files import appearing
+from histopipe.system.files import appearing
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from histopipe.files import appearing
 from histopipe.reports.heat import SlideHeat
 from histopipe.reports.heat_png import COLOURS
+from histopipe.system.files import appearing
 
 Objects = Literal["cells", "contours"]
 _GAP = 1.0

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 
-from histopipe.files import appearing
 from histopipe.reports.heat import SlideHeat
+from histopipe.system.files import appearing
 
 COLOURS = "viridis"
 """Even steps to the eye, also to one that confuses red and green, and none of its colours is that of tissue."""

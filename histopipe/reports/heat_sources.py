@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores, joined_scores
-from histopipe.prediction.folder import PredictionFolder, is_prediction
-from histopipe.prediction.slide_facts import SlideFacts
+from histopipe.inference.predictions_folder import PredictionFolder, is_prediction
+from histopipe.inference.slide_info import SlideFacts
 from histopipe.reports.heat import SlideHeat, ranks
+from histopipe.runs import folder as run_folder
 from histopipe.store.store import Store
-from histopipe.training import run_folder
 
 HeatOf = Callable[[], SlideHeat | None]
 Arrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffWriter
 
-from histopipe.files import appearing
 from histopipe.reports.heat import SlideHeat
 from histopipe.reports.heat_png import COLOURS
+from histopipe.system.files import appearing
 
 _TILE = 256
 _CELL = 16

@@ -11,20 +11,20 @@ from typing import Any, Literal, get_args
 from histopipe.dataset.arguments import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
 from histopipe.features.folder import path_within
-from histopipe.prediction.folder import PredictionFolder, is_prediction
+from histopipe.inference.predictions_folder import PredictionFolder, is_prediction
 from histopipe.reports.background import Backgrounds
 from histopipe.reports.heat import SlideHeat
 from histopipe.reports.heat_geojson import Objects, write_heat_geojson
 from histopipe.reports.heat_png import draw_heat
 from histopipe.reports.heat_sources import HeatSource
 from histopipe.reports.heat_tiff import write_heat_tiff
+from histopipe.runs import folder as run_folder
+from histopipe.runs.folder import check_one_run
+from histopipe.runs.settings_file import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.studies.one_run import check_one_run
-from histopipe.training import run_folder
-from histopipe.training.progress import EpochProgress, say
-from histopipe.training.settings_file import read_config
+from histopipe.system.progress import EpochProgress, say
 
 Format = Literal["png", "tiff", "geojson"]
 FORMATS: tuple[Format, ...] = get_args(Format)

@@ -15,8 +15,8 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.files import appearing
 from histopipe.reports.pictures import data_uri
+from histopipe.system.files import appearing
 
 
 @dataclass(frozen=True, slots=True)

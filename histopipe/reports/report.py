@@ -8,7 +8,7 @@ from pathlib import Path
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
-from histopipe.training import run_folder
+from histopipe.runs import folder as run_folder
 
 REPORT = "report.html"
 

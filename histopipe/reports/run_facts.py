@@ -14,14 +14,14 @@ from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores
-from histopipe.files import read_json
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.folder import check_one_run
+from histopipe.runs.result import METRICS, TrainResult, read_result
+from histopipe.runs.settings_file import known, read_config
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.studies.one_run import check_one_run
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.result import METRICS, TrainResult, read_result
-from histopipe.training.settings_file import known, read_config
+from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import SlideUnreadable
-from histopipe.files import Closing
 from histopipe.geometry import Level, PointL0, RegionL0, Size
+from histopipe.system.files import Closing
 
 WHITE = (255, 255, 255)
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, Mpp, PointL0, RegionLevel, Size
-from histopipe.slides.native import NativeTiles, reduction_of
 from histopipe.slides.slide import Slide
+from histopipe.slides.tiles.native import NativeTiles, reduction_of
 
 THUMBNAIL_MPP = Mpp(8.0)
 ASSUMED_MPP = Mpp(0.5)

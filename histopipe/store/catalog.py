@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
-from histopipe.files import appearing, read_json
 from histopipe.store.record import SlideRecord
+from histopipe.system.files import appearing, read_json
 
 CATALOG = "catalog.json"
 _VERSION = 1

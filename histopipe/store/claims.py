@@ -13,7 +13,7 @@ import struct
 from pathlib import Path
 
 from histopipe.errors import UsageError
-from histopipe.files import Closing
+from histopipe.system.files import Closing
 
 _LOCK = "ingest.lock"
 _WRITERS = 1 << 40

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.files import Closing
 from histopipe.store.folder import open_for_change
 from histopipe.store.format import (
     INDEX,
@@ -25,6 +24,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import read_meta
 from histopipe.store.record import SlideRecord
+from histopipe.system.files import Closing
 
 
 class ColumnWriter(Closing):

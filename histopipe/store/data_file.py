@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.files import Closing
+from histopipe.system.files import Closing
 
 HEADER = 16
 """Bytes of a page before what it holds."""

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import lmdb
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
-from histopipe.files import shown
 from histopipe.store.format import (
     FORMAT_NAME,
     KNOWN_FEATURES,
@@ -20,6 +19,7 @@ from histopipe.store.format import (
     slide_number,
 )
 from histopipe.store.record import SlideRecord
+from histopipe.system.files import shown
 from histopipe.tiling.spec import MAX_PATCH_SIZE
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from histopipe.errors import DamagedStore
-from histopipe.files import shown
 from histopipe.store.format import seal, slide_key, unseal
+from histopipe.system.files import shown
 
 
 class SlideState(StrEnum):

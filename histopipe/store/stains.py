@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.files import Closing
 from histopipe.store.folder import open_for_change
 from histopipe.store.format import STAINS, seal, slide_key, unseal
+from histopipe.system.files import Closing
 
 ALGORITHM = "stain-1"
 

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.files import Closing
 from histopipe.store.catalog import parts_of, seen_in
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import (
@@ -31,6 +30,7 @@ from histopipe.store.picture import decode_picture
 from histopipe.store.reading import Columns, Reading
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import StainFit, read_fits
+from histopipe.system.files import Closing
 
 
 class Store(Closing):

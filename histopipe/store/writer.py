@@ -21,7 +21,6 @@ from histopipe.errors import (
     SpecMismatch,
     UsageError,
 )
-from histopipe.files import Closing
 from histopipe.store.columns import add_classes
 from histopipe.store.deletion import delete_entries, delete_slide
 from histopipe.store.environment import open_environment
@@ -44,6 +43,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import read_meta, read_records
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.system.files import Closing
 from histopipe.tiling.spec import TilingSpec, differences
 
 

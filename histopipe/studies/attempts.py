@@ -19,12 +19,12 @@ from histopipe.errors import (
     OutOfTime,
     UsageError,
 )
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.progress import say
-from histopipe.training.result import TrainResult
-from histopipe.training.supervise import supervise
-from histopipe.training.watch import Stop, Watch
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import TrainResult
+from histopipe.runs.supervision import supervise
+from histopipe.runs.watch import Stop, Watch
+from histopipe.system.progress import say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

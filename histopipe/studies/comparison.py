@@ -25,15 +25,16 @@ from histopipe.evaluation.scores import (
     Level,
     with_common_patients,
 )
-from histopipe.files import read_json
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.folder import is_cross_validation
+from histopipe.runs.result import is_finished, read_result
+from histopipe.runs.settings_file import read_config
 from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
-from histopipe.studies.cross_validation import FoldSettings, is_cross_validation
+from histopipe.studies.cross_validation import FoldSettings
 from histopipe.studies.fold_summary import read_parts
 from histopipe.studies.pairing import Difference, differences_of, tested_items
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.result import is_finished, read_result
-from histopipe.training.settings_file import read_config
+from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)

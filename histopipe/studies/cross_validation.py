@@ -14,22 +14,22 @@ from typing import Any
 
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import is_finished
+from histopipe.runs.setting_checks import flag
+from histopipe.runs.settings_file import changed, known, read_config
+from histopipe.runs.splits import new_folds, opened_sources
+from histopipe.runs.supervision import sigterm_interrupts
+from histopipe.runs.watch import Stop
+from histopipe.runs.workers import in_cluster
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
 from histopipe.studies.judging import judged_anew
 from histopipe.studies.places import share_devices
-from histopipe.training import run_folder
-from histopipe.training.cluster import in_cluster
-from histopipe.training.config import TrainConfig
-from histopipe.training.plan import new_folds, opened_sources
-from histopipe.training.progress import say
-from histopipe.training.result import is_finished
-from histopipe.training.setting_checks import flag
-from histopipe.training.settings_file import changed, known, read_config
-from histopipe.training.supervise import sigterm_interrupts
-from histopipe.training.watch import Stop
+from histopipe.system.progress import say
 
-SPLITS, LOGS = "splits", "logs"
+SPLITS, LOGS = run_folder.FOLD_SPLITS, "logs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +119,13 @@ def divided_settings(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSetting
     return config, folds
 
 
-def is_cross_validation(folder: Path) -> bool:
-    """Whether a folder is that of a cross-validation."""
-    return (folder / run_folder.CONFIG).exists() and (folder / SPLITS).is_dir()
-
-
 def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
     """A cross-validation's own settings, and what is to change.
 
     Raises:
         UsageError: the folder holds none, or the change would make what was trained so far meaningless.
     """
-    if not is_cross_validation(folder):
+    if not run_folder.is_cross_validation(folder):
         raise UsageError(f"{folder} holds no cross-validation to resume")
     recorded = read_config(folder / run_folder.CONFIG, TrainConfig, FoldSettings)
     own = {name: recorded.pop(name) for name in FOLD_SETTINGS if name in recorded}

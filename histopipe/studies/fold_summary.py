@@ -18,9 +18,9 @@ from histopipe.evaluation.predictions_file import read_predictions, write_predic
 from histopipe.evaluation.scores import with_common_patients
 from histopipe.evaluation.table import aligned, evaluation_lines, number
 from histopipe.evaluation.thresholds import FALLBACK
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.result import TrainResult
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import TrainResult
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
 _SHOWN = ("patch", "slide_mean", "patient_mean")

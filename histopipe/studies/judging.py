@@ -7,11 +7,11 @@ from pathlib import Path
 
 from histopipe.evaluation.evaluate import judge
 from histopipe.evaluation.predictions_file import read_predictions
-from histopipe.files import read_json
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.result import METRICS, TrainResult, read_result
-from histopipe.training.settings_file import known, read_config
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import METRICS, TrainResult, read_result
+from histopipe.runs.settings_file import known, read_config
+from histopipe.system.files import read_json
 
 
 def judged_anew(folder: Path, wanted: TrainConfig) -> TrainResult:

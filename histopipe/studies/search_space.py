@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.files import read_toml
-from histopipe.training.config import TrainConfig
-from histopipe.training.setting_checks import fits, like
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.setting_checks import fits, like
+from histopipe.system.files import read_toml
 
 if TYPE_CHECKING:
     import optuna

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.files import network_filesystem
+from histopipe.system.filesystems import network_filesystem
 
 if TYPE_CHECKING:
     import optuna

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from histopipe.dataset.hashing import combine
 from histopipe.errors import UsageError
-from histopipe.files import lock_if_free
+from histopipe.runs.setting_checks import flag, one_of
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.storage import load_optuna, open_storage
-from histopipe.training.setting_checks import flag, one_of
+from histopipe.system.hashing import combine
+from histopipe.system.locks import lock_if_free
 
 if TYPE_CHECKING:
     import optuna

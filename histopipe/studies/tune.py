@@ -12,17 +12,17 @@ import numpy as np
 
 from histopipe.dataset.splits import DROPPED, SIDES, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import TrainResult, is_finished, read_result
+from histopipe.runs.settings_file import known
+from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.storage import load_optuna
 from histopipe.studies.study import TRIALS, Metric, Pruner, Sampler, Study, StudySettings
 from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.plan import new_splits, opened_sources
-from histopipe.training.progress import say
-from histopipe.training.result import TrainResult, is_finished, read_result
-from histopipe.training.settings_file import known
+from histopipe.system.progress import say
 
 if TYPE_CHECKING:
     import optuna

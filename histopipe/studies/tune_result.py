@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.table import aligned, number
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import is_finished, read_result
 from histopipe.studies.search_space import settings_of
-from histopipe.training import run_folder
-from histopipe.training.config import TrainConfig
-from histopipe.training.result import is_finished, read_result
 
 if TYPE_CHECKING:
     import optuna

@@ -15,10 +15,10 @@ from histopipe.features.bag_batches import read_bag
 from histopipe.features.bag_set import Bag
 from histopipe.features.feature_file import read_coords
 from histopipe.features.folder import path_within
-from histopipe.files import appearing
-from histopipe.training import run_folder
+from histopipe.runs import folder as run_folder
+from histopipe.system.files import appearing
+from histopipe.system.progress import say
 from histopipe.training.bag_model import BagModel
-from histopipe.training.progress import say
 
 _PIECE = 32_768
 _COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")

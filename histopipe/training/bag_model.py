@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import hash31
-from histopipe.training.config import Pooling, Precision
+from histopipe.runs.config import Pooling, Precision
 from histopipe.training.dropout import SampleDropout
 from histopipe.training.models import LOGITS
 

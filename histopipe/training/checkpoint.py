@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.files import appearing
+from histopipe.system.files import appearing
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"

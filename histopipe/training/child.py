@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.training.quiet import load_quietly
+from histopipe.system.tensorflow import load_quietly
 
 
 def main() -> None:

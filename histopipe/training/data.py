@@ -12,9 +12,9 @@ from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import Side, Splits, site_by_label
 from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
+from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
-from histopipe.training.config import TrainConfig
-from histopipe.training.progress import say
+from histopipe.system.progress import say
 
 
 def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, unit: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import tensorflow as tf
 
 from histopipe.errors import UsageError
-from histopipe.training.cluster import Cluster
-from histopipe.training.config import DEVICES
+from histopipe.runs.config import DEVICES
+from histopipe.runs.workers import Cluster
 
 
 def make_strategy(

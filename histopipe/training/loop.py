@@ -22,9 +22,10 @@ from histopipe.dataset.sampling import Order, Sequential
 from histopipe.dataset.schedule import replica_rows
 from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable
-from histopipe.training.cluster import COMPUTING, READING, Cluster
+from histopipe.runs.workers import COMPUTING, READING, Cluster
+from histopipe.system.progress import EpochProgress
+from histopipe.training.collectives import gathered
 from histopipe.training.memory import MicroBatch
-from histopipe.training.progress import EpochProgress
 from histopipe.training.steps import Steps
 from histopipe.training.tally import Predictions, Tally, predictions
 
@@ -147,7 +148,7 @@ class Trainer:
         classes = self.steps.classes
         rows = sum(len(self._rows_of(replica)) for replica in self._own)
         values = np.asarray(tally.values, np.float32).reshape(-1, rows, classes + 2)
-        return self._cluster.gathered(self._strategy, values)
+        return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """This worker's part of `gathered`, as a tally has it."""

@@ -10,10 +10,10 @@ from typing import TypeVar
 import tensorflow as tf
 
 from histopipe.errors import OutOfMemory
-from histopipe.files import is_full_disk
-from histopipe.training import run_folder
-from histopipe.training.progress import say
-from histopipe.training.report import Report
+from histopipe.runs import folder as run_folder
+from histopipe.runs.messages import Report
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.progress import say
 
 T = TypeVar("T")
 

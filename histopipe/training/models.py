@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from histopipe.errors import UsageError
-from histopipe.training.config import Precision
+from histopipe.runs.config import Precision
 from histopipe.training.dropout import SampleDropout
 from histopipe.training.memory import is_out_of_memory
 

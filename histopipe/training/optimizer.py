@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 
 from histopipe.errors import UsageError
-from histopipe.training.config import TrainConfig
+from histopipe.runs.config import TrainConfig
 
 
 def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer:

@@ -20,11 +20,16 @@ from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
-from histopipe.files import appearing
-from histopipe.training import board, run_folder
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.messages import Report
+from histopipe.runs.result import TrainResult
+from histopipe.runs.workers import Cluster
+from histopipe.system.files import appearing
+from histopipe.system.progress import say
+from histopipe.training import board
 from histopipe.training.checkpoint import TrainState, load_state, save_state
-from histopipe.training.cluster import Cluster
-from histopipe.training.config import TrainConfig
+from histopipe.training.collectives import check_same
 from histopipe.training.devices import make_strategy
 from histopipe.training.environment import environment
 from histopipe.training.history import epoch_line, history_row, is_better
@@ -38,9 +43,6 @@ from histopipe.training.memory import (
 )
 from histopipe.training.metrics import patch_metrics
 from histopipe.training.pauses import Pauses
-from histopipe.training.progress import say
-from histopipe.training.report import Report
-from histopipe.training.result import TrainResult
 from histopipe.training.steps import Steps
 from histopipe.training.tally import (
     Predictions,
@@ -143,7 +145,7 @@ class Run:
             # Where batch statistics are shared, all must take equally many pieces.
             self._trainer.micro_batch.first if together else 0,
         )  # fmt: skip
-        self._cluster.check_same(self._trainer.steps.strategy, mine)
+        check_same(self._cluster, self._trainer.steps.strategy, mine)
 
     def _finished(self) -> bool:
         patience, state = self._config.patience, self._state

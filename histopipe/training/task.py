@@ -18,16 +18,16 @@ from histopipe.errors import NothingToDo
 from histopipe.evaluation.scores import PatchScores
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_set import BagSet
+from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
+from histopipe.system.progress import say
 from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_steps import BagSteps
-from histopipe.training.config import TrainConfig
 from histopipe.training.data import class_weight, patch_table, stain_normaliser
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.patch_scores import patch_scores
-from histopipe.training.progress import say
 from histopipe.training.steps import Steps, StepSettings
 from histopipe.training.tally import Predictions
 

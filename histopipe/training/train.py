@@ -10,15 +10,16 @@ from pathlib import Path
 import tensorflow as tf
 
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
-from histopipe.files import is_full_disk
-from histopipe.training import run_folder
-from histopipe.training.cluster import SIGNS, Cluster, find_cluster
-from histopipe.training.config import TrainConfig
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.messages import Report, unreported
+from histopipe.runs.result import TrainResult
+from histopipe.runs.splits import opened_sources, run_splits
+from histopipe.runs.workers import SIGNS, Cluster
+from histopipe.system.filesystems import is_full_disk
+from histopipe.training.collectives import find_cluster
 from histopipe.training.data import tell_splits
 from histopipe.training.memory import is_out_of_memory
-from histopipe.training.plan import opened_sources, run_splits
-from histopipe.training.report import Report, unreported
-from histopipe.training.result import TrainResult
 from histopipe.training.run import Run
 from histopipe.training.task import task_of
 

@@ -34,18 +34,19 @@ from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.features.feature_file import writing
 from histopipe.features.trust import check_coords, check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
-from histopipe.prediction.slide_facts import SlideFacts
-from histopipe.slides import dicom_tiles, tiff_tiles
+from histopipe.inference.slide_info import SlideFacts
+from histopipe.runs.result import read_result
+from histopipe.runs.settings_file import read_config
 from histopipe.slides.discovery import discover
-from histopipe.slides.native import NativeLevel, NativeTiles, NotNative
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.slides.tiles import dicom as dicom_tiles
+from histopipe.slides.tiles import tiff as tiff_tiles
+from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.store.picture import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.studies.search_space import read_space
-from histopipe.training.result import read_result
-from histopipe.training.settings_file import read_config
 
 SPARE_BYTES = 1 << 30
 HDF5_SECONDS = 5.0

@@ -20,9 +20,10 @@ from histopipe.dataset.batches import Batches
 from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.table import PatchTable
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
-from histopipe.training.cluster import Cluster, find_cluster
-from histopipe.training.config import TrainConfig
+from histopipe.training.collectives import find_cluster
 from histopipe.training.devices import make_strategy
 from histopipe.training.dropout import SampleDropout
 from histopipe.training.loop import Trainer

@@ -1,1 +1,0 @@
-"""Features of every patch of a store, by a trained network: computed once, kept as files."""

@@ -1,0 +1,1 @@
+"""Patches through a network: encoders, `embed`, `predict`."""

@@ -1,0 +1,224 @@
+"""Features by an ONNX file, as foundation models are exported from PyTorch, with its preprocessing in a JSON file beside it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.dataset.schedule import replica_rows
+from histopipe.errors import MachineShort, OutOfMemory, UsageError
+from histopipe.runs.config import DEVICES
+from histopipe.system.files import read_json
+
+_FILTERS = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+_EXAMPLE = '{"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "size": 224}'
+_MEMORY_SIGNS = ("allocate", "out of memory", "BFCArena")
+
+
+class OnnxEncoder:
+    """An ONNX network: (B, 3, S, S) float32 in, (B, D) out.
+
+    Args:
+        path: the file; `NAME.json` beside `NAME.onnx` says how patches become its input.
+        patch_size: side of the patches, which are resized if the network wants another.
+        devices: a session each: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
+        batch_size: patches at once, over all devices.
+
+    Raises:
+        UsageError: the file or its JSON cannot be used, or there is no such device.
+        MachineShort: onnxruntime is not installed.
+    """
+
+    def __init__(self, path: Path, *, patch_size: int, devices: str, batch_size: int) -> None:
+        self._path = path
+        self._preprocessing = _read_preprocessing(path)
+        self._sessions = _sessions(path, devices)
+        self._input, self._fixed = _check_input(
+            self._sessions[0], path, self._preprocessing["size"]
+        )
+        if batch_size < len(self._sessions):
+            raise UsageError(
+                "--batch-size",
+                found=batch_size,
+                expected=f"{len(self._sessions)} or more: one a device",
+            )
+        self._parts = [
+            replica_rows(batch_size, len(self._sessions), number)
+            for number in range(len(self._sessions))
+        ]
+        self._pool = ThreadPoolExecutor(len(self._sessions), "histopipe-onnx")
+        blank = np.zeros((1, patch_size, patch_size, 3), np.uint8)
+        self.dimension = self._run(self._sessions[0], self.prepared(blank)).shape[1]
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self.facts: Mapping[str, Any] = {
+            "encoder": path.name, "dimension": self.dimension, "patch_size": patch_size,
+            "sha256": digest, **self._preprocessing,
+        }  # fmt: skip
+
+    def prepared(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """(B, 3, S, S) float32, resized and normalised as the JSON says."""
+        told, side = self._preprocessing, self._preprocessing["size"]
+        if images.shape[1] != side:
+            filter_ = _FILTERS[told["interpolation"]]
+            images = np.stack(
+                [np.asarray(Image.fromarray(one).resize((side, side), filter_)) for one in images]
+            )
+        std = np.array(told["std"], np.float32)
+        scale, offset = 1 / (255 * std), -np.array(told["mean"], np.float32) / std
+        values = np.empty((len(images), 3, side, side), np.float32)
+        # Channel by channel, in place, while it is in the processor's cache: six times faster than all at once.
+        for image, out in zip(images, values, strict=True):
+            for channel, plane in enumerate(out):
+                plane[...] = image[..., channel]
+                np.multiply(plane, scale[channel], out=plane)
+                np.add(plane, offset[channel], out=plane)
+        return values
+
+    def start(self, inputs: NDArray[np.float32]) -> list[Any]:
+        """Begin with a batch: a future for each device."""
+        return [
+            self._pool.submit(self._run, session, inputs[part.start : part.stop])
+            for session, part in zip(self._sessions, self._parts, strict=True)
+        ]
+
+    def features(self, started: list[Any]) -> NDArray[np.float32]:
+        """(B, D), in the batch's order."""
+        return np.concatenate([future.result() for future in started])
+
+    def _run(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Rows through one session, in pieces of the size that it was exported for, if it was for one."""
+        size = self._fixed or max(1, len(inputs))
+        found = []
+        for first in range(0, len(inputs), size):
+            piece = inputs[first : first + size]
+            # Filled up by repeating rows, where the network takes just so many.
+            whole = np.resize(piece, (size, *piece.shape[1:])) if self._fixed else piece
+            found.append(self._outputs(session, whole)[: len(piece)])
+        return np.concatenate(found)
+
+    def _outputs(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
+        try:
+            values = np.asarray(session.run(None, {self._input: inputs})[0])
+        except Exception as error:  # onnxruntime's errors share no base but this
+            why = str(error).split("\n")[0][:200]
+            short = isinstance(error, MemoryError)
+            if short or any(sign in str(error) for sign in _MEMORY_SIGNS):
+                raise OutOfMemory(
+                    "memory ran out while embedding", found=why, todo="take a smaller --batch-size"
+                ) from error
+            raise UsageError(f"{self._path} cannot be run", found=why) from error
+        values = values.reshape(values.shape[:2]) if values.shape[2:] in ((), (1, 1)) else values
+        if values.ndim != 2:
+            raise UsageError(
+                f"{self._path}: its first output", found=f"shape {values.shape}",
+                expected="(patches, features)",
+                todo="export the network with its pooling, or the class token alone, as the output",
+            )  # fmt: skip
+        return values.astype(np.float32)
+
+
+def _read_preprocessing(path: Path) -> dict[str, Any]:
+    beside = path.with_suffix(".json")
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist")
+    try:
+        told: Any = read_json(beside)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{beside} is missing: an ONNX file does not say how pixels become its input",
+            expected=f"such as {_EXAMPLE}",
+            todo="write the mean, standard deviation and size that the network was trained with",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{beside} cannot be read", found=str(error), expected=_EXAMPLE) from error
+    known = {"mean", "std", "size", "interpolation"}
+    told = {"interpolation": "bilinear"} | (told if isinstance(told, dict) else {})
+    wrong = sorted(set(told) ^ known) or [
+        name
+        for name, fits in (
+            ("mean", _is_colour(told["mean"])),
+            ("std", _is_colour(told["std"]) and min(told["std"]) > 0),
+            ("size", type(told["size"]) is int and 0 < told["size"] <= 4096),
+            ("interpolation", told["interpolation"] in _FILTERS),
+        )
+        if not fits
+    ]
+    if wrong:
+        raise UsageError(
+            f"{beside}: {', '.join(wrong)}", found={name: told.get(name) for name in wrong},
+            expected=f"such as {_EXAMPLE}, interpolation one of {', '.join(_FILTERS)}",
+        )  # fmt: skip
+    return dict(told)
+
+
+def _is_colour(value: Any) -> bool:
+    return (
+        isinstance(value, list) and len(value) == 3 and all(type(v) in (int, float) for v in value)
+    )
+
+
+def _sessions(path: Path, devices: str) -> list[Any]:
+    try:
+        import onnxruntime as ort  # late: the extra [onnx]
+    except ImportError as error:
+        raise MachineShort(
+            "an ONNX file needs onnxruntime, which is not installed", found=str(error),
+            todo="pip install 'histopipe[onnx]', or onnxruntime-gpu for GPUs",
+        ) from error  # fmt: skip
+    match = DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    has_gpu = "CUDAExecutionProvider" in ort.get_available_providers()
+    if devices.startswith("gpu") and not has_gpu:
+        raise UsageError(
+            f"--devices {devices}", found="an onnxruntime without CUDA",
+            todo="pip install onnxruntime-gpu in its place, or use --devices cpu",
+        )  # fmt: skip
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    providers: Sequence[Any]
+    if has_gpu and not devices.startswith("cpu"):
+        numbers = [int(n) for n in (match["gpus"] or "0").split(",")]
+        providers = [("CUDAExecutionProvider", {"device_id": n}) for n in numbers]
+    else:
+        count = int(match["cpus"] or 1)
+        options.intra_op_num_threads = max(1, len(os.sched_getaffinity(0)) // count)
+        providers = ["CPUExecutionProvider"] * count
+    try:
+        return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
+    except Exception as error:  # onnxruntime's errors share no base but this
+        raise UsageError(
+            f"{path} cannot be loaded", found=str(error).split("\n")[0][:200],
+            expected="an ONNX network with one input (patches, 3, size, size)",
+        ) from error  # fmt: skip
+
+
+def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
+    """The input's name, and how many patches it takes at once if it was exported for just so many."""
+    inputs = session.get_inputs()
+    shape = inputs[0].shape
+    fits = len(inputs) == 1 and len(shape) == 4 and inputs[0].type == "tensor(float)"
+    wanted = (3, side, side)
+    if not fits or any(
+        isinstance(n, int) and n != w for n, w in zip(shape[1:], wanted, strict=True)
+    ):
+        raise UsageError(
+            f"{path}: its input", found="; ".join(f"{it.name} {it.shape} {it.type}" for it in inputs),
+            expected=f"one, float32 of shape (patches, 3, {side}, {side})",
+        )  # fmt: skip
+    return inputs[0].name, shape[0] if isinstance(shape[0], int) else None

@@ -1,0 +1,1 @@
+"""Columns that are added to a finished store: annotation labels, quality, stains."""

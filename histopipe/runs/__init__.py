@@ -1,0 +1,1 @@
+"""Everything about a run that needs no TensorFlow: settings, folder, result, the process that trains."""

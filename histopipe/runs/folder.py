@@ -1,0 +1,214 @@
+"""The files of a run's folder, each written whole by a rename."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import errno
+import hashlib
+import io
+import json
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from histopipe.dataset.splits import Splits, write_splits
+from histopipe.errors import DamagedStore, MachineShort, UsageError
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import METRICS
+from histopipe.system.files import appearing, read_json
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.locks import lock_if_free
+
+CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
+MODEL, PREDICTIONS = "model.keras", "predictions.csv"
+MEMORY = "memory.json"
+FOLD_SPLITS = "splits"
+"""A folder, of cross-validations: the splits of each fold."""
+ATTENTION = "attention"
+"""A folder, of runs on bags."""
+_DYING_SECONDS = 5.0
+"""What a training that was killed may take to let go of its folder."""
+
+
+def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
+    """Whether a run may go into a folder, before anything is made.
+
+    Args:
+        folder: the run's.
+        resume: whether a run is to be there.
+        ignored: what else may be there.
+
+    Raises:
+        UsageError: it holds something already and is not to be resumed, or nothing and is.
+    """
+    if resume:
+        if not (folder / CONFIG).exists():
+            raise UsageError(f"{folder} holds no run to resume", expected=f"a {CONFIG} in it")
+    elif folder.exists() and (
+        not folder.is_dir() or any(path.name not in ignored for path in folder.iterdir())
+    ):
+        raise UsageError(
+            f"{folder} exists and is not empty",
+            todo="pass --resume to go on with it, or choose another --out",
+        )
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a run that was killed before it had a configuration has left; nothing is in it that could be gone on with."""
+    if not (folder / CONFIG).exists():
+        for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):
+            (folder / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -> Iterator[None]:
+    """A run's folder, made if it is not there, with what the run is to do, and kept to this process.
+
+    Raises:
+        UsageError: it cannot be made or written to, or another process trains there.
+    """
+    with held(folder):
+        if not resume and (folder / CONFIG).exists():
+            raise UsageError(f"{folder}: another run has begun there meanwhile")
+        with writable(folder):
+            # The splits first, since a run without them cannot go on.
+            write_splits(splits, folder / SPLITS)
+            write_text(folder / CONFIG, config.to_toml())
+        yield
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A folder, made if it is not there, kept to this process.
+
+    Raises:
+        UsageError: it cannot be made, or another process holds it.
+    """
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        folder_fd = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(folder_fd, folder)
+        yield
+    finally:
+        os.close(folder_fd)
+
+
+@contextmanager
+def writable(folder: Path) -> Iterator[None]:
+    """A folder that cannot be made or written to, as the wrong folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UsageError(f"{folder} cannot be made or written to", found=str(error)) from error
+
+
+@contextmanager
+def roomy(folder: Path) -> Iterator[None]:
+    """A full disk, as a machine that is short of it.
+
+    Raises:
+        MachineShort: it is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise MachineShort(
+            f"the disk that holds {folder} is full",
+            todo="make room, and run the same command again",
+        ) from error
+
+
+def _lock(folder_fd: int, folder: Path) -> None:
+    """Keep others from a folder, as far as its filesystem has locks."""
+    patience = time.monotonic() + _DYING_SECONDS
+    while not lock_if_free(folder_fd):
+        if time.monotonic() > patience:
+            raise UsageError(
+                f"{folder}: another process is at work there",
+                todo="wait for it to end, or choose another --out",
+            )
+        time.sleep(0.1)
+
+
+def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
+    """Sixteen numbers below 65,536 that differ where settings, splits or the place in a training do.
+
+    Settings that may differ between the workers of a cluster, such as where their stores lie, do not count.
+    """
+    local = {
+        "stores", "mil", "labels", "splits", "weights", "devices",
+        "log_device_placement", "save_minutes", "tensorboard", "worker_timeout",
+    }  # fmt: skip
+    facts = {k: v for k, v in dataclasses.asdict(config).items() if k not in local}
+    digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, where)).encode())
+    for slide in splits.slides:
+        digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.sides.tobytes())
+        if slide.labels is not None:
+            digest.update(slide.labels.tobytes())
+    return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]
+
+
+def read_micro_batch(folder: Path) -> int | None:
+    """The size of micro-batches that fitted into memory, if it ran out before."""
+    try:
+        return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise DamagedStore(
+            f"{folder / MEMORY} is damaged", found=str(error), todo="remove it"
+        ) from error
+
+
+def write_micro_batch(folder: Path, size: int, why: str) -> None:
+    """`memory.json`: the size of micro-batches to go on with."""
+    write_text(folder / MEMORY, json.dumps({"micro_batch": size, "why": why}, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file by one rename."""
+    with appearing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
+    """`history.csv`: one row an epoch."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(history[0]))
+    writer.writeheader()
+    writer.writerows(history)
+    write_text(folder / HISTORY, buffer.getvalue())
+
+
+def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
+    """`metrics.json`."""
+    write_text(folder / METRICS, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+
+
+def is_cross_validation(folder: Path) -> bool:
+    """Whether a folder is that of a cross-validation."""
+    return (folder / CONFIG).exists() and (folder / FOLD_SPLITS).is_dir()
+
+
+def check_one_run(folder: Path) -> None:
+    """Refuse the folder of a cross-validation where that of a run is expected.
+
+    Raises:
+        UsageError: it is a cross-validation.
+    """
+    if is_cross_validation(folder):
+        raise UsageError(
+            f"{folder} is a cross-validation", expected="one of its runs",
+            todo="name the folder of one fold; summary.csv has them side by side",
+        )  # fmt: skip

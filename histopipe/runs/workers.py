@@ -1,0 +1,181 @@
+"""The workers of a training on several machines: who they are, what they tell each other, and who is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import UsageError
+from histopipe.system.files import appearing, read_json
+
+SIGNS = "workers"
+"""The folder in a run's folder where workers leave signs of life."""
+_SIGN_SECONDS = 2.0
+_BEAT_SECONDS = 1.0
+_STALE_SECONDS = 10.0
+_FAILED = "failed: "
+COMPUTING, READING = "computing", "reading"
+
+
+@dataclass(slots=True)
+class Cluster:
+    """The workers of a training, and this one's place among them.
+
+    Attributes:
+        workers: their addresses, `host:port`; the first one is the chief, who writes the run's files.
+        index: this one.
+        resolver: TensorFlow's, for its strategy.
+        doing: what this one is at, as its signs of life tell.
+        beat: called now and then while this worker gets on.
+    """
+
+    workers: tuple[str, ...] = ("",)
+    index: int = 0
+    resolver: Any = field(default=None, repr=False)
+    doing: str = "starting"
+    beat: Callable[[], None] = field(default=lambda: None, repr=False)
+    _beaten: float = 0.0
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other worker."""
+        return len(self.workers) == 1
+
+    @property
+    def chief(self) -> bool:
+        """Whether this worker writes the run's files."""
+        return self.index == 0
+
+    def own_part(self, replicas: int) -> range:
+        """Which of all replicas are this worker's: all workers have equally many."""
+        local = replicas // len(self.workers)
+        return range(self.index * local, (self.index + 1) * local)
+
+    def note(self, doing: str) -> None:
+        """What this worker is at from now on."""
+        self.doing = doing
+        now = time.monotonic()
+        if not self.alone and now - self._beaten > _BEAT_SECONDS:
+            self._beaten = now
+            self.beat()
+
+    @contextlib.contextmanager
+    def signs(self, folder: Path) -> Iterator[None]:
+        """Leaves a sign of life in a run's folder every few seconds; at the end none, or what went wrong."""
+        if self.alone:
+            yield
+            return
+        (folder / SIGNS).mkdir(parents=True, exist_ok=True)
+        ended = threading.Event()
+
+        def show() -> None:
+            while not ended.is_set():
+                self._sign(folder)
+                ended.wait(_SIGN_SECONDS)
+
+        thread = threading.Thread(target=show, daemon=True, name="signs of life")
+        thread.start()
+        try:
+            yield
+        except BaseException as error:
+            ended.set()
+            thread.join()
+            self.doing = f"{_FAILED}{error or type(error).__name__}"
+            self._sign(folder)
+            raise
+        ended.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            (folder / SIGNS / f"{self.index}.json").unlink()
+            (folder / SIGNS).rmdir()  # by the last one
+
+    def _sign(self, folder: Path) -> None:
+        with contextlib.suppress(OSError), appearing(folder / SIGNS / f"{self.index}.json") as part:
+            part.write_text(json.dumps({"doing": self.doing}))
+
+    def missing(self, folder: Path, since: float) -> str:
+        """Which of the other workers is to blame for a wait. It waits itself for as long as a dead one looks alive.
+
+        Args:
+            folder: the run's.
+            since: `time.time()` when this worker began; older signs are of earlier runs.
+        """
+        until = time.monotonic() + _STALE_SECONDS + 1
+        while True:
+            others = [
+                (f"worker {index} ({address})", *self._last_sign(folder, index, since))
+                for index, address in enumerate(self.workers)
+                if index != self.index
+            ]
+            lost = [f"{name} {says}" for name, says, alive in others if not alive]
+            if lost or time.monotonic() > until:
+                break
+            time.sleep(1)
+        # Who computes waits for the others in turn.
+        stuck = [f"{name} {says}" for name, says, _ in others if not says.endswith(COMPUTING)]
+        return "; ".join(lost or stuck or [f"{name} {says}" for name, says, _ in others])
+
+    def _last_sign(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
+        """What can be said of another worker, and whether it is alive."""
+        path = folder / SIGNS / f"{index}.json"
+        try:
+            shown = path.stat().st_mtime
+            doing = read_json(path)["doing"]
+        except (OSError, ValueError, KeyError):
+            return "never came, or sees another run folder", False
+        age = time.time() - shown
+        if shown < since - _STALE_SECONDS:
+            return "never came", False
+        if doing.startswith(_FAILED):
+            return doing, False
+        if age > _STALE_SECONDS:
+            return f"gave its last sign of life {age:.0f} s ago, {doing}", False
+        return f"is alive, {doing}", True
+
+
+def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment says that this process is one of several workers."""
+    return tf_config(environment) is not None or _slurm_tasks(environment) > 1
+
+
+def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which a training is alone, such as one of many that share a job's tasks among them."""
+    return {
+        name: value for name, value in environment.items()
+        if name not in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS")
+    }  # fmt: skip
+
+
+def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """`TF_CONFIG`, if it names more than one worker."""
+    text = environment.get("TF_CONFIG", "")
+    if not text.strip():
+        return None
+    try:
+        config: dict[str, Any] = json.loads(text)
+        addresses = [address for part in config["cluster"].values() for address in part]
+        int(config["task"]["index"])
+        str(config["task"]["type"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "TF_CONFIG", found=repr(error),
+            expected='{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}',
+        ) from error  # fmt: skip
+    return config if len(addresses) > 1 else None
+
+
+def _slurm_tasks(environment: Mapping[str, str]) -> int:
+    """Tasks of the Slurm job step that this process is in: in a batch script itself there is none."""
+    return int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
+
+
+def slurm_tasks_per_node(environment: Mapping[str, str]) -> list[int]:
+    """Number of tasks on each node of the Slurm job step."""
+    return [int(part.split("(")[0]) for part in environment["SLURM_STEP_TASKS_PER_NODE"].split(",")]

@@ -1,0 +1,1 @@
+"""The tiles of a slide file: where they are, what they contain, how they compare with OpenSlide."""

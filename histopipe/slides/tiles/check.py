@@ -1,0 +1,168 @@
+"""Trust, but verify: native tiles compared with what OpenSlide shows in their places.
+
+Where a level's downsample is a whole number OpenSlide shows the tiles' own pixels, and the two must be equal. Where it is not
+(8.00045 is common) OpenSlide interpolates, since level-0 coordinates fall between the level's pixels: then the difference must
+be small, and smallest where the tiles are thought to lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Level, PointL0
+from histopipe.slides.slide import Slide
+from histopipe.slides.tiles.locate import find_native
+from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
+
+SAMPLED_TILES = 8
+
+LARGEST_DIFFERENCE = 8.0
+"""Mean absolute difference, of 255, that interpolation may make. Half a pixel's shift of sharp H&E makes 4 to 6."""
+
+LEAST_PSNR = 40.0
+"""Decibels by which scaled decoding must agree with decoding and averaging. JPEG at quality 90 costs 31 to 37."""
+
+_SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What comparing showed.
+
+    Attributes:
+        tiles: how many were compared.
+        difference: mean absolute difference of their pixels, 0 to 255; 0 where they are equal.
+    """
+
+    tiles: int
+    difference: float
+
+    def __str__(self) -> str:
+        if self.difference == 0:
+            return f"{self.tiles} tiles equal to OpenSlide's"
+        return f"approximate: {self.tiles} tiles differ from OpenSlide's, which interpolates here, by {self.difference:.2g}"
+
+
+class NativeLevels:
+    """The native tiles of a slide's levels, each found and checked at most once.
+
+    Args:
+        slide: an open slide.
+        files: all of its files.
+    """
+
+    def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
+        self._slide, self._files = slide, files
+        self._known: dict[int, tuple[NativeTiles, Check] | NotNative] = {}
+
+    def get(self, level: Level) -> tuple[NativeTiles, Check]:
+        """A level's tiles.
+
+        Raises:
+            NotNative: they cannot be taken directly, or differ from what OpenSlide shows.
+        """
+        if level.number not in self._known:
+            try:
+                tiles = NativeTiles(find_native(self._files, self._slide.info, level))
+                self._known[level.number] = tiles, check(self._slide, level, tiles)
+            except NotNative as error:
+                self._known[level.number] = error
+        known = self._known[level.number]
+        if isinstance(known, NotNative):
+            raise known
+        return known
+
+    def close(self) -> None:
+        """Give files and decoded tiles back."""
+        for known in self._known.values():
+            if not isinstance(known, NotNative):
+                known[0].close()
+
+
+def check(slide: Slide, level: Level, tiles: NativeTiles) -> Check:
+    """Compare sampled tiles, those with most to see, with OpenSlide.
+
+    Raises:
+        NotNative: they differ, or none could be compared.
+    """
+    places = sampled(tiles.native)
+    pairs = (_pair(slide, level, tiles, row, column) for row, column in places)
+    compared = [pair for pair in pairs if pair is not None]
+    if not compared:
+        raise NotNative(
+            "none of its sampled tiles can be read" if places else "no tile lies wholly inside it"
+        )
+    zero = float(np.mean([_difference(a, b) for a, b in compared]))
+    if level.downsample.is_integer():
+        if zero:
+            raise NotNative(f"its tiles differ from what OpenSlide shows, by {zero:.2g} of 255")
+        return Check(len(compared), 0.0)
+    shifted = {
+        shift: np.mean([_difference(a[1:-1, 1:-1], _shift(b, *shift)) for a, b in compared])
+        for shift in _SHIFTS
+    }
+    best = min(shifted, key=shifted.__getitem__)
+    if zero > LARGEST_DIFFERENCE or shifted[best] < shifted[0, 0]:
+        raise NotNative(
+            f"its tiles differ from what OpenSlide shows, by {zero:.2g} of 255, "
+            f"least when shifted by {best}"
+        )
+    return Check(len(compared), zero)
+
+
+def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
+    """How well decoding at a reduced scale agrees with decoding and averaging, in decibels over sampled tiles."""
+    squares = []
+    for row, column in sampled(tiles.native):
+        region = tiles.native.region(row, column)
+        try:
+            full, small = tiles.pixels(region), tiles.pixels(region, reduction)
+        except SlideUnreadable:
+            continue
+        if full is not None and small is not None:
+            truth = np.asarray(Image.fromarray(full).reduce(reduction), np.float32)
+            squares.append(np.mean((truth - small) ** 2))
+    mean = float(np.mean(squares)) if squares else np.inf
+    return float(10 * np.log10(255**2 / mean)) if mean else np.inf
+
+
+def sampled(native: NativeLevel) -> list[tuple[int, int]]:
+    """Rows and columns of whole tiles spread over the level, among the half that is longest: there is tissue."""
+    rows, columns = native.size.height // native.tile.height, native.size.width // native.tile.width
+    lengths = native.lengths[:rows, :columns]
+    written = lengths[lengths > 0]
+    if not written.size:
+        return []
+    places = np.argwhere(lengths >= np.median(written))
+    chosen = np.unique(np.linspace(0, len(places) - 1, SAMPLED_TILES).astype(int))
+    return [(int(row), int(column)) for row, column in places[chosen]]
+
+
+def _pair(
+    slide: Slide, level: Level, tiles: NativeTiles, row: int, column: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
+    """A tile and what OpenSlide shows there; None if either cannot be read, which is for the ingest to record."""
+    region = tiles.native.region(row, column)
+    x, y = level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
+    try:
+        tile = tiles.pixels(region)
+        truth = slide.read_region(PointL0(x, y), level.number, region.size)
+    except SlideUnreadable:
+        return None
+    return None if tile is None else (tile, truth)
+
+
+def _difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
+    return float(np.mean(np.maximum(a, b) - np.minimum(a, b)))  # unsigned: no wrapping, no widening
+
+
+def _shift(pixels: NDArray[np.uint8], dx: int, dy: int) -> NDArray[np.uint8]:
+    """All but a margin of one pixel, moved by up to one."""
+    height, width = pixels.shape[:2]
+    return pixels[1 + dy : height - 1 + dy, 1 + dx : width - 1 + dx]

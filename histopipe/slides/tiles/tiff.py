@@ -1,0 +1,93 @@
+"""Where the native JPEG tiles of a TIFF lie.
+
+Source:
+    TIFF 6.0; TIFF Technical Note 2 (JPEG in TIFF), for compression 7 and its shared tables.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import tifffile
+
+from histopipe.geometry import Level, Size
+from histopipe.slides.slide import SlideInfo
+from histopipe.slides.tiles.jpeg import Colour
+from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
+
+_JPEG = 7
+_COMPRESSIONS = {
+    6: "old-style JPEG (TIFF compression 6), which keeps its tables apart",
+    33003: "JPEG 2000",
+    33005: "JPEG 2000",
+    34712: "JPEG 2000",
+}
+_COLOURS: dict[int, Colour] = {1: "grey", 2: "rgb", 6: "ycbcr"}
+"""By the photometric interpretation, which is what OpenSlide goes by."""
+
+
+def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:
+    """Where a level's native JPEG tiles lie.
+
+    Args:
+        files: the slide's file.
+        info: its header.
+        level: one of its levels.
+
+    Raises:
+        NotNative: they cannot be taken directly; the text says why.
+    """
+    path = files[0]
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            pages = [page for page in tiff.pages if isinstance(page, tifffile.TiffPage)]
+            for x, y, size in _places(info, level):
+                found = [page for page in pages if page.is_tiled and _size(page) == size]
+                if len(found) == 1:
+                    return with_frame(_native(path, found[0], x, y))
+    except NotNative:
+        raise
+    except Exception as error:
+        raise NotNative(f"its tiles cannot be found: {error}") from error
+    raise NotNative(f"no image of its file is tiled and {level.size} alone")
+
+
+def _places(info: SlideInfo, level: Level) -> list[tuple[int, int, Size]]:
+    """Where on a level an image may lie, and its size then: all of it, or just the scanned part."""
+    places = [(0, 0, level.size)]
+    x, y = (v / level.downsample for v in (info.bounds.origin.x, info.bounds.origin.y))
+    if (x, y) != (0, 0) and max(abs(x - round(x)), abs(y - round(y))) < 1e-3:
+        places.append((round(x), round(y), level.inside(info.bounds).size))
+    return places
+
+
+def _size(page: tifffile.TiffPage) -> Size:
+    return Size(page.imagewidth, page.imagelength)
+
+
+def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
+    compression = int(page.compression)
+    if compression != _JPEG:
+        raise NotNative(f"its tiles are {_COMPRESSIONS.get(compression, page.compression)!s}")
+    colour = _COLOURS.get(int(page.photometric))
+    if colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
+        raise NotNative(
+            f"its pixels are {page.samplesperpixel}×{page.bitspersample} bits, {page.photometric}"
+        )
+    if page.planarconfig != 1 and page.samplesperpixel > 1:
+        raise NotNative("its colours lie in separate planes")
+    shape = -(-page.imagelength // page.tilelength), -(-page.imagewidth // page.tilewidth)
+    if len(page.dataoffsets) != shape[0] * shape[1]:
+        raise NotNative(f"it has {len(page.dataoffsets)} tiles, not {shape[0]} by {shape[1]}")
+    return NativeLevel(
+        path=path,
+        x_level=x,
+        y_level=y,
+        size=_size(page),
+        tile=Size(page.tilewidth, page.tilelength),
+        colour=colour,
+        tables=page.jpegtables or b"",
+        offsets=np.array(page.dataoffsets, np.int64).reshape(shape),
+        lengths=np.array(page.databytecounts, np.int64).reshape(shape),
+    )

@@ -1,0 +1,1 @@
+"""What is not about slides: files, locks, worker processes, progress, loading TensorFlow."""
