@@ -17,7 +17,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.progress import EpochProgress
+from histopipe.system.progress import Bar, default_progress
 
 IndexFormat = Literal["csv", "parquet"]
 
@@ -76,7 +76,12 @@ def export_index(
         count = sum(r.planned for store in opened for r in store.complete.values())
         if not count:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        progress = EpochProgress("exporting", sum(len(store.complete) for store in opened))
+        progress = default_progress().bar(
+            "exporting",
+            unit="slides",
+            total=sum(len(store.complete) for store in opened),
+            detail=True,
+        )
         try:
             with appearing(path) as part:
                 write = _write_csv if kind == "csv" else _write_parquet
@@ -93,7 +98,7 @@ def export_index(
     return count
 
 
-def _slides(stores: Sequence[Store], progress: EpochProgress) -> Iterator[tuple[Columns, Columns]]:
+def _slides(stores: Sequence[Store], progress: Bar) -> Iterator[tuple[Columns, Columns]]:
     """Of each slide: what its rows have in common, and the columns in which they differ, (N,) each."""
     for store in stores:
         for number, record in store.complete.items():

@@ -20,7 +20,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing, read_json
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.progress import EpochProgress, say
+from histopipe.system.progress import default_progress, message
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
 _PIN = "export.json"
@@ -102,7 +102,9 @@ class _Export:
 
     def run(self, units: Sequence[_Unit]) -> ExportResult:
         missing = [unit for unit in units if not unit.path.exists()]
-        progress = EpochProgress("exporting", len(units), len(units) - len(missing))
+        progress = default_progress().bar(
+            "exporting", unit="files", total=len(units), done=len(units) - len(missing), detail=True
+        )
         try:
             for unit in missing:
                 unit.path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +146,7 @@ class _Export:
                     problem = str(error)
                 if problem is not None:
                     self._damaged.append(f"{record.id}: patch {row}: {problem}")
-                    say(f"left out: {self._damaged[-1]}")
+                    message(f"left out: {self._damaged[-1]}")
                     continue
                 self._patches += 1
                 yield Patch(record, row, value, {name: index[name][row] for name in Patch.COLUMNS})

@@ -26,7 +26,7 @@ from histopipe.inference.stored_patches import COLUMNS, Normalise, load_piece
 from histopipe.inference.stream import PatchStream, Piece
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.progress import EpochProgress, say
+from histopipe.system.progress import default_progress, message
 from histopipe.system.tensorflow import load_quietly
 
 
@@ -102,10 +102,12 @@ class Embedding:
         missing = [self._slide(rows) for rows in slides if not self._is_there(rows)]
         kept = {self._record(rows).id for rows in slides} - {slide.record.id for slide in missing}
         if kept:
-            say(f"{len(kept)} slides are there already")
+            message(f"{len(kept)} slides are there already")
         count, steps = _Count(), sum(slide.steps for slide in missing)
         with (
-            closing(EpochProgress("embedding", steps)) as progress,
+            closing(
+                default_progress().bar("embedding", unit="steps", total=steps, detail=True)
+            ) as progress,
             PatchStream(self._encoder, progress) as stream,
         ):
             began = time.monotonic()
@@ -116,10 +118,10 @@ class Embedding:
                         self._embed(slide, results, count)
                     except DamagedStore as error:
                         count.failed[name] = str(error)
-                        say(f"{told} {name}: failed: {error}")
+                        message(f"{told} {name}: failed: {error}")
                     else:
                         count.done.append(name)
-                        say(f"{told} {name}: {len(slide.batches.table):,} patches")
+                        message(f"{told} {name}: {len(slide.batches.table):,} patches")
                     count.seconds = time.monotonic() - began
             except KeyboardInterrupt:
                 raise Interrupted(
@@ -151,12 +153,12 @@ class Embedding:
         try:
             header = read_header(path)
         except DamagedStore as error:
-            say(f"{error}")
+            message(f"{error}")
             return False
         if not is_ours(header):
             raise UsageError(f"{path} was made by another tool", todo="choose another --out")
         if int(header.facts["patches_crc"]) != patches_crc(self._stores[rows.store], rows.slide):
-            say(f"{path}: the store holds other patches of this slide now; made again")
+            message(f"{path}: the store holds other patches of this slide now; made again")
             path.unlink()  # it would pass for theirs
             return False
         return self._on_error == "skip" or not header.facts["skipped"]

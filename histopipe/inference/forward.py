@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.schedule import replica_rows
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs import folder as run_folder
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 from histopipe.training.devices import make_strategy
 from histopipe.training.memory import MicroBatch
 
@@ -138,4 +138,4 @@ def _digest(model: keras.Model) -> str:
 
 
 def _tell(size: int, why: str) -> None:
-    say(f"memory ran out ({why}): going on with {size} patches a device at once")
+    message(f"memory ran out ({why}): going on with {size} patches a device at once")

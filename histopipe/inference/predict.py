@@ -42,7 +42,7 @@ from histopipe.slides.identity import fingerprint
 from histopipe.slides.scale import MppSource
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps
 from histopipe.store.store import Store
-from histopipe.system.progress import EpochProgress, say
+from histopipe.system.progress import default_progress, message
 
 DATA = "data.mdb"
 _Slide = StoredSlide | OpenedSlide
@@ -152,11 +152,11 @@ class _Prediction:
         """Predict slides, then put all of the folder together."""
         result = self._result
         if result.kept:
-            say(f"{len(result.kept)} slides are there already")
+            message(f"{len(result.kept)} slides are there already")
         began = time.monotonic()
         with (
             run_folder.roomy(self._folder.path),
-            closing(EpochProgress("predicting", None)) as progress,
+            closing(default_progress().bar("predicting", unit="steps", detail=True)) as progress,
             PatchStream(self._classifier.network, progress) as stream,
         ):
             try:
@@ -198,7 +198,7 @@ class _Prediction:
         self._result.done.append(facts.slide)
         self._result.patches += facts.patches
         self._result.skipped += facts.skipped
-        say(f"{self._place()} {facts.slide}: {facts.patches:,} patches")
+        message(f"{self._place()} {facts.slide}: {facts.patches:,} patches")
 
     def _labels_of(
         self, slide: _Slide | None, facts: SlideFacts, corners: NDArray[np.int64]
@@ -239,7 +239,7 @@ class _Prediction:
         classifier, folder = self._classifier, self._folder.path
         seen = sorted({f.slide for f, _ in found} & trained_on(classifier.folder / run_folder.SPLITS))  # fmt: skip
         if seen:
-            say(
+            message(
                 f"warning: {len(seen)} of these slides took part in the training ({', '.join(seen[:3])}"
                 f"{', …' if seen[3:] else ''}): figures of them say nothing of other slides"
             )
@@ -305,7 +305,7 @@ class _Prediction:
 
     def _fail(self, slide: str, reason: str) -> None:
         self._result.failed[slide] = reason
-        say(f"{self._place()} {slide}: failed: {reason}")
+        message(f"{self._place()} {slide}: failed: {reason}")
 
     def _place(self) -> str:
         result = self._result

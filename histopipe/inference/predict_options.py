@@ -13,7 +13,7 @@ from histopipe.evaluation.scores import Aggregation
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import Classifier
 from histopipe.slides.scale import check_mpp
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 from histopipe.tiling.spec import TilingSpec, spec_from_json
 
 
@@ -87,12 +87,12 @@ def files_spec(classifier: Classifier, options: PredictOptions) -> TilingSpec:
     tiling = dict(options.tiling)
     algorithms = spec.get("algorithms")
     if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
-        say(
+        message(
             "the training's patches were chosen by another tool: here, all with tissue are predicted"
         )
         tiling.setdefault("tissue", "otsu")
     if spec.get("roi") is not None:
-        say(
+        message(
             f"the training's patches were of the region {spec['roi']!r}: here, all with tissue are predicted"
         )
     return spec_from_json(spec, **tiling)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, SlideError
 from histopipe.system.files import Closing
-from histopipe.system.progress import EpochProgress
+from histopipe.system.progress import Bar
 
 _BEHIND = 2
 """Batches that may still be on the device: to fetch them at once would make it wait for the host."""
@@ -80,7 +80,7 @@ class PatchStream(Closing):
         input_wait: seconds of waiting for patches so far.
     """
 
-    def __init__(self, network: Network, progress: EpochProgress) -> None:
+    def __init__(self, network: Network, progress: Bar) -> None:
         self._network, self._progress = network, progress
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load")
         self._failures: dict[int, Exception] = {}

@@ -24,7 +24,7 @@ from histopipe.runs.settings_file import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.progress import EpochProgress, say
+from histopipe.system.progress import default_progress, message
 
 Format = Literal["png", "tiff", "geojson"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -100,7 +100,9 @@ def heatmap(place: str | Path, *, out: str | Path, **options: Any) -> Drawn:
         found = discover(map(Path, settings.slides)) if settings.slides else []
         predictions = PredictionFolder(folder) if is_prediction(folder) else None
         backgrounds = Backgrounds({it.id: it.path for it in found}, stores, predictions)
-        progress = stack.enter_context(closing(EpochProgress("drawing", None)))
+        progress = stack.enter_context(
+            closing(default_progress().bar("drawing", unit="slides", detail=True))
+        )
         with run_folder.writable(Path(out)):
             Path(out).mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_folder.roomy(Path(out)))
@@ -113,7 +115,7 @@ def heatmap(place: str | Path, *, out: str | Path, **options: Any) -> Drawn:
                     )
             except (SlideError, DamagedStore, NothingToDo) as error:
                 result.failed[name] = str(error)
-                say(f"{name}: failed: {error}")
+                message(f"{name}: failed: {error}")
             progress.advance()
     if not result.files and not result.failed:
         raise NothingToDo(f"{folder} has no patch to draw")
@@ -132,7 +134,7 @@ def _draw(
         if kind == "png":
             background = backgrounds.of(heat.slide)
             if background is None:
-                say(f"{heat.slide}: no picture of it is at hand: give --slides or --store")
+                message(f"{heat.slide}: no picture of it is at hand: give --slides or --store")
             draw_heat(heat, background, path)
         elif kind == "tiff":
             write_heat_tiff(heat, path)

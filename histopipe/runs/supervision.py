@@ -28,7 +28,7 @@ from histopipe.runs.result import TrainResult
 from histopipe.runs.settings_file import known, resumed
 from histopipe.runs.watch import Watch
 from histopipe.runs.workers import Cluster, without_cluster
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 from histopipe.system.tensorflow import load_quietly
 
 _GRACE_SECONDS = 25.0
@@ -106,7 +106,7 @@ def supervise(
             return result
         if process.stopping or not process.restart:
             raise result
-        say(f"{result.what} ({result.found}): going on in a fresh process")
+        message(f"{result.what} ({result.found}): going on in a fresh process")
         resume = True
 
 

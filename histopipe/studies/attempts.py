@@ -24,7 +24,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
 from histopipe.runs.watch import Stop, Watch
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def attempt(
         host_bytes = watch.host_bytes
         if failed is None or number > limits.retries or not _may_help(failed):
             break
-        say(f"{folder}: {failed}; trying again ({number} of {limits.retries})")
+        message(f"{folder}: {failed}; trying again ({number} of {limits.retries})")
     return Outcome(result, failed, number, time.monotonic() - began, host_bytes)
 
 

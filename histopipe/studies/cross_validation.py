@@ -27,7 +27,7 @@ from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
 from histopipe.studies.judging import judged_anew
 from histopipe.studies.places import share_devices
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 
 SPLITS, LOGS = run_folder.FOLD_SPLITS, "logs"
 
@@ -197,7 +197,7 @@ def _make_folds(config: TrainConfig, folds: int) -> tuple[Splits, ...]:
         for side, counts in splits.count().items():
             missing = [name for name in splits.classes if not counts[name]]
             if missing:
-                say(f"warning: fold {number}: no {' and no '.join(missing)} for {side}")
+                message(f"warning: fold {number}: no {' and no '.join(missing)} for {side}")
     return made
 
 
@@ -220,7 +220,7 @@ def _as_found(config: TrainConfig, folder: Path, number: int) -> Fold:
         try:
             result = judged_anew(place, config)
         except (DamagedStore, UsageError) as error:
-            say(f"warning: fold {number}: {error}; it is judged anew")
+            message(f"warning: fold {number}: {error}; it is judged anew")
     return Fold(number, place, result, None if result else "not done", attempts=0)
 
 
@@ -278,7 +278,7 @@ def _end(stop: Stop, waiting: Iterable[Future[Any]]) -> None:
 
 def _train_fold(config: TrainConfig, settings: FoldSettings, fold: Fold, limits: Limits) -> Outcome:
     number, place = fold.number, fold.folder
-    say(
+    message(
         f"fold {number}/{settings.folds}: {'going on' if has_begun(place) else 'begins'} in {place}"
     )
     splits = place.parent / SPLITS / f"{place.name}.json"
@@ -288,7 +288,7 @@ def _train_fold(config: TrainConfig, settings: FoldSettings, fold: Fold, limits:
     told = f"done in {outcome.seconds:.0f} s"
     if outcome.error is not None:
         told = f"{'' if limits.stop.asked else 'failed: '}{outcome.error}"
-    say(f"fold {number}/{settings.folds}: {told}")
+    message(f"fold {number}/{settings.folds}: {told}")
     return outcome
 
 

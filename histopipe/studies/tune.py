@@ -22,7 +22,7 @@ from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.storage import load_optuna
 from histopipe.studies.study import TRIALS, Metric, Pruner, Sampler, Study, StudySettings
 from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 
 if TYPE_CHECKING:
     import optuna
@@ -143,12 +143,12 @@ class Search:
         told = ", ".join(f"{name} {value}" for name, value in trial.params.items())
         folder = self._study.folder_of(trial.number)
         going_on = "goes on" if has_begun(folder) else "begins"
-        say(f"trial {trial.number} of {self._settings.trials} {going_on}: {told}")
+        message(f"trial {trial.number} of {self._settings.trials} {going_on}: {told}")
         try:
             outcome = self._train(trial, params, folder, limits)
         except self._optuna.TrialPruned:
             self._study.tell(trial, None, "PRUNED")
-            say(f"trial {trial.number}: pruned")
+            message(f"trial {trial.number}: pruned")
             _forget_state(folder)
             self._summed_up()
             return
@@ -163,11 +163,11 @@ class Search:
         if value is None:
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, None, "FAIL")
-            say(f"trial {trial.number}: failed: {reason}")
+            message(f"trial {trial.number}: failed: {reason}")
             self._give_up_if_hopeless(outcome, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
-            say(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
+            message(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
         _forget_state(folder)
         self._summed_up()
 

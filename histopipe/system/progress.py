@@ -1,41 +1,284 @@
-"""How a training shows what it is doing: a bar an epoch on a terminal, a line an epoch everywhere."""
+"""Progress of long work: bars on a terminal or in a notebook, lines elsewhere, a log file, or nothing.
+
+Functions that take long have a parameter `progress`. None stands for `default_progress()`.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import sys
-from typing import TextIO
+import time
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
-from tqdm import tqdm
+from histopipe.system.files import Closing
+
+_SECONDS_BETWEEN_LINES = 30.0
 
 
-class EpochProgress:
-    """Counts steps of one pass; silent but for `say` where the stream is no terminal.
+class Bar(Closing):
+    """Counts what is done of one piece of work. This one shows nothing.
 
-    Args:
-        title: what the pass is called.
-        steps: how many it has; None where that is not known.
-        done: how many of them are done.
-        stream: standard error if not given.
+    Example:
+        >>> with SilentProgress().bar("verify", unit="slides", total=3) as bar:
+        ...     bar.advance()
     """
 
-    def __init__(
-        self, title: str, steps: int | None, done: int = 0, stream: TextIO | None = None
-    ) -> None:
-        stream = stream or sys.stderr
-        self._bar = tqdm(
-            total=steps, initial=done, desc=title, unit=" steps", file=stream, leave=False,
-            disable=not stream.isatty(),
-        )  # fmt: skip
+    def advance(self, count: int = 1) -> None:
+        """Add to what is done."""
 
-    def advance(self) -> None:
-        """One more step is done."""
-        self._bar.update()
+    def update(self, done: int, total: int | None = None) -> None:
+        """Set what is done and, if given, the total."""
+
+    def retitle(self, title: str) -> None:
+        """Change the title."""
 
     def close(self) -> None:
-        """The pass is over; its bar goes away."""
+        """Remove the bar: the work has ended."""
+
+
+class Progress(Protocol):
+    """Shows what a function is doing."""
+
+    def bar(
+        self,
+        title: str,
+        *,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
+        detail: bool = False,
+    ) -> Bar:
+        """Start a bar.
+
+        Args:
+            title: what is being done.
+            unit: what is counted, in the plural.
+            total: how many there are; None where that is not known yet.
+            done: how many of them are done already.
+            detail: part of a larger piece of work. It is not shown where there are only lines.
+        """
+
+    def message(self, text: str) -> None:
+        """Show a line of text."""
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def bar(self, title: str, **_: Any) -> Bar:
+        """Return a bar that shows nothing."""
+        return Bar()
+
+    def message(self, text: str) -> None:
+        """Show nothing."""
+
+
+class BarProgress:
+    """Bars by tqdm, with messages above them.
+
+    Args:
+        stream: a terminal, or standard error of a notebook.
+        notebook: use tqdm's notebook bars.
+    """
+
+    def __init__(self, stream: TextIO, *, notebook: bool = False) -> None:
+        # Late: `--help` must answer at once.
+        from tqdm import tqdm
+
+        self._stream = stream
+        self._tqdm: Any = tqdm
+        self._write = tqdm.write
+        if notebook and importlib.util.find_spec("ipywidgets") is not None:
+            from tqdm.notebook import tqdm_notebook
+
+            self._tqdm = tqdm_notebook
+
+    def bar(
+        self,
+        title: str,
+        *,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
+        detail: bool = False,
+    ) -> Bar:
+        """Start a bar."""
+        return _TqdmBar(
+            self._tqdm(
+                desc=title, unit=f" {unit}", total=total, initial=done, file=self._stream,
+                leave=False, unit_scale=unit == "bytes",
+            )
+        )  # fmt: skip
+
+    def message(self, text: str) -> None:
+        """Write a line above the bars."""
+        self._write(text, file=self._stream)
+
+
+class _TqdmBar(Bar):
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def advance(self, count: int = 1) -> None:
+        self._bar.update(count)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        if total is not None and total != self._bar.total:
+            self._bar.total = total
+            self._bar.refresh()
+        self._bar.update(done - self._bar.n)
+
+    def retitle(self, title: str) -> None:
+        self._bar.set_description(title)
+
+    def close(self) -> None:
         self._bar.close()
 
 
-def say(text: str) -> None:
-    """A line on standard error, above any bar."""
-    tqdm.write(text, file=sys.stderr)
+class LineProgress:
+    """Plain lines: every message, and for each bar that is not a detail a line every 30 seconds."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def bar(
+        self,
+        title: str,
+        *,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
+        detail: bool = False,
+    ) -> Bar:
+        """Start counting."""
+        return Bar() if detail else _LineBar(self, title, unit, total, done)
+
+    def message(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=self._stream, flush=True)
+
+
+class _LineBar(Bar):
+    def __init__(
+        self, progress: LineProgress, title: str, unit: str, total: int | None, done: int
+    ) -> None:
+        self._progress, self._title, self._unit, self._total = progress, title, unit, total
+        self._first = self._done = done
+        self._start = self._last = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        self.update(self._done + count)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self._done, self._total = done, self._total if total is None else total
+        now = time.monotonic()
+        if now - self._last >= _SECONDS_BETWEEN_LINES:
+            self._last = now
+            self._progress.message(f"{self._title}: {self._state(now - self._start)}")
+
+    def retitle(self, title: str) -> None:
+        self._title = title
+
+    def _state(self, seconds: float) -> str:
+        rate = (self._done - self._first) / seconds
+        if self._total is None or rate <= 0:
+            return f"{self._done:,} {self._unit}, {rate:,.0f}/s"
+        left = max(0, self._total - self._done) / rate
+        return (
+            f"{self._done:,}/{self._total:,} {self._unit}, {rate:,.0f}/s, about {left:,.0f} s left"
+        )
+
+
+class _QuietFile(logging.FileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Go on without a log where the disk is full."""
+
+
+class LogProgress(Closing):
+    """Appends every message, with the time, to a file. A full disk does not stop the work."""
+
+    def __init__(self, path: Path) -> None:
+        self._handler = _QuietFile(path, encoding="utf-8", errors="backslashreplace")
+        self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        self._logger = logging.Logger("histopipe")  # not in the tree of loggers: no other handlers
+        self._logger.addHandler(self._handler)
+
+    def bar(self, title: str, **_: Any) -> Bar:
+        """Return a bar that shows nothing."""
+        return Bar()
+
+    def message(self, text: str) -> None:
+        """Append a line."""
+        self._logger.info("%s", text)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handler.close()
+
+    def __exit__(self, *error: object) -> None:
+        if error[1] is not None:
+            self.message(f"ended by {type(error[1]).__name__}: {error[1]}")
+        self.close()
+
+
+class BothProgress:
+    """Shows the same in several ways."""
+
+    def __init__(self, *shown: Progress) -> None:
+        self._shown = shown
+
+    def bar(self, title: str, **options: Any) -> Bar:
+        """Start a bar in each."""
+        return _Bars([progress.bar(title, **options) for progress in self._shown])
+
+    def message(self, text: str) -> None:
+        """Show a line in each."""
+        for progress in self._shown:
+            progress.message(text)
+
+
+class _Bars(Bar):
+    def __init__(self, bars: list[Bar]) -> None:
+        self._bars = bars
+
+    def advance(self, count: int = 1) -> None:
+        for bar in self._bars:
+            bar.advance(count)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        for bar in self._bars:
+            bar.update(done, total)
+
+    def retitle(self, title: str) -> None:
+        for bar in self._bars:
+            bar.retitle(title)
+
+    def close(self) -> None:
+        for bar in self._bars:
+            bar.close()
+
+
+def default_progress(stream: TextIO | None = None) -> Progress:
+    """Bars in a notebook and on a terminal, lines elsewhere.
+
+    Args:
+        stream: where to write; standard error if not given.
+    """
+    notebook = stream is None and _in_notebook()
+    stream = stream or sys.stderr
+    if notebook or stream.isatty():
+        return BarProgress(stream, notebook=notebook)
+    return LineProgress(stream)
+
+
+def message(text: str) -> None:
+    """Write a line to standard error, above any bars."""
+    default_progress().message(text)
+
+
+def _in_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return type(shell).__name__ == "ZMQInteractiveShell"

@@ -17,7 +17,7 @@ from histopipe.features.feature_file import read_coords
 from histopipe.features.folder import path_within
 from histopipe.runs import folder as run_folder
 from histopipe.system.files import appearing
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 from histopipe.training.bag_model import BagModel
 
 _PIECE = 32_768
@@ -45,7 +45,7 @@ def write_attention(folder: Path, bags: Sequence[Bag], model: BagModel) -> None:
             attention = attention_of(model, read_bag(bag, bag.headers[0].dtype))
             rows = list(_rows(bag, attention))
         except DamagedStore as error:  # one that was skipped in training, too
-            say(f"no attention of {bag.name}: {error}")
+            message(f"no attention of {bag.name}: {error}")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         with (

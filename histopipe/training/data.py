@@ -14,7 +14,7 @@ from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
 from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 
 
 def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, unit: str) -> None:
@@ -26,23 +26,25 @@ def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, un
         holders, unit: what their slides, and the items of these, are called.
     """
     for side, counts in splits.count().items():
-        say(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
+        message(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
     if splits.split_by == "patch":
-        say("warning: split by patch: neighbours of training patches are in the test set, so its")
-        say("figures say that the pipeline learns, not how good the model is on another slide")
+        message(
+            "warning: split by patch: neighbours of training patches are in the test set, so its"
+        )
+        message("figures say that the pipeline learns, not how good the model is on another slide")
     left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
     if left_out:
-        say(f"{left_out} {holders} left out: they have no label, or no patch")
+        message(f"{left_out} {holders} left out: they have no label, or no patch")
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
-        say(
+        message(
             f"{dropped} {unit} left out (unreadable, of no class, unfit, too near another side's, or kept from a search)"
         )
     sites = site_by_label(splits.slides)
     if len(sites) > 1:
-        say("slides by site and label:")
+        message("slides by site and label:")
         for site, counts in sorted(sites.items()):
-            say(f"  {site:<20}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
+            message(f"  {site:<20}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
 
 
 def patch_table(

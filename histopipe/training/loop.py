@@ -23,7 +23,7 @@ from histopipe.dataset.schedule import replica_rows
 from histopipe.dataset.source import BatchSource
 from histopipe.dataset.table import PatchTable
 from histopipe.runs.workers import COMPUTING, READING, Cluster
-from histopipe.system.progress import EpochProgress
+from histopipe.system.progress import default_progress
 from histopipe.training.collectives import gathered
 from histopipe.training.memory import MicroBatch
 from histopipe.training.steps import Steps
@@ -208,7 +208,11 @@ class Trainer:
             tally.seconds = before + time.monotonic() - started
 
         with (
-            closing(EpochProgress(title, batches.steps_per_epoch, done)) as progress,
+            closing(
+                default_progress().bar(
+                    title, unit="steps", total=batches.steps_per_epoch, done=done, detail=True
+                )
+            ) as progress,
             closing(self._timed(batches, first + done, first + batches.steps_per_epoch)) as steps,
         ):
             for batch, waited in steps:

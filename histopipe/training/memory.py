@@ -13,7 +13,7 @@ from histopipe.errors import OutOfMemory
 from histopipe.runs import folder as run_folder
 from histopipe.runs.messages import Report
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 
 T = TypeVar("T")
 
@@ -95,7 +95,7 @@ def remembered_micro_batch(
 
     def changed(size: int, why: str) -> None:
         report("micro_batch", size)
-        say(
+        message(
             f"memory ran out ({why}): going on with micro-batches of {size} patches a device, "
             "added up to the same batch"
         )
@@ -103,7 +103,7 @@ def remembered_micro_batch(
 
     remembered = run_folder.read_micro_batch(folder)
     if remembered is not None and remembered < size:
-        say(f"micro-batches of {remembered} patches a device, as memory ran out before")
+        message(f"micro-batches of {remembered} patches a device, as memory ran out before")
         size = remembered
     report("micro_batch", size)
     return MicroBatch(size, repeatable=repeatable, changed=changed)

@@ -26,7 +26,7 @@ from histopipe.runs.messages import Report
 from histopipe.runs.result import TrainResult
 from histopipe.runs.workers import Cluster
 from histopipe.system.files import appearing
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 from histopipe.training import board
 from histopipe.training.checkpoint import TrainState, load_state, save_state
 from histopipe.training.collectives import check_same
@@ -131,11 +131,11 @@ class Run:
     def _resume(self) -> None:
         self._state, problem = load_state(self._folder, self._trainer.steps.variables)
         if problem:
-            say(f"warning: {problem}; going on from the state before it")
+            message(f"warning: {problem}; going on from the state before it")
         done = f"epoch {self._state.epoch}"
         if len(self._state.values):
             done += f" and {len(self._state.values)} steps of the next"
-        say(f"resuming {self._folder} after {done}")
+        message(f"resuming {self._folder} after {done}")
 
     def _agree(self) -> None:
         """Wait for all workers, and make sure that they are about to do the same."""
@@ -197,7 +197,7 @@ class Run:
             board.write_epoch(self._folder, row, losses)
         # Last: what a resumed run finds beside it is never older than it says.
         self._save()
-        say(epoch_line(row, self._config.epochs, better=better))
+        message(epoch_line(row, self._config.epochs, better=better))
         self._report("epoch", row)
 
     def _pause(self, wishes: Wishes) -> None:
@@ -276,7 +276,7 @@ class Run:
     def _write_results(self, scores: dict[Side, PatchScores], result: TrainResult) -> None:
         skipped = len({*self._state.skipped, *self._trainer.skipped})
         if skipped:
-            say(f"{skipped} damaged {self._task.unit} were skipped")
+            message(f"{skipped} damaged {self._task.unit} were skipped")
         write_predictions(
             self._folder / run_folder.PREDICTIONS,
             [({"split": side}, patches) for side, patches in scores.items()],

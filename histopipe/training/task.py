@@ -20,7 +20,7 @@ from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_set import BagSet
 from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
-from histopipe.system.progress import say
+from histopipe.system.progress import message
 from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_steps import BagSteps
@@ -126,7 +126,7 @@ class BagTask:
         self.holders = f"{config.bag}s"
         self.facts: Mapping[str, Any] = {}
         for note in bags.notes:
-            say(note)
+            message(note)
         self.tables = _tables(config, [bags], splits)
 
     def batches(self, table: PatchTable, order: Order, replicas: int) -> BagBatches:
