@@ -63,6 +63,10 @@ HOMES = {
 }
 
 
+WITHOUT_TENSORFLOW = {
+    *("errors", "geometry", "system", "slides", "annotations", "tiling", "store", "measure"),
+    *("evaluation", "ingest", "cluster", "maintenance", "features", "runs", "studies", "cli"),
+}
 LONGEST_MODULE = 320
 """Lines."""
 
@@ -153,6 +157,18 @@ def loaded_after(code: str) -> set[str]:
         text=True,
     )
     return set(done.stdout.split())
+
+
+def test_packages_without_tensorflow() -> None:
+    """Every module of these packages can be imported where TensorFlow is not installed."""
+    modules = [module for module in MODULES if package(module) in WITHOUT_TENSORFLOW]
+    loaded = loaded_after(
+        "import importlib, sys\n"
+        "sys.modules['tensorflow'] = sys.modules['keras'] = None\n"
+        f"for name in {modules}:\n"
+        "    importlib.import_module(name)"
+    )
+    assert set(modules) <= loaded
 
 
 def test_importing_histopipe_loads_nothing_heavy() -> None:
