@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import settings
+
+from histopipe.runs.fork_server import ADDRESS, start_server
 
 PROJECT = Path(__file__).parents[1]
 TOOLS = PROJECT / "tools"
@@ -42,6 +47,27 @@ def data() -> Path:
     path = (PROJECT / folder).resolve()
     assert (path / "slides").is_dir(), f"HISTOPIPE_TEST_DATA={folder} has no folder slides"
     return path
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One fork server for all trainings of these tests, with faults on demand. The first training starts it."""
+    address = tmp_path_factory.getbasetemp() / "fork-server"
+    environment = {
+        **os.environ, "PYTHONPATH": str(PROGRAMS / "faults"), "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen()
+
+    def start() -> None:
+        select.select([listener], [], [])
+        start_server(environment, listener)[0].wait()  # this thread must outlive the loading
+
+    threading.Thread(target=start, daemon=True, name="fork server").start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ADDRESS, str(address))
+        yield
 
 
 @pytest.fixture

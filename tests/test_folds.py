@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, PROGRAMS, Run
+from conftest import COMMAND, INTERRUPTIBLE, Run
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sk
@@ -269,13 +269,13 @@ def test_real_slides_by_region_killed_twice_equal_uninterrupted(
         assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
 
 
-def marked(mark: str) -> list[str]:
-    """Command lines of processes whose environment has a mark."""
+def processes_in(folder: Path) -> list[str]:
+    """Command lines of processes that run in a folder or below it."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if mark.encode() in (entry / "environ").read_bytes():
+                if (entry / "cwd").readlink().is_relative_to(folder):
                     found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
             except OSError:
                 continue
@@ -283,13 +283,11 @@ def marked(mark: str) -> list[str]:
 
 
 def faulty(faults: dict[str, str], folder: Path) -> dict[str, str]:
-    """An environment in which each fold fails in its own way, whenever it is tried; marked, to be found again."""
+    """An environment in which each fold fails in its own way, whenever it is tried."""
     each = [f"{fold}={fault}:{folder}/always" for fold, fault in faults.items()]
     return {
         **os.environ,
-        "PYTHONPATH": str(PROGRAMS / "faults"),
         "HISTOPIPE_TEST_FAULT": ";".join(each),
-        "HISTOPIPE_TEST_MARK": str(folder),
     }
 
 
@@ -308,7 +306,7 @@ def test_folds_that_hang_crash_and_run_out_of_memory_cost_themselves_only(
         "--parallel-folds", 2, env=faulty(faults, tmp_path),
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    assert processes_in(tmp_path) == []
     rows = table(tmp_path / "cv")
     assert [row["status"] for row in rows[:6]] == ["failed"] * 4 + ["done"] * 2
     reasons = {
@@ -366,7 +364,7 @@ def test_told_to_stop_it_ends_every_fold_and_goes_on(
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
     assert "go on with `histopipe train --resume --out cv`" in said
-    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    assert processes_in(tmp_path) == []
     assert {row["status"] for row in table(tmp_path / "cv")[:3]} == {"not done"}
     if number == signal.SIGTERM:
         return

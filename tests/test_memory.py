@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import COMMAND, PROGRAMS, Run, two_at_a_time
+from conftest import COMMAND, Run, two_at_a_time
 from test_training import history, weights
 
 ARGUMENTS = (
@@ -23,7 +23,6 @@ def faulty(fault: str, marker: Path) -> dict[str, str]:
     """The environment in which a training fails at `PLACE:CALL:KIND`, once."""
     return {
         **os.environ,
-        "PYTHONPATH": str(PROGRAMS / "faults"),
         "HISTOPIPE_TEST_FAULT": f"{fault}:{marker}",
     }
 

@@ -21,7 +21,7 @@ import pytest
 from conftest import COMMAND, INTERRUPTIBLE, Run
 from hypothesis import given
 from hypothesis import strategies as st
-from test_folds import faulty, marked
+from test_folds import faulty, processes_in
 
 from histopipe.errors import MachineShort, UsageError
 from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
@@ -264,11 +264,9 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
         *COMMAND, "tune", str(small_store), "--space", str(space), "--out", "search", "--trials",
         "8", "--pruner", "none",
     ]  # fmt: skip
-    environment = {**os.environ, "HISTOPIPE_TEST_MARK": str(tmp_path)}
     processes = [
         subprocess.Popen(
-            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for _ in range(2)
     ]  # fmt: skip
@@ -296,7 +294,7 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     assert len({row["learning_rate"] for row in found}) == 8
     assert len(list(trials.glob("trial-*/metrics.json"))) == 8 == len(list(trials.glob("trial-*")))
     assert out.count("done") == 8 and "*best" in out
-    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    assert processes_in(tmp_path) == []
     # Each of them told what its own run's file says.
     for row in found:
         metrics = json.loads(
@@ -377,7 +375,7 @@ def test_told_to_stop_it_goes_on_with_the_same_trial(
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
     assert "the same command goes on with it" in said
-    assert marked(f"HISTOPIPE_TEST_MARK={tmp_path}") == []
+    assert processes_in(tmp_path) == []
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     assert "trial 0 of 2 goes on" in done.stderr and "resuming" in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import COMMAND, PROGRAMS, Run
+from conftest import COMMAND, Run
 from test_training import FILES, history, weights
 
 from histopipe.errors import UsageError
@@ -43,7 +43,7 @@ def start(
 ) -> subprocess.Popen[str]:
     environment = os.environ | {"TF_CONFIG": tf_config(ports, index)}
     if fault:
-        environment |= {"PYTHONPATH": str(PROGRAMS / "faults"), "HISTOPIPE_TEST_FAULT": fault}
+        environment |= {"HISTOPIPE_TEST_FAULT": fault}
     command = [*COMMAND, "train", str(store), "--out", str(out), *ARGUMENTS, *more]
     return subprocess.Popen(
         command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -11,19 +11,18 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.fork_server import TrainingProcess
 from histopipe.runs.result import TrainResult
 from histopipe.runs.settings_file import known, resumed
 from histopipe.runs.watch import Watch
@@ -36,6 +35,7 @@ _GRACE_SECONDS = 25.0
 _MARGIN_SECONDS = 30.0
 _GLANCE_SECONDS = 1.0
 """How often it is looked at whether a training should end."""
+_STDERR = 2
 _AT_ONCE = "ended at once; the last saved state stays"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """What a process dies of when memory runs out and no exception says so."""
@@ -128,41 +128,31 @@ class _Process:
     _heard: float = field(default_factory=time.monotonic)
     _grace_ends: float | None = None
     _pipe: Connection[Any, Any] = field(init=False)
-    _child: subprocess.Popen[bytes] = field(init=False)
+    _child: TrainingProcess = field(init=False)
 
     def __enter__(self) -> Self:
         self._pipe, theirs = multiprocessing.Pipe()
-        # Not by multiprocessing: it would import the caller's main module once more.
-        command = [sys.executable, "-P", "-m", "histopipe.training.child", str(theirs.fileno())]
-        level = "0" if self.config.log_device_placement else "3"
         environment = {
-            "TF_CPP_MIN_LOG_LEVEL": level,
+            "TF_CPP_MIN_LOG_LEVEL": "0" if self.config.log_device_placement else "3",
             **(without_cluster(os.environ) if self.watch.alone else os.environ),
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }  # fmt: skip
-        with self._messages() as messages:
-            # A group of its own, so that whatever it starts ends with it.
-            self._child = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stderr=messages, pass_fds=[theirs.fileno()],
-                env=environment, process_group=0,
-            )  # fmt: skip
-        theirs.close()
-        with contextlib.suppress(BrokenPipeError):  # it died already: told below
-            self._pipe.send((os.getpid(), self.config, self.folder, self.resume))
+        }
+        with theirs, self._messages() as messages:
+            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=messages)
+        with contextlib.suppress(BrokenPipeError):  # the process died: reported by `_died`
+            self._pipe.send((self.config, self.folder, self.resume))
         return self
 
     @contextlib.contextmanager
-    def _messages(self) -> Iterator[IO[bytes] | None]:
+    def _messages(self) -> Iterator[int]:
+        """File descriptor for the training's messages."""
         if self.watch.log is None:
-            yield None
+            yield _STDERR
             return
         with self.watch.log.open("ab") as file:
-            yield file
+            yield file.fileno()
 
     def __exit__(self, *error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait()
+        self._child.end()
         self._pipe.close()
 
     def result(self) -> TrainResult | HistopipeError:
@@ -195,8 +185,9 @@ class _Process:
 
     def _listen(self) -> TrainResult | HistopipeError:
         while True:
-            if self._must_end_at_once():
-                return self._interrupted(_AT_ONCE)
+            ended = self._end_early()
+            if ended is not None:
+                return ended
             try:
                 patience = self._patience()
                 if not self._pipe.poll(min(patience, _GLANCE_SECONDS)):
@@ -217,15 +208,20 @@ class _Process:
                 case _:
                     self._note(name, value)
 
-    def _must_end_at_once(self) -> bool:
-        """Look after what the watch asks for."""
-        self.watch.look_at(self._child.pid)
+    def _end_early(self) -> HistopipeError | None:
+        """Do what the watch asks for. Returns the reason to stop listening, if there is one."""
+        if self._child.pid is not None:
+            self.watch.look_at(self._child.pid)
         if self.watch.stop.asked or time.monotonic() > self.ends:
             self._tell_to_end()
-        return self.watch.stop.asked > 1
+        if self.watch.stop.asked > 1:
+            return self._interrupted(_AT_ONCE)
+        return self._died() if self._child.cancelled else None
 
     def _note(self, name: str, value: Any) -> None:
         match name:
+            case "pid":
+                self._child.pid = value
             case "micro_batch":
                 self._micro_batch = value
             case "restart":

@@ -1,0 +1,291 @@
+"""Fork server: a process that loads TensorFlow once and forks a process for each training.
+
+Loading TensorFlow and Keras takes several seconds. Each training runs in its own process, so without the server every fold,
+trial and restart would load them again. The server runs no TensorFlow operation, because a fork after one hangs.
+
+A control socket connects the server to the process that started it. For each training the client sends one more socket, which
+carries the request and the exit status. The server kills the training when that socket closes, and ends when the control
+socket closes, so nothing survives a killed client. PR_SET_PDEATHSIG would end the server with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any, NoReturn, cast
+
+from histopipe.errors import UsageError
+from histopipe.system.tensorflow import load_quietly
+
+ADDRESS = "HISTOPIPE_FORK_SERVER"
+"""Environment variable: path of the socket of a running server to use instead of a new one."""
+_READ_AT_LOADING = (
+    "TF_", "KERAS_", "XLA_", "CUDA", "NVIDIA_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "PYTHON",
+)  # fmt: skip
+"""Prefixes of variables that libraries read when they are loaded: these must be the same in server and training."""
+_READ_LATER = ("TF_CONFIG", "PYTHONPATH")
+_PR_SET_PDEATHSIG = 1
+_CANCEL_SECONDS = 0.2
+
+
+class TrainingProcess:
+    """A process forked for one training. It ends with this process, or when `end` is called.
+
+    Args:
+        environment: all of its environment variables.
+        pipe: file descriptor of its end of a pipe to this process.
+        stderr: file descriptor for its messages.
+
+    Attributes:
+        pid: its process number; None until the process has reported it through the pipe.
+        cancelled: whether it was terminated before that.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, pipe: int, stderr: int) -> None:
+        self.pid: int | None = None
+        self.cancelled = False
+        self._status: int | None = None
+        path = [os.path.abspath(part) for part in sys.path if part]  # noqa: PTH100 - plain texts
+        environment = {**environment, "PYTHONPATH": os.pathsep.join(path)}
+        request = json.dumps({"environment": environment, "path": path}).encode() + b"\n"
+        directory = os.open(".", os.O_PATH)
+        self._server, self._socket = _connect(environment)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reported by `wait`
+            socket.send_fds(self._socket, [b"\n"], [directory, stderr, pipe])
+            self._socket.sendall(request)
+        os.close(directory)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the process. If it does not run yet, it never will."""
+        if self.pid is None:
+            self.cancelled, self._status = True, -signal.SIGTERM
+        elif self._status is None:  # until `end`, the server keeps the number from being used again
+            os.kill(self.pid, signal.SIGTERM)
+
+    def wait(self) -> int:
+        """Wait for the exit status: negative for a signal, as in `subprocess`."""
+        if self._status is None:
+            line = b""
+            with contextlib.suppress(ConnectionResetError):
+                line = self._socket.makefile("rb").readline()
+            if line:
+                self._status = int(line)
+            else:  # the server died, and the training with it
+                self._status = -signal.SIGKILL if self._server is None else self._server.wait()
+        return self._status
+
+    def end(self) -> None:
+        """Kill the process and all that it started, and wait until they are gone."""
+        with self._socket, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._socket.settimeout(_CANCEL_SECONDS if self.cancelled else None)
+            while self._socket.recv(1024):
+                pass
+
+
+_Started = tuple[subprocess.Popen[bytes], socket.socket]
+_servers: dict[frozenset[tuple[str, str]], _Started] = {}
+_lock = threading.Lock()
+
+
+def _connect(
+    environment: Mapping[str, str],
+) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
+    """A socket to a server that suits an environment, and the server's process if it belongs to this one."""
+    key = frozenset(
+        (name, value) for name, value in environment.items()
+        if name.startswith(_READ_AT_LOADING) and name not in _READ_LATER
+    )  # fmt: skip
+    if environment.get(ADDRESS) and environment["TF_CPP_MIN_LOG_LEVEL"] == "3":
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            client.connect(environment[ADDRESS])
+        except OSError as error:
+            client.close()
+            raise UsageError(
+                f"cannot use the server of {ADDRESS}={environment[ADDRESS]}", found=str(error),
+                todo=f"unset {ADDRESS}",
+            ) from error  # fmt: skip
+        return None, client
+    client, theirs = socket.socketpair()
+    with theirs, _lock:
+        server = _servers.get(key)
+        if server is None or server[0].poll() is not None:
+            server = _servers[key] = start_server(environment)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # reported by `wait`
+            socket.send_fds(server[1], [b"\n"], [theirs.fileno()])
+    return server[0], client
+
+
+def start_server(environment: Mapping[str, str], listener: socket.socket | None = None) -> _Started:
+    """Start a server that ends with this process.
+
+    Args:
+        environment: of the server; each training has its own.
+        listener: where other processes can connect to use the server too.
+
+    Returns:
+        The server's process, and the control socket.
+    """
+    control, theirs = socket.socketpair()
+    fds = [each.fileno() for each in (theirs, listener) if each is not None]
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "histopipe.runs.fork_server", *map(str, fds)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment, cwd="/",
+            pass_fds=fds, process_group=0,
+        )  # fmt: skip
+    atexit.register(_end_server, process, control)
+    return process, control
+
+
+def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    process.kill()
+    process.wait()
+    control.close()
+
+
+class _Server:
+    """The process that forks.
+
+    Args:
+        control: from the process that started it.
+        listener: for other processes.
+    """
+
+    def __init__(self, control: socket.socket, listener: socket.socket | None = None) -> None:
+        self._running: dict[socket.socket, int] = {}
+        self._reported: set[socket.socket] = set()
+        self._woken, self._wakes = socket.socketpair()
+        self._wakes.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ, self._receive)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._report_exits)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def serve(self) -> NoReturn:
+        """Fork trainings until the control socket closes."""
+        # A terminal's Ctrl-C and a scheduler's SIGTERM are for the client and for the trainings.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        _load()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        while True:
+            for key, _ in self._selector.select():
+                key.data(key.fileobj)
+
+    def _receive(self, control: socket.socket) -> None:
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            for client in list(self._running):
+                self._end(client)
+            os._exit(0)
+        self._fork(socket.socket(fileno=fds[0]))
+
+    def _accept(self, listener: socket.socket) -> None:
+        self._fork(listener.accept()[0])
+
+    def _fork(self, client: socket.socket) -> None:
+        _, fds, _, _ = socket.recv_fds(client, 1, 3)
+        request = client.makefile("rb").readline()
+        if request.endswith(b"\n") and not _is_closed(client):
+            server, pid = os.getpid(), os.fork()
+            if not pid:
+                self._train(server, fds, json.loads(request))
+            with contextlib.suppress(OSError):
+                os.setpgid(pid, pid)  # the training does it too: one of them is first
+            self._running[client] = pid
+            self._selector.register(client, selectors.EVENT_READ, self._end)
+        else:
+            client.close()
+        for fd in fds:
+            os.close(fd)
+
+    def _train(self, server: int, fds: list[int], request: dict[str, Any]) -> NoReturn:
+        """Become the process of a training."""
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                signal.signal(number, signal.SIG_DFL)
+            os.setpgid(0, 0)  # a group of its own, so that all that it starts ends with it
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            for key in list(self._selector.get_map().values()):
+                cast(socket.socket, key.fileobj).close()
+            self._wakes.close()
+            self._selector.close()
+            directory, stderr, pipe = fds
+            os.fchdir(directory)
+            os.dup2(stderr, 2)
+            os.dup2(stderr, 1)  # the results on standard output are the client's
+            os.close(directory)
+            os.close(stderr)
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            sys.path[:] = request["path"]
+            load_quietly("histopipe.training.child").main(pipe)
+        except BaseException:  # noqa: BLE001 - the process ends here
+            traceback.print_exc()
+        os._exit(1)
+
+    def _report_exits(self, woken: socket.socket) -> None:
+        woken.recv(1024)
+        for client in self._running.keys() - self._reported:
+            # WNOWAIT: until the client closes, the process number must not be used again.
+            found = os.waitid(os.P_PID, self._running[client], os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if found is not None:
+                exited = found.si_code == os.CLD_EXITED
+                status = found.si_status if exited else -found.si_status
+                self._reported.add(client)
+                with contextlib.suppress(OSError):  # it may be gone
+                    client.sendall(b"%d\n" % status)
+
+    def _end(self, client: socket.socket) -> None:
+        """Kill the training of a client that has closed its socket."""
+        self._selector.unregister(client)
+        self._reported.discard(client)
+        pid = self._running.pop(client)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        client.close()
+
+
+def _is_closed(client: socket.socket) -> bool:
+    try:
+        return not client.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+
+
+def _load() -> None:
+    """Load what all trainings need. Ends with the thread of the client that waits for it."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(Exception):  # each training fails in the same way, and reports it
+        load_quietly("histopipe.training.train")
+    libc.prctl(_PR_SET_PDEATHSIG, 0)
+    # The threads are those of OpenBLAS and jemalloc, which support forks.
+    warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
+    gc.collect()
+    gc.freeze()  # else the garbage collector of each training would copy all pages of the server
+
+
+if __name__ == "__main__":
+    _Server(*(socket.socket(fileno=int(fd)) for fd in sys.argv[1:])).serve()
