@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.labels import Labels
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.samples import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.errors import NothingToDo
-from histopipe.store.record import SlideRecord
 
 LabelsFrom = Literal["slide", "annotation"]
 NO_CLASS = -1
@@ -50,7 +49,7 @@ class Candidates:
     fit: list[NDArray[np.bool_]]
 
 
-def candidates(stores: Sequence[SlideSource], labelling: Labelling) -> Candidates:
+def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
     """Every labelled slide with patches.
 
     Raises:
@@ -78,7 +77,7 @@ def candidates(stores: Sequence[SlideSource], labelling: Labelling) -> Candidate
     return Candidates(classes, slides, [fit for _, fit in found])
 
 
-def class_codes(store: SlideSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
+def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
     """(N,) the class that is drawn on each patch of a slide, a place in `classes`; -1 for none of them."""
     number = {name: place for place, name in enumerate(classes)}
     table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
@@ -86,7 +85,7 @@ def class_codes(store: SlideSource, slide: int, classes: Sequence[str]) -> NDArr
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
 
-def _drawn_classes(stores: Sequence[SlideSource]) -> tuple[str, ...]:
+def _drawn_classes(stores: Sequence[SampleSource]) -> tuple[str, ...]:
     """The classes that any patch has, sorted."""
     return tuple(
         sorted({name for store in stores for r in store.complete.values() for name in r.patch_labels})
@@ -94,10 +93,10 @@ def _drawn_classes(stores: Sequence[SlideSource]) -> tuple[str, ...]:
 
 
 def _candidate(
-    ordinal: int, store: SlideSource, number: int, labelling: Labelling, classes: Sequence[str]
+    ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
     """A slide with everything but its sides; None if it is unlabelled or empty."""
-    record: SlideRecord = store.records[number]
+    record = store.records[number]
     label, patient, site = (
         (record.label, record.patient, record.site)
         if labelling.labels is None
@@ -119,16 +118,16 @@ def _candidate(
 
 
 def _fit(
-    store: SlideSource,
+    store: SampleSource,
     number: int,
-    record: SlideRecord,
+    record: SampleGroup,
     patch_filter: PatchFilter,
     codes: NDArray[np.int16] | None,
 ) -> NDArray[np.bool_]:
     fit = np.ones(record.planned, np.bool_)
     if codes is not None:
         fit &= codes != NO_CLASS
-    if record.unreadable:
+    if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
     if patch_filter.active:
         fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.samples import SampleSource
 from histopipe.slides.tables import SlideNames, read_labels
 
 Labels = dict[str, tuple[str | None, str | None, str | None]]
@@ -13,7 +13,7 @@ Labels = dict[str, tuple[str | None, str | None, str | None]]
 
 
 def labels_from(
-    path: str | None, stores: Sequence[SlideSource], *, allow_extra: bool
+    path: str | None, stores: Sequence[SampleSource], *, allow_extra: bool
 ) -> Labels | None:
     """What a labels file says of the slides of stores; None without one.
 

@@ -9,11 +9,10 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.labelling import LabelsFrom
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.samples import SampleGroup, SampleSource
 from histopipe.dataset.splits import Side, SlideSplit, Splits
 from histopipe.dataset.table import MAX_STORES, UNLABELLED, SlideRows
 from histopipe.errors import UsageError
-from histopipe.store.record import SlideRecord
 
 Classes = Sequence[str] | Mapping[str, int]
 Labels = Mapping[str, str | None]
@@ -52,7 +51,7 @@ def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, in
 
 
 def select(
-    stores: Sequence[SlideSource],
+    stores: Sequence[SampleSource],
     *,
     classes: Classes | None = None,
     labels: Labels | None = None,
@@ -111,14 +110,14 @@ def select(
     return chosen
 
 
-_Held = Mapping[tuple[int, int], SlideRecord]
+_Held = Mapping[tuple[int, int], SampleGroup]
 _Part = tuple[tuple[int, int], NDArray[np.int32] | None, str | None]
 """Store and slide; rows, or None for all that are readable; and the class that is drawn on them: None where the slide's counts,
 empty for none."""
 
 
 def _labels(
-    stores: Sequence[SlideSource], labels: Labels | None, splits: Splits | None, held: _Held
+    stores: Sequence[SampleSource], labels: Labels | None, splits: Splits | None, held: _Held
 ) -> dict[tuple[int, int], str | None]:
     """The label of each slide by store and number."""
     if labels is not None:
@@ -136,18 +135,19 @@ def _labels(
     return {key: record.label for key, record in held.items()}
 
 
-def _whole(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
+def _whole(stores: Sequence[SampleSource], held: _Held) -> list[_Part]:
     return [(key, _readable(stores[key[0]], key[1]), None) for key in held]
 
 
-def _readable(store: SlideSource, slide: int) -> NDArray[np.int32] | None:
+def _readable(store: SampleSource, slide: int) -> NDArray[np.int32] | None:
     """Rows that hold a patch, or None if all do. Only a slide with damage has its index read for that."""
-    if not store.records[slide].unreadable:
+    record = store.records[slide]
+    if record.stored == record.planned:
         return None
     return np.flatnonzero(store.index(slide)["length"]).astype(np.int32)
 
 
-def _by_annotation(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
+def _by_annotation(stores: Sequence[SampleSource], held: _Held) -> list[_Part]:
     """A part for each class of each slide."""
     parts: list[_Part] = []
     for key in held:
@@ -161,7 +161,7 @@ def _by_annotation(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
 
 
 def _fit(
-    store: SlideSource,
+    store: SampleSource,
     slide: int,
     rows: NDArray[np.int32] | None,
     patch_filter: PatchFilter | None,

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.dealing import ByFolds, ByFractions, Dealing
 from histopipe.dataset.labelling import Candidates, Labelling, candidates
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, SplitBy, Splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.store.record import SlideRecord
 
 Group = TypeVar("Group", int, tuple[str, int, int])
 
@@ -24,7 +25,7 @@ REGION = Micrometres(250.0)
 
 
 def make_splits(
-    stores: Sequence[SlideSource],
+    stores: Sequence[SampleSource],
     *,
     split_by: SplitBy,
     seed: int,
@@ -55,7 +56,7 @@ def make_splits(
 
 
 def make_folds(
-    stores: Sequence[SlideSource],
+    stores: Sequence[SampleSource],
     folds: int,
     *,
     split_by: SplitBy,
@@ -90,7 +91,7 @@ def make_folds(
 
 def divide(
     found: Candidates,
-    stores: Sequence[SlideSource],
+    stores: Sequence[SampleSource],
     dealing: Dealing,
     *,
     split_by: SplitBy,
@@ -217,7 +218,7 @@ def _by_patch(slides: list[SlideSplit], dealing: Dealing) -> list[SlideSplit]:
 
 def _by_region(
     found: Candidates,
-    stores: Sequence[SlideSource],
+    stores: Sequence[SampleSource],
     dealing: Dealing,
     region: Micrometres,
 ) -> list[SlideSplit]:
@@ -268,7 +269,7 @@ def _scan(slide: SlideSplit) -> str:
 
 
 def _squares(
-    slide: SlideSplit, store: SlideSource, region: Micrometres
+    slide: SlideSplit, store: SampleSource, region: Micrometres
 ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """The square of each patch's centre, (N, 2), and the squares of every point within a patch width of the patch.
 
@@ -276,7 +277,12 @@ def _squares(
     smaller, meet every square that it touches.
     """
     record = store.records[slide.slide]
-    if not record.mpp or not record.read_size or not record.downsample:
+    if (
+        not isinstance(record, SlideRecord)  # bags have no place on a slide
+        or not record.mpp
+        or not record.read_size
+        or not record.downsample
+    ):
         raise UsageError(
             f"slide {slide.id} has no mpp", todo="ingest it with one, or split by something else"
         )

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.selection import select
-from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import Side, Splits, site_by_label
 from histopipe.dataset.stain import StainNormaliser
 from histopipe.dataset.table import PatchTable
@@ -17,7 +17,7 @@ from histopipe.store.store import Store
 from histopipe.system.progress import message
 
 
-def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, unit: str) -> None:
+def tell_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
     """What the model will see, before the long wait.
 
     Args:
@@ -48,7 +48,7 @@ def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, un
 
 
 def patch_table(
-    config: TrainConfig, sources: Sequence[SlideSource], splits: Splits, side: Side
+    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits, side: Side
 ) -> PatchTable | None:
     """The patches, or bags, of one side; None for a test set that was not asked for. Only training is capped."""
     if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):

@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 import tensorflow as tf
 
 from histopipe.dataset.batches import Batches
+from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.sampling import Order
-from histopipe.dataset.slide_source import SlideSource
 from histopipe.dataset.splits import SIDES, Side, Splits
 from histopipe.dataset.table import PatchTable, unpack_keys
 from histopipe.errors import NothingToDo
@@ -57,7 +57,7 @@ class Task(Protocol):
         """What else there is to say of the best model's predictions, into the run's folder."""
 
 
-def task_of(config: TrainConfig, sources: Sequence[SlideSource], splits: Splits) -> Task:
+def task_of(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Task:
     """The task that settings describe.
 
     Args:
@@ -162,7 +162,7 @@ class BagTask:
 
 
 def _tables(
-    config: TrainConfig, sources: Sequence[SlideSource], splits: Splits
+    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits
 ) -> dict[Side, PatchTable]:
     found = {side: patch_table(config, sources, splits, side) for side in SIDES}
     tables = {side: table for side, table in found.items() if table is not None}
