@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.labels import Labels
+from histopipe.dataset.options import LabelsFrom
 from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.samples import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.errors import NothingToDo
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 
-LabelsFrom = Literal["slide", "annotation"]
 NO_CLASS = -1
 
 
@@ -29,7 +30,7 @@ class Labelling:
         patch_filter: which patches are fit.
     """
 
-    labels: Labels | None = None
+    labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
@@ -47,6 +48,26 @@ class Candidates:
     classes: tuple[str, ...]
     slides: list[SlideSplit]
     fit: list[NDArray[np.bool_]]
+
+
+def read_slide_labels(
+    path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
+) -> dict[str, SlideLabel]:
+    """Read the labels of slides from a CSV file.
+
+    Args:
+        path: the file.
+        sources: stores that hold the slides.
+        allow_extra: ignore rows that name no slide.
+
+    Returns:
+        Label, patient and site by slide id.
+
+    Raises:
+        UsageError: the file cannot be read or does not fit the slides.
+    """
+    names = SlideNames(record.id for source in sources for record in source.slides)
+    return read_labels(Path(path), names, allow_extra=allow_extra)
 
 
 def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
@@ -97,11 +118,10 @@ def _candidate(
 ) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
     """A slide with everything but its sides; None if it is unlabelled or empty."""
     record = store.records[number]
-    label, patient, site = (
-        (record.label, record.patient, record.site)
-        if labelling.labels is None
-        else labelling.labels.get(record.id, (None, None, None))
-    )
+    given: SlideLabel | SampleGroup = record
+    if labelling.labels is not None:
+        given = labelling.labels.get(record.id, SlideLabel(None))
+    label = given.label
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations need not have their index read.
@@ -110,8 +130,8 @@ def _candidate(
     if not label or not record.stored:
         return None
     slide = SlideSplit(
-        ordinal, number, record.id, label, patient or record.patient or record.id,
-        site or record.site, record.content, record.planned, patches_crc(store, number),
+        ordinal, number, record.id, label, given.patient or record.patient or record.id,
+        given.site or record.site, record.content, record.planned, patches_crc(store, number),
         np.full(record.planned, DROPPED, np.int8), codes,
     )  # fmt: skip
     return slide, _fit(store, number, record, labelling.patch_filter, codes)

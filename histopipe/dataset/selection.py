@@ -1,21 +1,47 @@
-"""Which slides of some stores a dataset takes, which of their patches, and under which class."""
+"""Selection: the stores, slides and patches of a dataset, and the class of each."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.options import LabelsFrom, Side
 from histopipe.dataset.patch_filter import PatchFilter
+from histopipe.dataset.sample_table import MAX_STORES, UNLABELLED, SampleRows
 from histopipe.dataset.samples import SampleGroup, SampleSource
-from histopipe.dataset.splits import Side, SlideSplit, Splits
-from histopipe.dataset.table import MAX_STORES, UNLABELLED, SlideRows
+from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.errors import UsageError
+from histopipe.store.catalog import parts_of
 
 Classes = Sequence[str] | Mapping[str, int]
-Labels = Mapping[str, str | None]
+LabelById = Mapping[str, str | None]
+
+
+def store_paths(path: Any) -> list[Path]:
+    """Return the paths of the stores in one path or several; a folder of parts stands for its parts.
+
+    Raises:
+        UsageError: no store, or a store twice.
+    """
+    if isinstance(path, str | Path):
+        return parts_of(Path(path))
+    parts = list(path) if isinstance(path, Iterable) else []
+    if not isinstance(path, Iterable) or not all(isinstance(part, str | Path) for part in parts):
+        raise UsageError("path", found=repr(path)[:80], expected="a path, or a list of paths")
+    if not parts:
+        raise UsageError("no store given")
+    paths = [store for part in parts for store in parts_of(Path(part))]
+    count = Counter(map(os.path.realpath, paths))
+    twice = [real for real, times in count.items() if times > 1]
+    if twice:
+        raise UsageError("a store is given twice", found=", ".join(twice))
+    return paths
 
 
 def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, int]:
@@ -54,13 +80,13 @@ def select(
     stores: Sequence[SampleSource],
     *,
     classes: Classes | None = None,
-    labels: Labels | None = None,
+    labels: LabelById | None = None,
     splits: Splits | None = None,
     side: Side = "train",
     labelled_only: bool = False,
     labels_from: LabelsFrom = "slide",
     patch_filter: PatchFilter | None = None,
-) -> list[SlideRows]:
+) -> list[SampleRows]:
     """The slides of a dataset, in the stores' order.
 
     Args:
@@ -106,7 +132,7 @@ def select(
         fit = _fit(stores[key[0]], key[1], rows, patch_filter)
         count = record.stored if fit is None else len(fit)
         patient = patients.get(key) or record.patient or record.id
-        chosen.append(SlideRows(*key, count, label, fit, patient))
+        chosen.append(SampleRows(*key, count, label, fit, patient))
     return chosen
 
 
@@ -117,7 +143,7 @@ empty for none."""
 
 
 def _labels(
-    stores: Sequence[SampleSource], labels: Labels | None, splits: Splits | None, held: _Held
+    stores: Sequence[SampleSource], labels: LabelById | None, splits: Splits | None, held: _Held
 ) -> dict[tuple[int, int], str | None]:
     """The label of each slide by store and number."""
     if labels is not None:

@@ -13,18 +13,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.options import SIDES, Side, SplitBy
 from histopipe.dataset.samples import SampleSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.files import appearing, read_json
-
-Side = Literal["train", "validation", "test"]
-SIDES: tuple[Side, ...] = ("train", "validation", "test")
-SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 
 DROPPED = -1
 _MOST_PATCHES = 10**8

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.arguments import store_paths
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord

@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from histopipe.dataset.arguments import check_whole, store_paths
-from histopipe.dataset.batches import OnError
-from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.selection import select
-from histopipe.dataset.table import SlideRows
+from histopipe.dataset.options import OnError, StainNorm, check_whole
+from histopipe.dataset.sample_table import SampleRows
+from histopipe.dataset.selection import select, store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import Precision
 from histopipe.features.folder import pin_encoder
@@ -79,7 +77,7 @@ def embed(
         return work.run(slides)
 
 
-def _slides(stores: Sequence[Store]) -> list[SlideRows]:
+def _slides(stores: Sequence[Store]) -> list[SampleRows]:
     """Every slide that has patches.
 
     Raises:

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import Batches, OnError
-from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.options import OnError, StainNorm
+from histopipe.dataset.orders import Sequential
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.splits import patches_crc
-from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.errors import DamagedStore, Interrupted, UsageError
 from histopipe.features.feature_file import Precision, is_ours, read_header, writing
 from histopipe.features.folder import feature_path
@@ -34,9 +34,9 @@ from histopipe.system.tensorflow import load_quietly
 class _Slide:
     """A slide to embed."""
 
-    rows: SlideRows
+    rows: SampleRows
     record: SlideRecord
-    batches: Batches
+    batches: PatchBatches
     normalise: Normalise | None
 
     @property
@@ -93,7 +93,7 @@ class Embedding:
             normaliser = load_quietly("histopipe.inference.stain")
             self._normalise = normaliser.numpy_normaliser(stores, stain_norm)
 
-    def run(self, slides: Sequence[SlideRows]) -> EmbedResult:
+    def run(self, slides: Sequence[SampleRows]) -> EmbedResult:
         """Embed slides that are not there yet.
 
         Raises:
@@ -134,18 +134,18 @@ class Embedding:
             count.failed, count.patches, count.skipped, count.seconds, count.input_wait,
         )  # fmt: skip
 
-    def _slide(self, rows: SlideRows) -> _Slide:
-        table = PatchTable([rows])
-        batches = Batches(
+    def _slide(self, rows: SampleRows) -> _Slide:
+        table = SampleTable([rows])
+        batches = PatchBatches(
             self._stores, table, batch_size=self._batch_size, order=Sequential(len(table)),
             on_error=self._on_error, columns=COLUMNS,
         )  # fmt: skip
         return _Slide(rows, self._record(rows), batches, self._normalise)
 
-    def _record(self, rows: SlideRows) -> SlideRecord:
+    def _record(self, rows: SampleRows) -> SlideRecord:
         return self._stores[rows.store].records[rows.slide]
 
-    def _is_there(self, rows: SlideRows) -> bool:
+    def _is_there(self, rows: SampleRows) -> bool:
         """Whether the features of exactly these patches are there."""
         path = feature_path(self._folder, self._record(rows).id)
         if not path.exists():

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.arguments import check_whole, store_paths
+from histopipe.dataset.options import check_whole
+from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import trained_on
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, SlideError, UsageError
 from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.batches import OnError
+from histopipe.dataset.options import OnError
 from histopipe.errors import UsageError
 from histopipe.evaluation.scores import Aggregation
 from histopipe.geometry import Mpp

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import Batches, Column
+from histopipe.dataset.options import Column
+from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.inference.stream import Piece
 
 COLUMNS: tuple[Column, ...] = ("x_l0", "y_l0")
@@ -17,7 +18,7 @@ Normalise = Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]
 """What gives images of some keys one stain."""
 
 
-def load_piece(batches: Batches, normalise: Normalise | None, step: int) -> Piece:
+def load_piece(batches: PatchBatches, normalise: Normalise | None, step: int) -> Piece:
     """A step's batch.
 
     Raises:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from histopipe.dataset.batches import Batches, OnError
 from histopipe.dataset.labelling import class_codes
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.options import OnError
+from histopipe.dataset.orders import Sequential
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
-from histopipe.dataset.table import PatchTable
 from histopipe.errors import UsageError
 from histopipe.inference.classifier import Classifier, check_scale
 from histopipe.inference.slide_info import SlideFacts
@@ -28,7 +29,7 @@ class StoredSlide:
     facts: SlideFacts
     store: Store
     number: int
-    batches: Batches
+    batches: PatchBatches
     normalise: Normalise | None
 
     @property
@@ -92,8 +93,8 @@ def stored_slides(
             continue
         store = stores[rows.store]
         record = store.records[rows.slide]
-        table = PatchTable([rows])
-        batches = Batches(
+        table = SampleTable([rows])
+        batches = PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=COLUMNS,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from histopipe.dataset.arguments import store_paths
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
 from histopipe.features.folder import path_within
 from histopipe.inference.predictions_folder import PredictionFolder, is_prediction

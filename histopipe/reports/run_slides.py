@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from histopipe.dataset.splits import Side
+from histopipe.dataset.options import Side
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.scores import Level, PatchScores, scores_of

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from histopipe.dataset.arguments import store_paths
-from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.labels import labels_from
+from histopipe.dataset.labelling import Labelling, read_slide_labels
 from histopipe.dataset.samples import SampleSource
-from histopipe.dataset.split_makers import make_folds, make_splits
+from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
+from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import UsageError
 from histopipe.features.bag_set import BagSet
 from histopipe.geometry import Micrometres
@@ -131,8 +130,8 @@ def new_folds(
 def _labelling(config: TrainConfig, sources: Sequence[SampleSource]) -> Labelling:
     """Where labels come from: bags were made with theirs."""
     labels = None
-    if config.mil is None:
-        labels = labels_from(config.labels, sources, allow_extra=config.allow_extra_rows)
+    if config.mil is None and config.labels is not None:
+        labels = read_slide_labels(config.labels, sources, allow_extra=config.allow_extra_rows)
     return Labelling(
         labels=labels, labels_from=config.labels_from, patch_filter=config.patch_filter
     )

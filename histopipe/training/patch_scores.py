@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from histopipe.dataset.sample_table import unpack_keys
 from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.splits import Splits
-from histopipe.dataset.table import unpack_keys
 from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.training.tally import Predictions
 
