@@ -17,9 +17,9 @@ from conftest import COMMAND, Run, make_slides
 from test_maintenance import contents
 
 import histopipe
-from histopipe.cluster.connect import connected
-from histopipe.cluster.driver import _kept
 from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
+from histopipe.ingest.cluster.dask_cluster import connected
+from histopipe.ingest.cluster.part_store import parts_locked
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import Catalog, parts_of, read_catalog
 from histopipe.store.recorded import recorded
@@ -248,18 +248,18 @@ def test_wrong_clusters_are_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected tcp://HOST:PORT"), connected("local"):
         pass
     (tmp_path / "s.lmdb").mkdir()
-    with pytest.raises(UsageError, match="a folder for parts"), _kept(tmp_path / "s.lmdb"):
+    with pytest.raises(UsageError, match="a folder for parts"), parts_locked(tmp_path / "s.lmdb"):
         pass
     with (
-        _kept(tmp_path / "parts"),
-        pytest.raises(UsageError, match="another run gives out slides"),
-        _kept(tmp_path / "parts"),
+        parts_locked(tmp_path / "parts"),
+        pytest.raises(UsageError, match="another run ingests into"),
+        parts_locked(tmp_path / "parts"),
     ):
         pass
 
 
 def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("histopipe.cluster.connect._SECONDS", 1.0)
+    monkeypatch.setattr("histopipe.ingest.cluster.dask_cluster._SECONDS", 1.0)
     with (
         pytest.raises(MachineShort, match=r"no scheduler answers at tcp://127\.0\.0\.1:9"),
         connected("tcp://127.0.0.1:9"),

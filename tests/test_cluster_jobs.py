@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import signal
@@ -17,16 +16,16 @@ import lmdb
 import pytest
 from conftest import COMMAND, Run, make_slides
 
-from histopipe.cluster import connect
-from histopipe.cluster.driver import ingest_on_cluster
-from histopipe.cluster.work import Done, Order
 from histopipe.geometry import Mpp
-from histopipe.ingest.outcome import Status
-from histopipe.ingest.progress import Lines
-from histopipe.ingest.request import IngestOptions
-from histopipe.slides.discovery import SlideFile, discover
+from histopipe.ingest.cluster import dask_cluster
+from histopipe.ingest.cluster.cluster_ingest import ingest_on_cluster
+from histopipe.ingest.cluster.slide_worker import ClusterSettings, IngestedSlide
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.report import Status
+from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
 from histopipe.store.recorded import recorded
+from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 FLAGS = ("--patch-size", "64", "--tissue", "none", "--scratch", "scratch")
@@ -141,7 +140,7 @@ def test_an_ingest_that_is_stopped_publishes_what_is_complete(
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=60)
     assert process.returncode == 130, told
-    assert "what is complete is published first" in told
+    assert "complete slides are published first" in told
     catalog = read_catalog(tmp_path / "parts")
     assert catalog is not None
     assert len(catalog.slides) >= 1
@@ -168,10 +167,10 @@ def test_a_slurm_that_refuses_and_one_that_is_not_there(
     assert "needs `sbatch`" in told
 
 
-def _dies_of_one(order: Order, slide: SlideFile, options: IngestOptions, topic: str) -> Done:
+def _dies_of_one(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
     if slide.id == "slide-002":
         os._exit(1)
-    return connect.run_slide(order, slide, options, topic)
+    return dask_cluster.run_slide(settings, slide, topic)
 
 
 def test_a_slide_that_every_worker_dies_of(
@@ -181,11 +180,12 @@ def test_a_slide_that_every_worker_dies_of(
     import distributed.scheduler  # noqa: F401 - its settings are read when it is loaded
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(connect, "run_slide", _dies_of_one)
+    monkeypatch.setattr(dask_cluster, "run_slide", _dies_of_one)
     with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
         report = ingest_on_cluster(
-            discover([slides]), tmp_path / "parts", TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"),
-            IngestOptions(), Lines(io.StringIO()), cluster="local:1", scratch=tmp_path / "scratch", part_bytes=1 << 30,
+            [SlideInput(file) for file in discover([slides])], tmp_path / "parts",
+            TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none"), IngestOptions(), cluster="local:1",
+            scratch=tmp_path / "scratch", part_bytes=1 << 30, progress=SilentProgress(),
         )  # fmt: skip
     (failed,) = report.of(Status.FAILED)
     assert failed.id == "slide-002"

@@ -13,7 +13,8 @@ import pytest
 from conftest import Run
 
 from histopipe.doctor import graphics, libraries, machine
-from histopipe.doctor.check import Check, State, exit_code
+from histopipe.doctor.check import Check, State
+from histopipe.doctor.doctor import DoctorReport
 from histopipe.doctor.graphics import Driver
 from histopipe.doctor.probe import Device, Probe
 from histopipe.errors import ExitCode
@@ -183,5 +184,5 @@ def test_an_address_space_with_a_limit(run: Run) -> None:
 
 def test_exit_codes() -> None:
     good, warning, bad = (Check("x", "y", state) for state in State)
-    assert exit_code([good, warning]) == ExitCode.DONE
-    assert exit_code([good, bad, warning]) == ExitCode.SHORT
+    assert DoctorReport((good, warning)).exit_code == ExitCode.DONE
+    assert DoctorReport((good, bad, warning)).exit_code == ExitCode.SHORT

@@ -117,12 +117,12 @@ def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The worker processes of a run; its resource tracker is none."""
+    """The worker processes of a run."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             for child in map(int, task.read_text().split()):
-                if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+                if "worker_process" in Path(f"/proc/{child}/cmdline").read_text():
                     found.append(child)
         except OSError:
             continue
@@ -131,21 +131,20 @@ def workers_of(pid: int) -> list[int]:
 
 FAULTY = """
 import ctypes, os, time
-import histopipe.ingest.pipeline as pipeline
-from histopipe.ingest import planning, worker
+from histopipe.ingest import pipeline, planning, storing
 
-def plan_slide(settings, job):
-    if "segfault-at-once" in job.slide.id:
+def plan_slide(slide, *others):
+    if "segfault-at-once" in slide.id:
         ctypes.string_at(0)
-    if "hang-at-once" in job.slide.id:
+    if "hang-at-once" in slide.id:
         time.sleep(1000)
-    return planning.plan_slide(settings, job)
+    return planning.plan_slide(slide, *others)
 
-def store_chunk(settings, job, choice, route, chunk):
-    result = worker.store_chunk(settings, job, choice, route, chunk)
-    if "segfault-later" in job.slide.id:
+def store_chunk(store, number, recipe, chunk):
+    result = storing.store_chunk(store, number, recipe, chunk)
+    if "segfault-later" in recipe.path.name:
         ctypes.string_at(0)
-    if "hang-later" in job.slide.id:
+    if "hang-later" in recipe.path.name:
         time.sleep(1000)
     return result
 

@@ -25,19 +25,20 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingest.decide import Action, decide
-from histopipe.ingest.job import Settings, SlideJob
-from histopipe.ingest.outcome import Status
+from histopipe.ingest.decisions import Action, PendingSlide, decide
+from histopipe.ingest.options import IngestOptions, SlideInput
 from histopipe.ingest.pipeline import Pipeline
-from histopipe.ingest.progress import Lines
+from histopipe.ingest.progress import IngestProgress
+from histopipe.ingest.report import Status
 from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.worker import close_all, store_chunk
+from histopipe.ingest.storing import close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
@@ -416,14 +417,14 @@ def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
     store, spec = tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))
     with StoreWriter(store, spec) as writer:
         record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
-        job = SlideJob(writer.register([record])["a"], SlideFile("a", path, (path,)), record)
+        slide = SlideInput(SlideFile("a", path, (path,)))
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, workers=Meddling(lambda: meddle(path)),
-            settings=Settings(store, spec, route=route), claims=claims,
-            progress=Lines(io.StringIO()), max_unreadable=0.01, in_flight=2,
+            writer=writer, workers=Meddling(lambda: meddle(path)), spec=spec,
+            options=IngestOptions(route=route, workers=1), claims=claims,
+            progress=IngestProgress(SilentProgress()),
         )  # fmt: skip
-        (outcome,) = pipeline.run([job])
+        (outcome,) = pipeline.run([PendingSlide(writer.register([record])["a"], slide, record)])
         claims.close()
         assert outcome.status is Status.FAILED
         assert re.search(says, outcome.reason)
@@ -472,7 +473,7 @@ def test_a_disk_that_fills_midway_keeps_what_is_complete(
     before = contents(out)
     # Nobody else writes meanwhile: the estimate itself is made to miss, as a file that grows would make it.
     code = (
-        "import histopipe.ingest.pipeline as p\n"
+        "from histopipe.ingest import pipeline as p\n"
         "p.free_bytes = lambda path: 1 << 40\n"
         "if __name__ == '__main__':\n"
         "    from histopipe.cli import main\n"
@@ -598,7 +599,7 @@ def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Pa
     before = contents(tmp_path / "patches.lmdb")
     done = run("ingest", "q", "--force")
     assert done.returncode == 4
-    assert "another slide, p/slide-000.svs, is called 'slide-000' in the store" in done.stderr
+    assert "another slide, p/slide-000.svs, has the id 'slide-000' in the store" in done.stderr
     assert contents(tmp_path / "patches.lmdb") == before
     (tmp_path / "p" / "slide-000.svs").replace(tmp_path / "q" / "slide-000.svs")
     assert run("ingest", "q").returncode == 0  # the first one, moved
@@ -606,17 +607,16 @@ def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Pa
 
 CRASHING = """
 import os
-from histopipe.ingest import planning, worker
-import histopipe.ingest.pipeline as pipeline
+from histopipe.ingest import pipeline, planning, storing
 
-def plan_slide(settings, job):
-    if "evil" in job.slide.id:
+def plan_slide(slide, *others):
+    if "evil" in slide.id:
         os.abort()
-    return planning.plan_slide(settings, job)
+    return planning.plan_slide(slide, *others)
 
-def store_chunk(settings, job, choice, route, chunk):
-    result = worker.store_chunk(settings, job, choice, route, chunk)
-    if "late" in job.slide.id:
+def store_chunk(store, number, recipe, chunk):
+    result = storing.store_chunk(store, number, recipe, chunk)
+    if "late" in recipe.path.name:
         os.abort()
     return result
 """
@@ -629,7 +629,8 @@ def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None
         shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / name)
     (tmp_path / "crashing.py").write_text(CRASHING)
     code = (
-        "import crashing, histopipe.ingest.pipeline as p\n"
+        "import crashing\n"
+        "from histopipe.ingest import pipeline as p\n"
         "p.plan_slide = crashing.plan_slide\n"
         "p.store_chunk = crashing.store_chunk\n"
         "if __name__ == '__main__':\n"
@@ -784,27 +785,27 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
         (record(SlideState.COMPLETE, mtime_ns=4), {"force": True}, Action.INGEST),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
-            {"from_csv": Mpp(0.5)},
+            {"mpp": Mpp(0.5)},
             Action.KEEP,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
-            {"from_csv": Mpp(0.25)},
+            {"mpp": Mpp(0.25)},
             Action.REFUSE,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="properties"),
-            {"from_csv": Mpp(0.25)},
+            {"mpp": Mpp(0.25)},
             Action.KEEP,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.25, mpp_source="default-mpp"),
-            {"from_csv": Mpp(0.5)},
+            {"mpp": Mpp(0.5)},
             Action.REFUSE,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
-            {"default": Mpp(0.25)},
+            {"default_mpp": Mpp(0.25)},
             Action.KEEP,
         ),
         (record(SlideState.FAILED, error_kind=FailureKind.OPTION), {}, Action.INGEST),
@@ -818,4 +819,5 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
     ],
 )
 def test_decisions(before: SlideRecord | None, options: dict[str, Any], action: Action) -> None:
-    assert decide(SLIDE, AT, before, **options).action is action
+    slide = SlideInput(SLIDE, mpp=options.pop("mpp", None))
+    assert decide(slide, AT, before, IngestOptions(**options)).action is action

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,7 +130,7 @@ def test_nobody_waits_for_a_pool_that_broke(monkeypatch: pytest.MonkeyPatch) -> 
     with WorkerPool(2) as pool:
         pool.submit(abs, 1).result(timeout=60)
         all_given = threading.Event()
-        monkeypatch.setattr(pool, "_take_in", lambda: all_given.wait(60) / 0)
+        monkeypatch.setattr(pool, "_receive_results", lambda: all_given.wait(60) / 0)
         futures = [pool.submit(time.sleep, 100), pool.submit(time.sleep, 100), pool.submit(abs, 1)]
         all_given.set()
         for future in futures:
@@ -148,3 +150,55 @@ def test_an_ordinary_end_waits_for_all(tmp_path: Path) -> None:
         for name in "ab":
             pool.submit(touch_later, str(tmp_path / name))
     assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+
+
+SCRIPT = """
+import sys
+print("imported", flush=True)
+import os
+from histopipe.system.worker_pool import WorkerPool
+with WorkerPool(2) as pool:
+    pids = {pool.submit(os.getpid).result() for _ in range(4)}
+print("done", os.getpid() not in pids)
+"""
+
+
+def test_a_script_without_a_guard_is_not_run_by_its_workers(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["imported", "done True"]
+    assert not done.stderr
+
+
+PARENT = """
+import os, signal, time
+from histopipe.system.worker_pool import WorkerPool
+pool = WorkerPool(2)
+pids = set()
+while len(pids) < 2:
+    pids |= {future.result() for future in [pool.submit(os.getpid) for _ in range(8)]}
+pool.submit(time.sleep, 1000)
+print(*pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_killed_parent() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT], capture_output=True, text=True, check=False, timeout=60
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2
+    until = time.monotonic() + 10
+    while any(running(pid) for pid in pids):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

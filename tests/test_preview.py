@@ -11,8 +11,12 @@ import pytest
 from conftest import Run, make_slides
 from test_ingest import CMU, TCGA, contents
 
+from histopipe.errors import UsageError
+from histopipe.ingest import checks
+from histopipe.ingest.options import IngestOptions
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
+from histopipe.tiling.spec import TilingSpec
 
 
 def test_a_plan_writes_nothing_and_tells_what_then_happens(
@@ -31,7 +35,7 @@ def test_a_plan_writes_nothing_and_tells_what_then_happens(
     assert slides["broken"]["status"] == "failed"
     assert "is not a slide" in slides["broken"]["reason"]
     assert preview["warnings"] == [
-        "slide-000, twin are copies of one slide: all are stored, and kept on one side of a split"
+        "slide-000, twin are copies of one slide: all are stored, and stay on the same side of a split"
     ]
     assert run("ingest", "in").returncode == 3
     with Store(tmp_path / "patches.lmdb") as store:
@@ -131,12 +135,8 @@ def test_network_filesystems_are_told_by_their_mounts(
 def test_a_store_on_a_network_filesystem_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from histopipe.errors import UsageError
-    from histopipe.ingest import request
-    from histopipe.tiling.spec import TilingSpec
-
-    monkeypatch.setattr(request, "network_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr(checks, "network_filesystem", lambda _: "nfs4")
     spec = TilingSpec(level=0)
     with pytest.raises(UsageError, match=r"network filesystem: found nfs4.*--allow-network"):
-        request.check_request([], tmp_path / "s.lmdb", spec, request.IngestOptions())
-    request.check_request([], tmp_path / "s.lmdb", spec, request.IngestOptions(allow_network=True))
+        checks.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions())
+    checks.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions(allow_network=True))

@@ -19,10 +19,11 @@ from PIL import Image, ImageFilter
 from test_reader import flip_a_byte
 
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.measure.quality import COLUMNS, measure_quality
+from histopipe.measure.quality import COLUMNS, quality
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
+from histopipe.system.progress import SilentProgress
 from histopipe.tiling.grid import covered_fractions, covered_squares
 from histopipe.tiling.quality import dark_mask, focus_of, pen_mask, reduction_to
 
@@ -174,9 +175,9 @@ def test_pen_is_seen_at_ingest_and_measured_later(marked: Path, run: Run) -> Non
 
 def test_a_damaged_patch_has_no_measures(marked: Path) -> None:
     flip_a_byte(marked, 0, 5)
-    told: list[str] = []
-    result = measure_quality(marked, told=lambda name, reason: told.append(name + reason))
-    assert (result.damaged, told) == (1, ["marked"])
+    result = quality(marked, progress=SilentProgress())
+    assert (result.damaged, list(result.done)) == (1, ["marked"])
+    assert "1 slides measured, 0 before, 0 failed" in repr(result)
     focus = columns(marked)["focus"]
     assert [i for i, value in enumerate(focus.tolist()) if math.isnan(value)] == [5]
 

@@ -31,6 +31,7 @@ from histopipe.store.format import patch_key, seal, slide_key
 from histopipe.store.record import SlideState
 from histopipe.store.store import Store
 from histopipe.store.structure import Structure
+from histopipe.system.progress import Bar, SilentProgress
 
 
 @pytest.fixture(scope="module")
@@ -190,17 +191,16 @@ def as_ingested_but(path: Path, numbers: set[int]) -> dict[str, Any]:
         }
 
 
-class WritesMeanwhile:
+class WritesMeanwhile(SilentProgress):
     """A progress that changes the store as soon as the ingest has begun."""
 
     def __init__(self, store: Path) -> None:
         self._store = store
 
-    def begin(self, slides: int) -> None:
-        label(self._store, 1, "meanwhile")
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+    def bar(self, title: str, **options: Any) -> Bar:
+        if not options.get("detail"):
+            label(self._store, 1, "meanwhile")
+        return super().bar(title, **options)
 
 
 def test_what_is_written_during_a_repair_is_not_lost(drawn: Path, damaged: Path) -> None:
@@ -446,17 +446,16 @@ def test_classes_without_names_are_not_kept(drawn: Path, damaged: Path, run: Run
     assert verify(damaged).findings == []
 
 
-class IngestsMeanwhile:
+class IngestsMeanwhile(SilentProgress):
     """A progress that has another command add slides to the store as soon as the repair's ingest has begun."""
 
     def __init__(self, store: Path, slides: Path) -> None:
         self._command = [*COMMAND, "ingest", str(slides), "--out", str(store), *FLAGS]
 
-    def begin(self, slides: int) -> None:
-        subprocess.run(self._command, check=True, capture_output=True)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+    def bar(self, title: str, **options: Any) -> Bar:
+        if not options.get("detail"):
+            subprocess.run(self._command, check=True, capture_output=True)
+        return super().bar(title, **options)
 
 
 FLAGS = ("--patch-size", "64", "--tissue", "none")
@@ -564,12 +563,11 @@ def test_a_lost_slide_that_was_ingested_anew(drawn: Path, damaged: Path, run: Ru
 def test_one_repair_at_a_time(drawn: Path, damaged: Path, run: Run) -> None:
     flip_bytes(damaged, [(0, 1)])
 
-    class Repairs:
-        def begin(self, slides: int) -> None:
-            done.append(run("repair", damaged, drawn / "slides"))
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: None
+    class Repairs(SilentProgress):
+        def bar(self, title: str, **options: Any) -> Bar:
+            if not options.get("detail"):
+                done.append(run("repair", damaged, drawn / "slides"))
+            return super().bar(title, **options)
 
     done: list[subprocess.CompletedProcess[str]] = []
     repair(damaged, discover([drawn / "slides"]), RepairOptions(), Repairs())

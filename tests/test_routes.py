@@ -22,10 +22,10 @@ from slide_variants import COPIED, Pixels, Variant, picture, write_slide
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.ingest.chunks import chunk_of, chunks
-from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
-from histopipe.ingest.planning import plan_slide
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.patch_source import PatchFile, PatchSource
+from histopipe.ingest.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.source import PatchSource, Value
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
 from histopipe.slides.tiles import check as native_check
@@ -43,26 +43,27 @@ PLAIN: Spec = {"tissue": "none", "level": 0}
 
 def plan(path: Path, route: AskedRoute = "auto", **spec: Any) -> PlannedSlide | SlideFailure:
     record = SlideRecord(id="a", path=str(path), resolved_path=str(path))
-    job = SlideJob(0, SlideFile("a", path, (path,)), record)
-    return plan_slide(Settings(Path(), TilingSpec(**{**PLAIN, **spec}), route=route), job)
+    slide = SlideInput(SlideFile("a", path, (path,)))
+    full = TilingSpec(**{**PLAIN, **spec})
+    return plan_slide(slide, record, full, IngestOptions(route=route))
 
 
 def patches(
     path: Path, route: AskedRoute = "auto", **spec: Any
-) -> tuple[PlannedSlide, list[Value]]:
+) -> tuple[PlannedSlide, list[PatchFile]]:
     """A slide's plan and all of its patches, in the order of their numbers."""
     planned = plan(path, route, **spec)
     assert isinstance(planned, PlannedSlide), planned
-    full = TilingSpec(**{**PLAIN, **spec})
-    source = PatchSource(path, planned.plan.choice, planned.route, full)
-    values: dict[int, Value] = {}
-    for chunk in chunks(planned.plan, planned.route.name, full.patch_size):
-        values |= zip(chunk.rows.tolist(), source.values(chunk), strict=True)
+    recipe = planned.recipe
+    values: dict[int, PatchFile] = {}
+    with PatchSource(recipe) as source:
+        for chunk in chunks(planned.plan, recipe.route.name, recipe.spec.patch_size):
+            values |= zip(chunk.rows.tolist(), source.values(chunk), strict=True)
     assert sorted(values) == list(range(len(planned.plan)))
     return planned, [values[row] for row in range(len(values))]
 
 
-def pillow(value: Value) -> Pixels:
+def pillow(value: PatchFile) -> Pixels:
     assert isinstance(value, bytes)
     return np.asarray(Image.open(io.BytesIO(value)).convert("RGB"))
 
@@ -384,12 +385,12 @@ def test_chunks_hold_every_patch_once(tmp_path: Path) -> None:
 
 def test_neighbours_read_together_are_what_they_are_alone(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
-    spec = TilingSpec(**PLAIN, patch_size=50, overlap=13, codec="png")
     planned, together = patches(path, "openslide", patch_size=50, overlap=13, codec="png")
-    source = PatchSource(path, planned.plan.choice, planned.route, spec)
-    alone = [
-        source.values(chunk_of(planned.plan, np.array([row])))[0] for row in range(len(together))
-    ]
+    with PatchSource(planned.recipe) as source:
+        alone = [
+            source.values(chunk_of(planned.plan, np.array([row])))[0]
+            for row in range(len(together))
+        ]
     assert alone == together
 
 

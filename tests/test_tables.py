@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from histopipe.errors import UsageError
-from histopipe.ingest.labels import label_slides, labelled, patient_of, subfolder_labels
+from histopipe.ingest.records import labelled, patient_of, subfolder_labels
+from histopipe.ingest.request import read_request
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
 from histopipe.store.record import SlideRecord
+from histopipe.system.progress import SilentProgress
 
 NAMES = SlideNames(["a", "x/b", "y/b", "x/c", "d.svs", "d.tif"])
 
@@ -122,9 +124,18 @@ def test_subfolders_are_classes_only_if_they_look_so(names: list[str], classes: 
     assert set(subfolder_labels(slides(*names)).values()) == classes
 
 
-def test_a_labels_file_rules_out_subfolders() -> None:
-    rows = {"x/1": SlideLabel("t", "p", "s")}
-    assert label_slides(slides("x/1", "x/2", "y/3", "y/4"), rows) == rows
+def test_a_labels_file_rules_out_subfolders(tmp_path: Path) -> None:
+    for name in ("x/1", "x/2", "y/3", "y/4"):
+        (tmp_path / f"{name}.svs").parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.svs").touch()
+
+    def labels() -> dict[str, SlideLabel | None]:
+        request = read_request(tmp_path, tmp_path / "s.lmdb", {}, SilentProgress())
+        return {slide.id: slide.label for slide in request.slides}
+
+    assert labels()["x/1"] == SlideLabel("x")
+    (tmp_path / "labels.csv").write_text("slide,label,patient,site\nx/1,t,p,s\n")
+    assert labels() == {"x/1": SlideLabel("t", "p", "s"), "x/2": None, "y/3": None, "y/4": None}
 
 
 def test_what_is_not_said_stays_as_recorded() -> None:

@@ -41,12 +41,13 @@ from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
 from histopipe.ingest.chunks import chunks
+from histopipe.ingest.decisions import PendingSlide
 from histopipe.ingest.encode import encode_thumbnail, png
-from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
-from histopipe.ingest.planning import plan_slide
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.work import Work
-from histopipe.ingest.worker import close_all, prepare, store_chunk
+from histopipe.ingest.slide_in_flight import SlideInFlight
+from histopipe.ingest.storing import close_all, prepare, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level
@@ -117,15 +118,16 @@ def baseline(slides: list[tuple[Path, PlannedSlide]], spec: TilingSpec, out: Pat
 # --- what is measured -------------------------------------------------------------------------------------------------------
 
 
-def job_of(path: Path) -> SlideJob:
+def pending_of(path: Path) -> PendingSlide:
     """A slide as an ingest would number it."""
     record = SlideRecord(id=path.stem, path=str(path), resolved_path=str(path))
-    return SlideJob(0, SlideFile(path.stem, path, (path,)), record)
+    return PendingSlide(0, SlideInput(SlideFile(path.stem, path, (path,))), record)
 
 
 def planned(path: Path, spec: TilingSpec, route: AskedRoute = "auto") -> PlannedSlide:
     """A slide's plan."""
-    result = plan_slide(Settings(Path(), spec, route=route), job_of(path))
+    pending = pending_of(path)
+    result = plan_slide(pending.slide, pending.record, spec, IngestOptions(route=route))
     if isinstance(result, SlideFailure):
         raise SystemExit(result.reason)
     return result
@@ -140,21 +142,21 @@ def stage(workers: Executor, path: Path, plan: PlannedSlide, spec: TilingSpec, o
     with workers:
         wait([workers.submit(time.sleep, 0.01) for _ in range(WORKERS)])
         started = time.perf_counter()
-        job = job_of(path)
+        pending = pending_of(path)
         with StoreWriter(out, spec) as writer:
-            writer.register([job.record])
-            settings = Settings(out, spec)
-            work = Work(job, 0.0)
-            work.plan_in(plan)
+            writer.register([pending.record])
+            slide = SlideInFlight(pending, IngestOptions())
+            slide.planned(plan)
             tasks = [
-                workers.submit(store_chunk, settings, job, plan.plan.choice, plan.route, chunk)
-                for chunk in chunks(plan.plan, plan.route.name, spec.patch_size)
+                workers.submit(store_chunk, out, 0, plan.recipe, chunk)
+                for chunk in chunks(plan.plan, plan.recipe.route.name, spec.patch_size)
             ]
             for task in tasks:
-                work.chunk_in(task.result())
-            if work.unreadable:
-                raise SystemExit(f"{path}: {work.problem}")
-            writer.complete(0, work.record(), work.columns({}), plan.thumbnails)
+                slide.chunk_stored(task.result())
+            record = slide.complete_record(plan)
+            if record.unreadable:
+                raise SystemExit(f"{path}: {record.notes}")
+            writer.complete(0, record, slide.columns(plan, {}), plan.thumbnails)
         return time.perf_counter() - started
 
 
@@ -241,7 +243,7 @@ def against_baseline(
     """One slide by a route and by the baseline."""
     plan = planned(path, spec, route)
     say(
-        f"{what}: {path.name}, {plan.record.width}×{plan.record.height}, route {plan.route.name} ({plan.route.reason})"
+        f"{what}: {path.name}, {plan.record.width}×{plan.record.height}, route {plan.recipe.route.name} ({plan.recipe.route.reason})"
     )
     times = bench.compare(
         ("ours", lambda out: stage(pool(), path, plan, spec, out)),
@@ -312,7 +314,7 @@ def bench_threads(bench: Bench) -> None:
             ("threads", lambda out: by_threads(path, plan, spec, out)),  # noqa: B023
         )
         ratio(
-            f"processes against threads, {plan.route.name}",
+            f"processes against threads, {plan.recipe.route.name}",
             len(plan.plan),
             times["processes"],
             times["threads"],

@@ -28,12 +28,12 @@ import numpy as np
 import psutil
 from cohort_model import Cohort, Costs, Site, predict
 
-from histopipe.cluster.part import Depot
-from histopipe.cluster.work import Order, ingest_slide, publish
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
-from histopipe.ingest.outcome import SlideOutcome
-from histopipe.ingest.request import IngestOptions
+from histopipe.ingest.cluster.part_store import PartFolders
+from histopipe.ingest.cluster.slide_worker import ClusterSettings, ingest_slide, publish
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.report import SlideOutcome
 from histopipe.slides.discovery import discover
 from histopipe.tiling.spec import TilingSpec
 
@@ -105,27 +105,31 @@ def measure_worker(
     out.mkdir()
     files = {slide.id: slide for slide in discover([slides])}
 
-    def ingested(order: Order, name: str) -> SlideOutcome:
-        return ingest_slide(order, files[name], IngestOptions(workers=1), 1, lambda _: None).outcome
+    def ingested(settings: ClusterSettings, name: str) -> SlideOutcome:
+        return ingest_slide(settings, SlideInput(files[name]), 1, lambda _: None).outcome
 
-    order = Order(Depot(out, work / "stage-scratch", "cold"), SPEC, 1 << 40)
+    def settings_of(dataset: str) -> ClusterSettings:
+        folders = PartFolders(out, work / "stage-scratch", dataset)
+        return ClusterSettings(folders, SPEC, IngestOptions(workers=1), 1 << 40)
+
+    settings = settings_of("cold")
     read = []
     for name in sample:
         forget(slides / f"{name}.svs")
         already = read_from_disk()
-        ingested(order, name)
+        ingested(settings, name)
         read.append(read_from_disk() - already)
-    order = Order(Depot(out, work / "stage-scratch", "warm"), SPEC, 1 << 40)
+    settings = settings_of("warm")
     rows = []
     for name in sample:
         before, started = computed(psutil.Process()), time.perf_counter()
-        done = ingested(order, name)
+        done = ingested(settings, name)
         took = time.perf_counter() - started
         rows.append((done.patches, took, computed(psutil.Process()) - before, done.stored_bytes))
     # The first one of either starts processes.
     patches, seconds, busy, stored = np.array(rows[1:], dtype=float).T
     started = time.perf_counter()
-    (part,) = publish(order)
+    (part,) = publish(settings)
     publishing = time.perf_counter() - started
     size = (out / part / "data.mdb").stat().st_size
     fixed, each = linear(patches, seconds)

@@ -1,4 +1,4 @@
-"""Flags that say how outlines become labels, for every command that reads annotations."""
+"""Options of how outlines become labels, for every command that reads annotations."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ annotation_options = together(
     click.option(
         "--annotation-origin", type=click.Choice(["auto", "bounds", "slide"]), default="auto",
         show_default=True,
-        help="Where coordinates begin: at the scanned area's corner or level 0's; auto goes by the tool.",
+        help="Origin of coordinates: corner of the scanned area, or of level 0; auto chooses by the tool.",
     ),
 )  # fmt: skip
-"""Decorates a command with them."""
+"""Decorates a command with these options."""
 
 
 def rules_of(flags: dict[str, Any], *, roi: str | None = None) -> AnnotationRules:
-    """What they say."""
+    """Return the rules that the options make."""
     from histopipe.annotations.rules import AnnotationRules  # late: `--help` needs none of it
 
     return AnnotationRules(

@@ -1,4 +1,4 @@
-"""`histopipe import-coords`: slides into a store, where another tool has chosen the patches."""
+"""`histopipe import-coords`: tile slides into a store at the coordinates of another tool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from histopipe.cli.ingest import command as ingest
-from histopipe.cli.ingestion import run_ingest
+from histopipe.cli.ingest import print_report
 from histopipe.cli.untrusted import untrusted_option
 
 _SHARED = (
@@ -16,7 +16,7 @@ _SHARED = (
     "slide_list", "allow_extra_rows", "allow_mixed_mpp", "max_unreadable", "slide_timeout", "allow_network", "force",
     "retry_failed", "as_json",
 )  # fmt: skip
-"""What it has in common with `histopipe ingest`; size, scale and tissue are as the coordinates have them."""
+"""Options that it shares with `histopipe ingest`; the coordinates decide size, scale and tissue."""
 
 
 @click.command(
@@ -27,12 +27,16 @@ _SHARED = (
 @click.argument("slides", nargs=-1, required=True, type=click.Path(path_type=Path))
 @untrusted_option(coords="coords")
 def command(coords: Path, slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any) -> int:
-    """Tile SLIDES, files or folders, into a store: the patches whose coordinates are in the folder COORDS.
+    """Tile SLIDES, files or folders, into a store at the coordinates in the folder COORDS.
 
-    Its files are NAME.h5 or NAME_patches.h5, as CLAM and TRIDENT write them; patch size and scale are as they say, and the same in
+    The files of COORDS are NAME.h5 or NAME_patches.h5, as CLAM and TRIDENT write them, with the same patch size and scale in
     all. Slides without coordinates are left out. The same command goes on where it was interrupted.
 
     \b
     Example: histopipe import-coords trident_processed/20x_256px_0px_overlap/patches slides/
     """  # fmt: skip
-    return run_ingest(slides, out, flags, as_json=as_json, coords=coords)
+    from histopipe.ingest.ingest import import_coords  # late: `--help` needs none of it
+
+    report = import_coords(coords, slides, out, **flags)
+    print_report(report, as_json=as_json)
+    return report.exit_code

@@ -1,4 +1,4 @@
-"""Flags of `histopipe train` that say which patches are learnt, and as what."""
+"""Options of `histopipe train` that choose patches and labels."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ label_options = together(
         help="Leave out patches of which more than this is folded or black.",
     ),
 )  # fmt: skip
-"""Decorates a command with them."""
+"""Decorates a command with these options."""

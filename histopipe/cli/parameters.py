@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Options that several commands have, or that belong together, as one decorator; they show in this order."""
+    """Combine options into one decorator; `--help` lists them in this order."""
 
     def decorate(command: F) -> F:
         for option in reversed(options):
@@ -28,54 +28,43 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 class Duration(click.ParamType[float]):
-    """`2h`, `90m`, `45s`, or seconds; 0 for no limit."""
+    """A duration: `2h`, `90m`, `45s`, or seconds; 0 means no limit."""
 
     name = "duration"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """Seconds of a text such as `2h`."""
+        """Return seconds."""
         match = _PATTERN.fullmatch(str(value))
         if match is None or not math.isfinite(seconds := float(match[1]) * _UNITS[match[2] or "s"]):
             self.fail(f"{value!r}: write 2h, 90m, 45s or a number of seconds", param, ctx)
         return seconds
 
 
-class Gigabytes(click.FloatRange):
-    """`16`, `0.5`."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Bytes."""
-        size = float(super().convert(value, param, ctx))
-        if not math.isfinite(size):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return int(size * 1e9)
-
-
 class Names(click.ParamType[tuple[str, ...]]):
-    """`flips,colour`."""
+    """Names separated by commas: `flips,colour`."""
 
     name = "names"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, ...]:
-        """The names."""
+        """Return the names."""
         if isinstance(value, list | tuple):
             return tuple(value)
         return tuple(part.strip() for part in str(value).split(","))
 
 
 class Fractions(click.ParamType[tuple[float, ...]]):
-    """`0.7,0.15,0.15`."""
+    """Numbers separated by commas: `0.7,0.15,0.15`."""
 
     name = "fractions"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[float, ...]:
-        """The numbers."""
+        """Return the numbers."""
         if isinstance(value, list | tuple):
             return tuple(value)
         try:
@@ -85,14 +74,14 @@ class Fractions(click.ParamType[tuple[float, ...]]):
 
 
 class Share(click.ParamType[float]):
-    """`1%` or `0.01`."""
+    """A share: `1%` or `0.01`."""
 
     name = "share"
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The share, 0 to 1."""
+        """Return the share, 0 to 1."""
         text = str(value).strip()
         try:
             share = float(text[:-1]) / 100 if text.endswith("%") else float(text)

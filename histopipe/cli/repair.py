@@ -46,10 +46,10 @@ def command(
     # Late: `--help` needs none of it.
     from histopipe.annotations.folder import find_annotations
     from histopipe.cli.progress import fraction_bar
-    from histopipe.ingest.progress import choose_progress
     from histopipe.maintenance.repair import RepairOptions, repair
     from histopipe.slides.discovery import discover
     from histopipe.slides.tables import SlideNames
+    from histopipe.system.progress import default_progress
 
     found = discover(slides)
     outlines: dict[str, Path] = {}
@@ -59,12 +59,8 @@ def command(
     options = RepairOptions(
         full=flags["full"], workers=workers, annotations=outlines, rules=rules_of(flags), allow_network=allow_network,
     )  # fmt: skip
-    progress = choose_progress()
-    try:
-        with fraction_bar("verify", "pages", scale=True) as told:
-            done = repair(store, found, options, progress, told)
-    finally:
-        progress.close()
+    with fraction_bar("verify", "pages", scale=True) as told:
+        done = repair(store, found, options, default_progress(), told)
     if as_json:
         value = dataclasses.asdict(done) | {"exit_code": int(done.exit_code)}
         click.echo(json.dumps(value, indent=2, ensure_ascii=False))

@@ -6,15 +6,13 @@ Both fits look at tissue only: pixels whose optical density is above 0.15 in eve
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.permutation import permuted
 from histopipe.errors import DamagedStore, SlideError, UsageError
-from histopipe.store.stains import StainFit, StainWriter
+from histopipe.store.stains import StainFit
 from histopipe.store.store import Store
 from histopipe.system.hashing import combine
 
@@ -104,32 +102,3 @@ def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray
     stains = stains[np.argsort(-stains[:, 0])]  # haematoxylin takes more red
     amounts = density @ np.linalg.pinv(stains)
     return stains, np.percentile(amounts, 100 - _PERCENTILE, axis=0)
-
-
-def fit_store(
-    path: Path, *, force: bool = False, done: Callable[[str | None], None] = lambda _: None
-) -> tuple[int, dict[str, str]]:
-    """Fit every complete slide of a store that has no fit yet, and keep the fits there.
-
-    Args:
-        path: the store.
-        force: fit all anew.
-        done: called after each slide with why it could not be fitted, or None.
-
-    Returns:
-        How many were fitted, and why, by id, for each slide that could not be.
-    """
-    Store(path).close()  # whether it may be written at all, before it is
-    fitted, failed = 0, {}
-    with StainWriter(path) as writer, Store(path) as store:
-        known = set() if force else set(store.stains())
-        with_patches = {n for n, record in store.complete.items() if record.stored}
-        for number in sorted(with_patches - known):
-            slide = store.records[number].id
-            try:
-                writer.put(number, fit_slide(store, number))
-                fitted += 1
-            except (TooLittleTissue, DamagedStore) as error:
-                failed[slide] = str(error)
-            done(failed.get(slide))
-    return fitted, failed

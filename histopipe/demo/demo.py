@@ -1,28 +1,25 @@
-"""Everything once, on made slides: from slides with outlines to a trained model, heatmaps of new slides, and reports."""
+"""Run the full pipeline on synthetic slides: from slides with outlines to a trained model, heatmaps and reports."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from histopipe.annotations.folder import find_annotations
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.roc import Roc, roc_of
 from histopipe.evaluation.scores import scores_of
-from histopipe.geometry import Mpp, Size
+from histopipe.evaluation.table import evaluation_lines
+from histopipe.geometry import Size
 from histopipe.inference.predict import predict
-from histopipe.ingest.outcome import IngestReport, Status
-from histopipe.ingest.progress import Progress
-from histopipe.ingest.request import IngestOptions
-from histopipe.ingest.run import ingest
-from histopipe.measure.quality import measure_quality
+from histopipe.ingest.ingest import ingest
+from histopipe.measure.quality import quality
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
 from histopipe.reports.pictures import plan_picture
@@ -30,35 +27,34 @@ from histopipe.reports.report import report
 from histopipe.reports.run_facts import read_run
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import train
-from histopipe.slides.discovery import discover
-from histopipe.slides.tables import SlideNames
 from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
-from histopipe.tiling.spec import TilingSpec
+from histopipe.system.progress import Progress, default_progress
 
 _SIZE = Size(3072, 3072)
 _NODULES = 2
-_NEW = 2
+_NEW_SLIDES = 2
+_LEAST_SLIDES = 6
 _EPOCHS = 6
-_SPEC = TilingSpec(patch_size=128, mpp=Mpp(0.5))
-STEPS = 6
+_PATCH_SIZE, _MPP = 128, 0.5
+_STEPS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Demo:
-    """What a demo has made.
+@dataclass(frozen=True, slots=True, repr=False)
+class DemoResult:
+    """Results of `demo`.
 
     Attributes:
-        slides, new: folders of slides with outlines, and of two without, which no training sees.
-        store, run, predictions, heatmaps: as the commands of these names make them.
-        reports: of store and run.
-        pictures: of what was tiled of a slide, the ROC curve, and a heatmap.
+        slides, new_slides: folders of slides with outlines, and of two without, which are not used for training.
+        store, run, predictions, heatmaps: results of the steps with these names.
+        reports: pages of the store and of the run.
+        pictures: folder with pictures of the tiles of a slide, the ROC curve, and a heatmap.
         result: of the training.
     """
 
     slides: Path
-    new: Path
+    new_slides: Path
     store: Path
     run: Path
     predictions: Path
@@ -67,21 +63,44 @@ class Demo:
     pictures: Path
     result: TrainResult
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the paths as a JSON-ready dict."""
+        names = ("slides", "new_slides", "store", "run", "predictions", "heatmaps", "pictures")
+        paths = {name: str(getattr(self, name)) for name in names}
+        return {**paths, "reports": [str(path) for path in self.reports]}
 
-def demo(out: Path, *, slides: int, progress: Progress, step: Callable[[int, str], None]) -> Demo:
-    """Make slides of tissue with tumour in it, and take them all the way.
+    def __repr__(self) -> str:
+        """The metrics, and where heatmaps and reports are."""
+        lines = []
+        for side, evaluation in self.result.metrics.items():
+            title = "test (held out)" if side == "test" else side
+            lines += evaluation_lines(title, evaluation)
+        lines += [
+            f"heatmaps of new slides: {self.heatmaps}",
+            f"open in a browser: {self.reports[0]}",
+            f"                   {self.reports[1]}",
+        ]
+        return "\n".join(lines)
+
+
+def demo(
+    out: str | Path = "demo", *, slides: int = 10, progress: Progress | None = None
+) -> DemoResult:
+    """Make synthetic slides, ingest them, train on their outlines, predict new slides, and write reports.
 
     Args:
-        out: the folder for all of it; it must not be there, or be empty.
-        slides: how many to train on.
-        progress: told of the ingest.
-        step: called with the number of each step, from 1, and what it is.
+        out: folder for all results; it must not exist, or be empty.
+        slides: number of slides to train on, 6 or more.
+        progress: where progress is shown; None chooses bars or lines.
 
     Raises:
-        UsageError: the folder holds something, or there are fewer than six slides.
+        UsageError: the folder is not empty, or there are too few slides.
         MachineShort: TensorFlow is not installed.
+
+    Example:
+        >>> demo("demo").reports  # doctest: +SKIP
     """
-    if slides < 6:
+    if slides < _LEAST_SLIDES:
         raise UsageError(
             "--slides", found=slides, expected="6 or more: two for each side of the split"
         )
@@ -89,47 +108,53 @@ def demo(out: Path, *, slides: int, progress: Progress, step: Callable[[int, str
         raise MachineShort(
             "the demo trains a model, which needs TensorFlow", todo="pip install 'histopipe[train]'"
         )
+    out, shown = Path(out), progress or default_progress()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(
             f"{out} exists and is not empty", todo="remove it, or choose another --out"
         )
-    made, new, store = out / "slides", out / "new-slides", out / "patches.lmdb"
-    step(1, f"making {slides} slides, and {_NEW} that no training sees")
-    _make(made, new, slides)
-    step(2, "tiling them into a store, with classes from their outlines")
-    _ingest(made, store, progress)
-    step(3, "measuring focus, pen and folds of every patch")
-    measure_quality(store)
-    step(4, "training on the classes drawn, split by slide")
+    labelled, new, store, run = (
+        out / name for name in ("slides", "new-slides", "patches.lmdb", "run")
+    )
+
+    def step(number: int, text: str) -> None:
+        shown.message(f"{number}/{_STEPS} {text}")
+
+    step(1, f"make {slides} slides, and {_NEW_SLIDES} that are not used for training")
+    _make(labelled, new, slides)
+    step(2, "ingest them, with patch labels from their outlines")
+    _ingest(labelled, store, shown)
+    step(3, "measure focus, pen marks and folds of every patch")
+    quality(store, progress=shown)
+    step(4, "train on the patch labels, split by slide")
     result = train(
-        store, out=out / "run", labels_from="annotation", split_by="slide", epochs=_EPOCHS, max_per_slide=300,
+        store, out=run, labels_from="annotation", split_by="slide", epochs=_EPOCHS, max_per_slide=300,
     )  # fmt: skip
-    step(5, "predicting the new slides, straight from their files")
-    predict(out / "run", new, out=out / "predictions")
+    step(5, "predict the new slides from their files")
+    predict(run, new, out=out / "predictions")
     heatmap(
         out / "predictions", out=out / "heatmaps", slides=[new], formats=["png", "tiff", "geojson"]
     )
-    step(6, "writing reports")
-    reports = report(store), report(out / "run")
-    pictures = out / "pictures"
-    _pictures(pictures, store, out / "run", out / "heatmaps")
-    return Demo(
-        made,
-        new,
-        store,
-        out / "run",
-        out / "predictions",
-        out / "heatmaps",
-        reports,
-        pictures,
-        result,
+    step(6, "write reports")
+    reports = report(store), report(run)
+    _pictures(out / "pictures", store, run, out / "heatmaps")
+    return DemoResult(
+        slides=labelled,
+        new_slides=new,
+        store=store,
+        run=run,
+        predictions=out / "predictions",
+        heatmaps=out / "heatmaps",
+        reports=reports,
+        pictures=out / "pictures",
+        result=result,
     )
 
 
-def _make(made: Path, new: Path, count: int) -> None:
+def _make(labelled: Path, new: Path, count: int) -> None:
     settings = SlideSettings(size=_SIZE, nodules=_NODULES)
-    for number in range(count + _NEW):
-        folder = made if number < count else new
+    for number in range(count + _NEW_SLIDES):
+        folder = labelled if number < count else new
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"slide-{number:03d}.svs"
         make_slide(path, "normal", number, settings)
@@ -137,20 +162,16 @@ def _make(made: Path, new: Path, count: int) -> None:
             path.with_suffix(".geojson").unlink()
 
 
-def _ingest(made: Path, store: Path, progress: Progress) -> IngestReport:
-    slides = discover([made])
-    files = find_annotations(made, SlideNames(slide.id for slide in slides))
-    found = ingest(slides, store, _SPEC, IngestOptions(annotations=files.by_slide), progress)
-    failed = found.of(Status.FAILED)
-    if failed:
-        raise HistopipeError(
-            f"{failed[0].id} of the demo's own slides failed", found=failed[0].reason
-        )
-    return found
+def _ingest(slides: Path, store: Path, progress: Progress) -> None:
+    found = ingest(
+        slides, store, patch_size=_PATCH_SIZE, mpp=_MPP, annotations=slides, progress=progress
+    )
+    for name, reason in found.failed.items():
+        raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
 
 
 def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
-    """Three small pictures of what was done."""
+    """Write three small pictures of the results."""
     folder.mkdir(exist_ok=True)
     with Store(store) as opened:
         number, record = next(iter(opened.complete.items()))

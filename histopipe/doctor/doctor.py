@@ -1,20 +1,68 @@
-"""All that is looked at."""
+"""Check this machine and installation: `doctor`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from histopipe.doctor import graphics, libraries, machine
-from histopipe.doctor.check import Check
+from histopipe.doctor.check import Check, State
+from histopipe.errors import ExitCode
+from histopipe.system.progress import Progress, default_progress
+
+_SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
 
 
-def examine(folder: Path) -> Iterator[Check]:
-    """Look at the machine and the installation, one thing after another.
+@dataclass(frozen=True, slots=True, repr=False)
+class DoctorReport:
+    """Results of all checks."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """6 if a check is bad, else 0."""
+        bad = any(check.state is State.BAD for check in self.checks)
+        return ExitCode.SHORT if bad else ExitCode.DONE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the checks as a JSON-ready dict."""
+        checks = [check.to_json() for check in self.checks]
+        return {"checks": checks, "exit_code": int(self.exit_code)}
+
+    def __repr__(self) -> str:
+        """A line for each check, and what to do where something is wrong."""
+        lines = []
+        for check in self.checks:
+            lines.append(f"{_SIGNS[check.state]}  {check.name:14} {check.found}")
+            if check.todo:
+                lines.append(f"{'':20} -> {check.todo}")
+        return "\n".join(lines)
+
+
+def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = None) -> DoctorReport:
+    """Check this machine and installation, and the disk of a store.
 
     Args:
-        folder: a store, or where one would be; it need not exist.
+        store: a store, or where one would be.
+        progress: where progress is shown; None chooses bars or lines.
+
+    Example:
+        >>> doctor().exit_code  # doctest: +SKIP
+        <ExitCode.DONE: 0>
     """
+    shown, checks = progress or default_progress(), []
+    with shown.bar("doctor", unit="checks") as bar:
+        for check in _checks(Path(store)):
+            checks.append(check)
+            bar.advance()
+    return DoctorReport(tuple(checks))
+
+
+def _checks(folder: Path) -> Iterator[Check]:
+    """Run all checks, one after another."""
     yield machine.python()
     yield machine.processor()
     yield machine.memory()

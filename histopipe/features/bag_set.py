@@ -16,7 +16,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import FeatureHeader, read_header
 from histopipe.features.folder import feature_files
 from histopipe.features.kinds import BagOf
-from histopipe.ingest.labels import patient_of
+from histopipe.ingest.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import read_json

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +21,11 @@ from histopipe.geometry import Mpp
 from histopipe.inference.slide_info import SlideFacts
 from histopipe.inference.stream import Piece
 from histopipe.ingest.chunks import Chunk, chunk_of, chunks
-from histopipe.ingest.job import PlannedSlide, Settings, SlideFailure, SlideJob
-from histopipe.ingest.labels import labelled
-from histopipe.ingest.planning import plan_slide
-from histopipe.ingest.request import new_record
-from histopipe.ingest.worker import make_patches, prepare
+from histopipe.ingest.decisions import PendingSlide
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.planning import PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingest.records import labelled, new_record
+from histopipe.ingest.storing import make_patches, prepare
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import fingerprint
 from histopipe.slides.tables import SlideLabel
@@ -47,7 +46,7 @@ class OpenedSlide:
     """A planned slide, as `SlidePatches`."""
 
     facts: SlideFacts
-    job: SlideJob
+    pending: PendingSlide
     planned: PlannedSlide
     source: SlideFiles
     order: NDArray[np.int64]
@@ -82,7 +81,7 @@ class OpenedSlide:
             real[i] = self._decoded(value, images[i])
         if len(self.lost) > self.source.max_unreadable * max(1, len(plan)):
             raise SlideUnreadable(
-                f"{self.job.slide.path}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
+                f"{self.pending.slide.file.path}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
                 f"first: {self.lost[0]}"
             )
         if real.any() and self.source.stain_norm != "none":
@@ -99,8 +98,8 @@ class OpenedSlide:
         Raises:
             SlideUnreadable: the file is no longer what was planned.
         """
-        if fingerprint(self.job.slide) != self.planned.before:
-            raise SlideUnreadable(f"{self.job.slide.path} changed while it was being read")
+        if fingerprint(self.pending.slide.file) != self.planned.fingerprint:
+            raise SlideUnreadable(f"{self.pending.slide.file.path} changed while it was being read")
         count = len(self.order) - len(self.lost)
         return replace(self.facts, patches=count, skipped=len(self.lost))
 
@@ -111,16 +110,14 @@ class OpenedSlide:
             done: Future[Sequence[bytes | str]] = source.pool.submit_within(
                 _SECONDS,
                 make_patches,
-                source.settings,
-                self.job,
-                plan.plan.choice,
-                plan.route,
+                self.pending.number,
+                plan.recipe,
                 chunk,
             )
             return done.result()
         except WorkerDied as error:
             raise SlideUnreadable(
-                f"{self.job.slide.path}: the process that read it died ({error})",
+                f"{self.pending.slide.file.path}: the process that read it died ({error})",
                 todo="the file is probably damaged in a way that crashes its decoder, or memory ran out",
             ) from error
 
@@ -187,7 +184,7 @@ class SlideFiles(Closing):
     ) -> None:
         self.spec, self.batch_size, self.stain_norm = spec, batch_size, stain_norm
         self.max_unreadable = max_unreadable
-        self.settings = Settings(Path(), spec, default_mpp)
+        self.options = IngestOptions(default_mpp=default_mpp)
         self._check = check
         self._mpps, self._labels = mpps or {}, labels or {}
         self._ahead = 1 + (workers or len(os.sched_getaffinity(0)))
@@ -197,45 +194,50 @@ class SlideFiles(Closing):
         self, slides: Sequence[SlideFile], failed: Callable[[str, str], None]
     ) -> Iterator[OpenedSlide]:
         """Slides as they are planned, in order; `failed` hears the id of each that cannot be, and why."""
-        waiting, running = deque(enumerate(slides)), deque[tuple[SlideJob, Future[Any]]]()
+        waiting, running = deque(enumerate(slides)), deque[tuple[PendingSlide, Future[Any]]]()
         while waiting or running:
             while waiting and len(running) < self._ahead:
                 number, slide = waiting.popleft()
-                job = self._job(number, slide)
-                running.append(
-                    (job, self.pool.submit_within(_SECONDS, plan_slide, self.settings, job))
+                pending = self._pending(number, slide)
+                future = self.pool.submit_within(
+                    _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self.options
                 )
-            job, future = running.popleft()
+                running.append((pending, future))
+            pending, future = running.popleft()
             try:
                 found: PlannedSlide | SlideFailure = future.result()
             except WorkerDied as error:
                 failed(
-                    job.slide.id, f"{job.slide.path}: the process that planned it died ({error})"
+                    pending.slide.id,
+                    f"{pending.slide.file.path}: the process that planned it died ({error})",
                 )
                 continue
             try:
-                yield self._opened(job, found)
+                yield self._opened(pending, found)
             except SlideError as error:
-                failed(job.slide.id, str(error))
+                failed(pending.slide.id, str(error))
 
     def close(self) -> None:
         """End the workers."""
         self.pool.shutdown(cancel_futures=True)
 
-    def _job(self, number: int, slide: SlideFile) -> SlideJob:
-        record = labelled(new_record(slide), self._labels.get(slide.id))
-        return SlideJob(number, slide, record, self._mpps.get(slide.id))
+    def _pending(self, number: int, slide: SlideFile) -> PendingSlide:
+        label = self._labels.get(slide.id)
+        given = SlideInput(slide, label, self._mpps.get(slide.id))
+        return PendingSlide(number, given, labelled(new_record(slide), label))
 
-    def _opened(self, job: SlideJob, planned: PlannedSlide | SlideFailure) -> OpenedSlide:
+    def _opened(self, pending: PendingSlide, planned: PlannedSlide | SlideFailure) -> OpenedSlide:
         if isinstance(planned, SlideFailure):
             raise SlideError(planned.reason)
         self._check(planned.record)
-        parts = [c.rows for c in chunks(planned.plan, planned.route.name, self.spec.patch_size)]
+        parts = [
+            c.rows for c in chunks(planned.plan, planned.recipe.route.name, self.spec.patch_size)
+        ]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        before = planned.before
+        before = planned.fingerprint
         source = source_of(before.size_bytes, before.mtime_ns)
         facts = SlideFacts.of(planned.record, source=source)
-        return OpenedSlide(facts, job, planned, self, order)
+        return OpenedSlide(facts, pending, planned, self, order)
 
 
 def source_of(size_bytes: int, mtime_ns: int) -> str:

@@ -1,13 +1,16 @@
-"""Planning a slide: its patches, their route, their labels, and the pictures that show where they come from."""
+"""Plan a slide: its patches, their route, their labels, and the thumbnails that show where they come from."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
 from histopipe.annotations.regions import Regions, read_regions, source_text
@@ -23,10 +26,10 @@ from histopipe.geometry import Mpp
 from histopipe.ingest.chunks import chunk_of
 from histopipe.ingest.coords import plan_imported, sticks_out
 from histopipe.ingest.encode import encode_thumbnail, png
-from histopipe.ingest.job import Estimate, PlannedSlide, Settings, SlideFailure, SlideJob
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.patch_source import PatchRecipe, PatchSource
 from histopipe.ingest.route import RouteChoice, choose_route
-from histopipe.ingest.source import PatchSource, Value
-from histopipe.slides.identity import fingerprint, tile_hash
+from histopipe.slides.identity import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
@@ -43,77 +46,141 @@ from histopipe.tiling.spec import TilingSpec
 _SAMPLED_PATCHES = 8
 
 
-def plan_slide(settings: Settings, job: SlideJob) -> PlannedSlide | SlideFailure:
-    """Open a slide and decide its patches, their route and their labels."""
-    started, record, spec = time.monotonic(), job.record, settings.spec
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What storing a slide takes, estimated from a few of its patches: bytes in the store, and seconds of one worker."""
+
+    stored_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSlide:
+    """A slide whose patches can be stored.
+
+    Attributes:
+        record: its record, with all that is known before the patches are stored.
+        plan: where its patches are.
+        recipe: how they are made.
+        thumbnails: JPEG and PNG files by name.
+        fingerprint: size and time of its files before they were read.
+        estimate: what storing it takes.
+        seconds: worker time of planning.
+        labels: classes of its patches, by annotations.
+        columns: (N,) each, of its index, besides those that every plan has.
+    """
+
+    record: SlideRecord
+    plan: TilingPlan
+    recipe: PatchRecipe
+    thumbnails: dict[str, bytes]
+    fingerprint: Fingerprint
+    estimate: Estimate
+    seconds: float
+    labels: PatchLabels | None = None
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SlideFailure:
+    """Why a slide cannot be ingested.
+
+    Attributes:
+        reason: as shown to the user.
+        kind: whether the file or an option is the cause.
+        record: its record, with what is known of it.
+        option: the limit that it exceeded; with another limit it is tried again.
+    """
+
+    reason: str
+    kind: FailureKind
+    record: SlideRecord
+    option: str | None = None
+
+
+def plan_slide(
+    slide: SlideInput, record: SlideRecord, spec: TilingSpec, options: IngestOptions
+) -> PlannedSlide | SlideFailure:
+    """Open a slide and decide its patches, their route and their labels; a task for a worker process.
+
+    Args:
+        slide: the slide.
+        record: its record so far.
+        spec: how to tile and encode.
+        options: the run's options.
+    """
+    started, file = time.monotonic(), slide.file
     try:
-        if job.slide.problem is not None:
-            raise SlideUnreadable(f"{job.slide.id}: {job.slide.problem}")
-        before = fingerprint(job.slide)
+        if file.problem is not None:
+            raise SlideUnreadable(f"{slide.id}: {file.problem}")
+        before = fingerprint(file)
         record = dataclasses.replace(record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns)
-        with Slide(job.slide.path) as slide:
-            record = _described(record, slide.info, job.slide.path)
-            scale, notes = _scale(settings, job, slide.info)
+        with Slide(file.path) as opened:
+            record = _described(record, opened.info, file.path)
+            scale, notes = _scale(slide, spec, options, opened.info)
             mpp = scale.mpp if scale else None
-            regions = _regions(settings, job, slide.info)
-            with closing(NativeLevels(slide, job.slide.files)) as levels:
-                thumbnail = _thumbnail(slide, mpp, levels)
-                plan, pictures = _planned(job, slide.info, mpp, spec, thumbnail)
+            regions = _regions(slide, spec, options, opened.info)
+            with closing(NativeLevels(opened, file.files)) as levels:
+                thumbnail = _thumbnail(opened, mpp, levels)
+                plan, pictures = _planned(slide, opened.info, mpp, spec, thumbnail)
                 plan = _within(plan, regions, spec)
-                asked = settings.route
-                if job.coords is not None and sticks_out(plan, slide.info):
-                    asked = "openslide"
-                route = choose_route(job.slide.id, plan, spec, asked, levels)
-        estimate = _estimate(PatchSource(job.slide.path, plan.choice, route, spec), plan, route)
-        labels = _labels(settings, plan, regions)
+                route_option = options.route
+                if slide.coords is not None and sticks_out(plan, opened.info):
+                    route_option = "openslide"
+                route = choose_route(slide.id, plan, spec, route_option, levels)
+        recipe = PatchRecipe(file.path, plan.choice, route, spec)
+        estimate = _estimate(recipe, plan)
+        labels = _labels(options, plan, regions)
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except (ScaleError, RouteUnfit, AnnotationsUnfit) as error:
         return SlideFailure(str(error), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
-    if record.annotations is not None and job.annotations is None:
-        notes.append("the classes of its patches are gone: `histopipe annotate` gives them anew")
+    if record.annotations is not None and slide.annotations is None:
+        notes.append("the classes of its patches are gone: `histopipe annotate` labels them again")
         record = dataclasses.replace(record, annotations=None)
     record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
-    if regions is not None and labels is not None and job.annotations is not None:
+    if regions is not None and labels is not None and slide.annotations is not None:
         record = dataclasses.replace(
-            record, annotations=source_text(job.annotations, settings.rules),
-            annotation_notes=regions.told(job.annotations), patch_labels=labels.counts(),
+            record, annotations=source_text(slide.annotations, options.rules),
+            annotation_notes=regions.told(slide.annotations), patch_labels=labels.counts(),
         )  # fmt: skip
     seconds = time.monotonic() - started
-    return PlannedSlide(record, plan, route, pictures, before, estimate, seconds, labels, columns)
+    return PlannedSlide(record, plan, recipe, pictures, before, estimate, seconds, labels, columns)
 
 
-def _regions(settings: Settings, job: SlideJob, info: SlideInfo) -> Regions | None:
-    """What is drawn on a slide.
+def _regions(
+    slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
+) -> Regions | None:
+    """Return what is drawn on a slide; None without annotations.
 
     Raises:
-        AnnotationsUnfit: it cannot be read, or there is no file where a region of interest is wanted.
+        AnnotationsUnfit: the file cannot be read, or a region of interest is wanted and missing.
     """
-    roi = settings.spec.roi
-    if job.annotations is None:
+    roi = spec.roi
+    if slide.annotations is None:
         if roi is not None:
             raise AnnotationsUnfit(
-                f"{job.slide.id} has no file of annotations", expected=f"one that draws {roi!r}, for --roi",
+                f"{slide.id} has no file of annotations", expected=f"one that draws {roi!r}, for --roi",
                 todo="add it and run the same command again, or leave the slide out (--slide-list)",
             )  # fmt: skip
         return None
     try:
-        regions = read_regions(job.annotations, settings.rules, size=info.size, bounds=info.bounds)
+        regions = read_regions(slide.annotations, options.rules, size=info.size, bounds=info.bounds)
     except UsageError as error:
         raise AnnotationsUnfit(
             error.what, found=error.found, expected=error.expected, todo=error.todo
         ) from error
     if roi is not None and not regions.draws(roi):
         raise AnnotationsUnfit(
-            f"{job.annotations} draws no region {roi!r}", found=", ".join(regions.classes) or "no class",
+            f"{slide.annotations} draws no region {roi!r}", found=", ".join(regions.classes) or "no class",
             todo="correct --roi or the file",
         )  # fmt: skip
     return regions
 
 
 def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
-    """A plan's cells that lie in the region of interest, if one is asked for."""
+    """Keep the cells in the region of interest, if there is one."""
     if regions is None or spec.roi is None:
         return plan
     shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
@@ -122,31 +189,30 @@ def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> Tili
     )
 
 
-def _labels(settings: Settings, plan: TilingPlan, regions: Regions | None) -> PatchLabels | None:
+def _labels(
+    options: IngestOptions, plan: TilingPlan, regions: Regions | None
+) -> PatchLabels | None:
     if regions is None:
         return None
-    return label_patches(
-        regions, plan.x_l0, plan.y_l0, plan.side_l0, threshold=settings.rules.threshold
-    )
+    threshold = options.rules.threshold
+    return label_patches(regions, plan.x_l0, plan.y_l0, plan.side_l0, threshold=threshold)
 
 
 def _scale(
-    settings: Settings, job: SlideJob, info: SlideInfo
+    slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> tuple[ResolvedMpp | None, list[str]]:
-    """The slide's scale; with `--level` it may be unknown, which is then noted."""
+    """Return the slide's scale and notes. With a level instead of a scale it may be unknown, which becomes a note."""
     try:
-        scale = resolve_mpp(
-            job.slide.id, info, from_csv=job.mpp_from_csv, default=settings.default_mpp
-        )
+        scale = resolve_mpp(slide.id, info, from_csv=slide.mpp, default=options.default_mpp)
     except ScaleError as error:
-        if settings.spec.level is None:
+        if spec.level is None:
             raise
         return None, [f"scale unknown: {error.what}"]
     return scale, [scale.note] if scale.note else []
 
 
 def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
-    """The slide's picture, by the same way whatever route its patches take: they must not depend on that."""
+    """Read the thumbnail, in the same way for all routes: the plan must not depend on the route."""
     try:
         tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
     except NotNative:
@@ -155,31 +221,31 @@ def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail
 
 
 def _planned(
-    job: SlideJob, info: SlideInfo, mpp: Mpp | None, spec: TilingSpec, thumbnail: Thumbnail
+    slide: SlideInput, info: SlideInfo, mpp: Mpp | None, spec: TilingSpec, thumbnail: Thumbnail
 ) -> tuple[TilingPlan, dict[str, bytes]]:
-    """A slide's patches, and the pictures that show where they come from."""
+    """Return where a slide's patches are, and its thumbnails."""
     mask, pictures = None, {"thumb": encode_thumbnail(thumbnail.pixels)}
-    if job.coords is not None:
-        return plan_imported(job.slide.id, info, mpp, job.coords), pictures
-    choice = choose_level(job.slide.id, info.levels, mpp, spec)
+    if slide.coords is not None:
+        return plan_imported(slide.id, info, mpp, slide.coords), pictures
+    choice = choose_level(slide.id, info.levels, mpp, spec)
     if spec.tissue == "otsu":
         mask = tissue_mask(thumbnail.pixels, thumbnail.mpp)
         pictures["mask"] = png(mask.pixels)
     return plan_tiles(info, choice, spec, thumbnail, mask), pictures
 
 
-def _estimate(source: PatchSource, plan: TilingPlan, route: RouteChoice) -> Estimate:
-    """What storing a plan will take, from patches spread over it."""
+def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
+    """Estimate what storing a plan takes, from patches spread over it."""
     if not len(plan):
         return Estimate()
     rows = np.unique(np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(np.int64))
     started = time.monotonic()
-    values: list[Value] = source.values(chunk_of(plan, rows))
+    with PatchSource(recipe) as source:
+        values = source.values(chunk_of(plan, rows))
     seconds = (time.monotonic() - started) / len(rows) * len(plan)
-    source.close()
     lengths = np.array([len(value) for value in values if isinstance(value, bytes)] or [0])
-    if route.native is not None and route.name == "copy":
-        native = route.native
+    native = recipe.route.native
+    if native is not None and recipe.route.name == "copy":
         tiles = native.lengths[
             (plan.y_level - native.y_level) // native.tile.height,
             (plan.x_level - native.x_level) // native.tile.width,

@@ -1,4 +1,4 @@
-"""What an ingest would do, without writing a byte: `histopipe ingest --plan`."""
+"""Plan an ingest without writing anything: `plan`, the function behind `histopipe ingest --plan`."""
 
 from __future__ import annotations
 
@@ -7,20 +7,23 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from histopipe.errors import ExitCode, NothingToDo
-from histopipe.ingest.job import Estimate, PlannedSlide, Settings, SlideFailure, SlideJob
-from histopipe.ingest.outcome import SlideOutcome, Status, exit_code, failed_outcome
-from histopipe.ingest.planning import plan_slide
-from histopipe.ingest.progress import Progress
-from histopipe.ingest.request import IngestOptions, check_request, duplicates, sort_out
-from histopipe.ingest.worker import prepare
-from histopipe.slides.discovery import SlideFile
+from histopipe.ingest.checks import check_ingest
+from histopipe.ingest.decisions import PendingSlide, sort_slides
+from histopipe.ingest.options import IngestOptions
+from histopipe.ingest.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingest.progress import IngestProgress
+from histopipe.ingest.records import duplicates
+from histopipe.ingest.report import SlideOutcome, Status, exit_code, failed_outcome
+from histopipe.ingest.request import IngestSettings, PathLike, read_request
+from histopipe.ingest.storing import prepare
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.store.writer import check_spec
 from histopipe.system.filesystems import free_bytes
+from histopipe.system.progress import Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -29,12 +32,12 @@ _NOTHING = Estimate()
 
 @dataclass(frozen=True, slots=True)
 class SlidePreview:
-    """What would become of a slide.
+    """What an ingest would do with a slide.
 
     Attributes:
-        status, reason: as of an outcome; `planned` for a slide that would be ingested.
-        record: what its record would say; None where it would not be ingested.
-        estimate: what it would take.
+        status, reason: as in `SlideOutcome`; `planned` for a slide that would be ingested.
+        record: the record that it would get; None if it would not be ingested.
+        estimate: bytes and time of storing it.
     """
 
     id: str
@@ -43,14 +46,42 @@ class SlidePreview:
     record: SlideRecord | None = None
     estimate: Estimate = _NOTHING
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the preview as a JSON-ready dict."""
+        names = ("level", "downsample", "mpp", "patch_mpp", "read_size", "resampling", "route", "route_reason",
+                 "planned", "notes")  # fmt: skip
+        return {
+            "id": self.id,
+            "status": self.status,
+            "reason": self.reason,
+            **{name: getattr(self.record, name) if self.record else None for name in names},
+            **dataclasses.asdict(self.estimate),
+        }
 
-@dataclass(frozen=True, slots=True)
+    def __str__(self) -> str:
+        """The preview as a row of a table."""
+        record = self.record
+        if record is None:
+            return f"{self.id:<40} {self.status}{': ' * bool(self.reason)}{self.reason}"
+        why = "; ".join(filter(None, [record.route_reason, *record.notes]))
+        return (
+            f"{self.id:<40} {record.level!s:>5} {record.read_size!s:>5} {record.resampling!s:<10} "
+            f"{record.route!s:<9} {record.planned:>9,} {self.estimate.stored_bytes / 1e6:>9,.1f} "
+            f"{self.estimate.seconds:>8,.1f}  {why}"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class IngestPreview:
-    """What a whole ingest would do.
+    """What an ingest would do.
 
     Attributes:
-        stored_bytes, seconds: estimates for all slides together, with `workers` at work.
-        free_bytes: on the disk that the store is, or would be, on.
+        store: path of the store.
+        workers: number of processes that the estimated time is for.
+        slides: the preview of each slide, sorted by id.
+        warnings: what the user should know about the slides together.
+        stored_bytes, seconds: estimates for all slides together.
+        free_bytes: free space on the disk of the store.
     """
 
     store: str
@@ -63,82 +94,87 @@ class IngestPreview:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the ingest would exit with, as far as can be told."""
+        """Exit code that the ingest would have, unless patches cannot be read."""
         failed = sum(slide.status == Status.FAILED for slide in self.slides)
         return exit_code(failed, len(self.slides))
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        slides = [_slide_json(slide) for slide in self.slides]
+        """Return the preview as a JSON-ready dict."""
+        slides = [slide.to_json() for slide in self.slides]
         return dataclasses.asdict(self) | {"slides": slides, "exit_code": int(self.exit_code)}
 
+    def __repr__(self) -> str:
+        """A row for each slide, then totals."""
+        lines = [
+            f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
+            f"{'MB':>9} {'worker s':>8}  why"
+        ]
+        lines += map(str, self.slides)
+        lines += [f"warning: {text}" for text in self.warnings]
+        patches = sum(slide.record.planned for slide in self.slides if slide.record)
+        lines.append(
+            f"{self.store}: {patches:,} patches, about {self.stored_bytes / 1e6:,.1f} MB and "
+            f"{self.seconds:,.1f} s with {self.workers} workers; {self.free_bytes / 1e6:,.0f} MB free"
+        )
+        if self.stored_bytes > self.free_bytes:
+            lines.append("this does not fit on the disk: make room, or choose another --out")
+        return "\n".join(lines)
 
-def plan_ingest(
-    slides: Sequence[SlideFile],
-    store: Path,
-    spec: TilingSpec,
-    options: IngestOptions,
-    progress: Progress,
+
+def plan(
+    slides: PathLike | Sequence[PathLike],
+    out: PathLike = "patches.lmdb",
+    *,
+    progress: Progress | None = None,
+    **settings: Unpack[IngestSettings],
 ) -> IngestPreview:
-    """Plan every slide as `ingest` would. Arguments and errors are those of `ingest`; nothing is written."""
-    check_request(slides, store, spec, options)
+    """Plan every slide as `ingest` would, and write nothing.
+
+    Args:
+        slides, out, progress: as for `ingest`.
+        settings: options of `ingest`.
+
+    Returns:
+        Level, route, number of patches, and estimated bytes and time of each slide.
+
+    Raises:
+        UsageError, NothingToDo, DamagedStore: as for `ingest`.
+
+    Example:
+        >>> plan("slides", "patches.lmdb", mpp=0.5).stored_bytes  # doctest: +SKIP
+    """
+    progress, store = progress or default_progress(), Path(out)
+    request = read_request(slides, store, settings, progress)
+    spec, options = request.spec, request.options
+    check_ingest(request.slides, store, spec, options)
     known = _known(store, spec)
-    ids = sorted({slide.id for slide in slides} - {record.id for record in known.values()})
     numbers = {record.id: number for number, record in known.items()}
-    numbers |= {name: 1 + max(known, default=0) + place for place, name in enumerate(ids)}
-    todo = sort_out(slides, known, numbers, options)
-    workers = options.worker_count
-    progress.begin(len(slides))
-    for outcome in todo.outcomes:
-        progress.finished(outcome)
-    settings = Settings(store, spec, options.default_mpp, options.route, options.rules)
-    previews = [SlidePreview(o.id, str(o.status), o.reason) for o in todo.outcomes]
-    previews += _plans(todo.jobs, settings, options, workers, progress)
+    new = sorted({slide.id for slide in request.slides} - numbers.keys())
+    numbers |= {name: 1 + max(known, default=0) + place for place, name in enumerate(new)}
+    found = sort_slides(request.slides, known, numbers, options)
+    previews = [SlidePreview(o.id, str(o.status), o.reason) for o in found.outcomes]
+    with IngestProgress(progress) as events:
+        events.begin(len(request.slides))
+        for outcome in found.outcomes:
+            events.finished(outcome)
+        previews += _plan_all(found.pending, spec, options, events)
     previews.sort(key=lambda preview: preview.id)
     records = [preview.record for preview in previews if preview.record is not None]
     others = [r for r in known.values() if r.id not in {record.id for record in records}]
     existing = next(p for p in (store, *store.absolute().parents) if p.exists())
     return IngestPreview(
         store=str(store),
-        workers=workers,
+        workers=options.worker_count,
         slides=previews,
         warnings=duplicates([*others, *records]),
         stored_bytes=sum(preview.estimate.stored_bytes for preview in previews),
-        seconds=sum(preview.estimate.seconds for preview in previews) / workers,
+        seconds=sum(preview.estimate.seconds for preview in previews) / options.worker_count,
         free_bytes=free_bytes(existing),
     )
 
 
-def preview_lines(preview: IngestPreview) -> list[str]:
-    """A line a slide, then totals."""
-    lines = [
-        f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
-        f"{'MB':>9} {'worker s':>8}  why"
-    ]
-    for slide in preview.slides:
-        record = slide.record
-        if record is None:
-            lines.append(f"{slide.id:<40} {slide.status}{': ' * bool(slide.reason)}{slide.reason}")
-            continue
-        why = "; ".join(filter(None, [record.route_reason, *record.notes]))
-        lines.append(
-            f"{slide.id:<40} {record.level!s:>5} {record.read_size!s:>5} {record.resampling!s:<10} "
-            f"{record.route!s:<9} {record.planned:>9,} {slide.estimate.stored_bytes / 1e6:>9,.1f} "
-            f"{slide.estimate.seconds:>8,.1f}  {why}"
-        )
-    lines += [f"warning: {text}" for text in preview.warnings]
-    patches = sum(slide.record.planned for slide in preview.slides if slide.record)
-    lines.append(
-        f"{preview.store}: {patches:,} patches, about {preview.stored_bytes / 1e6:,.1f} MB and "
-        f"{preview.seconds:,.1f} s with {preview.workers} workers; {preview.free_bytes / 1e6:,.0f} MB free"
-    )
-    if preview.stored_bytes > preview.free_bytes:
-        lines.append("this does not fit on the disk: make room, or choose another --out")
-    return lines
-
-
 def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
-    """The records of a store that may be added to; none where there is no store yet."""
+    """Return the records of a store with the same spec; none where there is no store yet."""
     try:
         with Store(store) as opened:
             check_spec(opened.spec, spec.to_json(), store)
@@ -147,53 +183,41 @@ def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
         return {}
 
 
-def _plans(
-    jobs: Sequence[SlideJob],
-    settings: Settings,
+def _plan_all(
+    slides: Sequence[PendingSlide],
+    spec: TilingSpec,
     options: IngestOptions,
-    workers: int,
-    progress: Progress,
+    events: IngestProgress,
 ) -> Iterator[SlidePreview]:
-    if not jobs:
+    if not slides:
         return
-    pool = WorkerPool(workers, prepare)
+    pool = WorkerPool(options.worker_count, prepare)
     try:
-        begun: dict[Future[Any], SlideJob] = {
-            pool.submit_within(options.timeout.base, plan_slide, settings, job): job for job in jobs
+        running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {
+            pool.submit_within(
+                options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
+            ): pending
+            for pending in slides
         }
-        for future in as_completed(begun):
-            yield _preview(begun.pop(future), future, progress)
+        for future in as_completed(running):
+            yield _preview(running.pop(future), future, events)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _preview(job: SlideJob, future: Future[Any], progress: Progress) -> SlidePreview:
+def _preview(
+    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure], events: IngestProgress
+) -> SlidePreview:
     try:
-        result: PlannedSlide | SlideFailure = future.result()
+        result = future.result()
     except WorkerDied as error:
-        result = SlideFailure(f"{job.slide.path}: {error}", FailureKind.FILE, job.record)
+        reason = f"{pending.slide.file.path}: {error}"
+        result = SlideFailure(reason, FailureKind.FILE, pending.record)
     if isinstance(result, SlideFailure):
-        progress.finished(failed_outcome(result.record, result.reason))
-        return SlidePreview(job.slide.id, str(Status.FAILED), result.reason)
-    outcome = SlideOutcome(
-        result.record.id,
-        result.record.path,
-        Status.PLANNED,
-        len(result.plan),
-        route=result.route.name,
+        events.finished(failed_outcome(result.record, result.reason))
+        return SlidePreview(pending.slide.id, str(Status.FAILED), result.reason)
+    record, route = result.record, result.recipe.route.name
+    events.finished(
+        SlideOutcome(record.id, record.path, Status.PLANNED, len(result.plan), route=route)
     )
-    progress.finished(outcome)
-    return SlidePreview(job.slide.id, str(Status.PLANNED), "", result.record, result.estimate)
-
-
-def _slide_json(slide: SlidePreview) -> dict[str, Any]:
-    record = slide.record
-    fields = ("level", "downsample", "mpp", "patch_mpp", "read_size", "resampling", "route", "route_reason",
-              "planned", "notes")  # fmt: skip
-    return {
-        "id": slide.id,
-        "status": slide.status,
-        "reason": slide.reason,
-        **{name: getattr(record, name) if record else None for name in fields},
-        **dataclasses.asdict(slide.estimate),
-    }
+    return SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)

@@ -1,309 +1,247 @@
-"""What is asked of an ingest, and what that means for each slide, given what the store holds. Nothing here writes."""
+"""Turn the arguments of `ingest`, `plan` and `import_coords` into slides, a tiling spec and options."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, TypedDict, get_args
 
-from histopipe.annotations.rules import AnnotationRules
-from histopipe.errors import SlideError, UsageError
-from histopipe.geometry import Mpp, same_scale
-from histopipe.ingest.coords import CoordsFile
-from histopipe.ingest.decide import Action, decide
-from histopipe.ingest.job import SlideJob
-from histopipe.ingest.labels import labelled
-from histopipe.ingest.outcome import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.annotations.folder import find_annotations
+from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.errors import UsageError
+from histopipe.ingest.coords import CoordsFile, find_coords, spec_of
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.records import subfolder_labels, with_recorded_ids
 from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.work import SlideTimeout, unreadable_text
-from histopipe.slides.discovery import SlideFile
-from histopipe.slides.identity import fingerprint
-from histopipe.slides.scale import resolve_mpp
-from histopipe.slides.slide import Slide
-from histopipe.slides.tables import SlideLabel
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.slides.discovery import SlideFile, discover
+from histopipe.slides.scale import check_mpp
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
 from histopipe.store.recorded import recorded
-from histopipe.system.files import storable
-from histopipe.system.filesystems import network_filesystem
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
-from histopipe.tiling.level import choose_level
-from histopipe.tiling.spec import TilingSpec
+from histopipe.system.progress import Progress
+from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
-_OPENING_SECONDS = 120.0
+PathLike = str | Path
+
+_DEFAULT_MAGNIFICATION = 20.0
+_ENCODING = ("codec", "quality", "subsampling", "resample")
+_TILING = ("patch_size", "overlap", "level", "tissue", "tissue_threshold", "roi", *_ENCODING)
+_OPTIONS = tuple(field.name for field in dataclasses.fields(IngestOptions) if field.name != "rules")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IngestOptions:
-    """Everything about an ingest that is not in the spec.
+class ImportSettings(TypedDict, total=False):
+    """Options of `import_coords`, which are those of `ingest` apart from size, scale and tissue."""
 
-    Attributes:
-        workers: processes; None takes one a core.
-        labels: label, patient and site by slide id.
-        mpps: the user's scales by slide id; `default_mpp` for slides that have none.
-        allow_mixed_mpp: with `--level`, let slides of different scale into one store.
-        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable.
-        force: ingest again slides whose file was replaced.
-        retry_failed: try again slides whose file was bad.
-        route: the only route to take, or "auto".
-        slide_timeout: seconds of work that a slide may take; None takes a generous one that grows with the slide.
-        allow_network: let the store lie on a network filesystem.
-        coords: the patches of slides, by id, where another tool has chosen them.
-        annotations: files of outlines by slide id; `rules` say how they become labels.
-    """
+    codec: Literal["auto", "jpeg", "png"]
+    quality: int
+    subsampling: Literal["444", "422", "420"]
+    resample: Literal["fast", "exact"]
+    route: AskedRoute
+    annotations: PathLike | None
+    annotation_threshold: float
+    unclassified: str | None
+    annotation_origin: Origin
+    workers: int | None
+    labels: PathLike | None
+    mpp_csv: PathLike | None
+    default_mpp: float | None
+    slide_list: PathLike | None
+    allow_extra_rows: bool
+    allow_mixed_mpp: bool
+    max_unreadable: float
+    slide_timeout: float | None
+    allow_network: bool
+    force: bool
+    retry_failed: bool
 
-    workers: int | None = None
-    labels: Mapping[str, SlideLabel] = field(default_factory=dict)
-    mpps: Mapping[str, Mpp] = field(default_factory=dict)
-    default_mpp: Mpp | None = None
-    allow_mixed_mpp: bool = False
-    max_unreadable: float = 0.01
-    force: bool = False
-    retry_failed: bool = False
-    route: AskedRoute = "auto"
-    slide_timeout: float | None = None
-    allow_network: bool = False
-    coords: Mapping[str, CoordsFile] = field(default_factory=dict)
-    annotations: Mapping[str, Path] = field(default_factory=dict)
-    rules: AnnotationRules = field(default_factory=AnnotationRules)
 
-    @property
-    def worker_count(self) -> int:
-        """Processes to start."""
-        return self.workers or len(os.sched_getaffinity(0))
+class IngestSettings(ImportSettings, total=False):
+    """Options of `ingest` and `plan`."""
 
-    @property
-    def timeout(self) -> SlideTimeout:
-        """What a slide may take."""
-        return (
-            SlideTimeout() if self.slide_timeout is None else SlideTimeout(self.slide_timeout, 0.0)
-        )
+    patch_size: int
+    mpp: float | None
+    mag: float | None
+    level: int | None
+    overlap: int
+    tissue: Literal["otsu", "none"]
+    tissue_threshold: float
+    roi: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class SortedOut:
-    """What is to be done.
+class IngestRequest:
+    """An ingest that can be run: slides with all that the user gave for them, a spec and options."""
 
-    Attributes:
-        jobs: slides to ingest.
-        outcomes: of slides that need nothing, or can get nothing.
-        relabelled: new records, by number, of complete slides whose labels changed.
-    """
-
-    jobs: list[SlideJob]
-    outcomes: list[SlideOutcome]
-    relabelled: dict[int, SlideRecord]
+    slides: list[SlideInput]
+    spec: TilingSpec
+    options: IngestOptions
 
 
-def check_request(
-    slides: Sequence[SlideFile], store: Path, spec: TilingSpec, options: IngestOptions
-) -> None:
-    """Refuse what cannot be right before anything is done.
-
-    Raises:
-        UsageError: the store would lie on a network filesystem, or `--level` would mix scales.
-    """
-    if not options.allow_network:
-        refuse_network(store)
-    if spec.level is not None and not options.allow_mixed_mpp:
-        _refuse_mixed_scales(slides, recorded(store), spec, options)
-
-
-def sort_out(
-    slides: Sequence[SlideFile],
-    known: Mapping[int, SlideRecord],
-    numbers: Mapping[str, int],
-    options: IngestOptions,
-) -> SortedOut:
-    """Tell slides to ingest from those that need nothing, or can get nothing.
+def read_request(
+    slides: PathLike | Sequence[PathLike],
+    store: Path,
+    settings: Mapping[str, Any],
+    progress: Progress,
+    *,
+    coords: Path | None = None,
+) -> IngestRequest:
+    """Find the slides, and read the tables and annotations.
 
     Args:
-        slides: all that were asked for.
-        known: the store's records by number.
-        numbers: every slide's number by id, also of those that are new.
-        options: the user's.
+        slides: files and folders.
+        store: the store, which may not exist yet.
+        settings: `IngestSettings`; with `coords`, `ImportSettings`.
+        progress: shows what was left out.
+        coords: folder of coordinates; slides without coordinates are left out.
+
+    Raises:
+        UsageError: a setting, a table or a folder is wrong.
+        NothingToDo: there is no slide.
     """
-    before_by_id = {record.id: record for record in known.values()}
-    sorted_out = SortedOut([], [], {})
-    for slide in slides:
-        before, number = before_by_id.get(slide.id), numbers[slide.id]
-        record = labelled(before or new_record(slide), options.labels.get(slide.id))
-        job = SlideJob(
-            number, slide, record, options.mpps.get(slide.id), coords=options.coords.get(slide.id),
-            annotations=options.annotations.get(slide.id),
-        )  # fmt: skip
-        outcome = _without_work(job, before, options)
-        if outcome is None:
-            again = record.state is SlideState.COMPLETE
-            job = dataclasses.replace(job, record=_renewed(record, slide), again=again)
-            sorted_out.jobs.append(job)
-            continue
-        if before is not None and record != before and outcome.status is Status.SKIPPED:
-            sorted_out.relabelled[number] = record
-        sorted_out.outcomes.append(outcome)
-    return sorted_out
-
-
-def resolved(path: Path) -> str:
-    """A path without links, as records hold it."""
-    return storable(os.path.realpath(path))
-
-
-def _without_work(
-    job: SlideJob, before: SlideRecord | None, options: IngestOptions
-) -> SlideOutcome | None:
-    """The outcome of a slide that is not to be ingested now; None if it is."""
-    if before is not None and _is_another_slide(job.slide, before):
-        return failed_outcome(
-            job.record,
-            f"{job.slide.path}: another slide, {before.path}, is called {before.id!r} in the store; "
-            "ingest their common parent folder into a new store, or rename one",
-        )
-    try:
-        now = fingerprint(job.slide)
-    except SlideError:
-        return None  # the plan will say why, and record it
-    decision = decide(
-        job.slide,
-        now,
-        before,
-        from_csv=job.mpp_from_csv,
-        default=options.default_mpp,
-        force=options.force,
-        retry_failed=options.retry_failed,
-        options=(options.timeout.text, unreadable_text(options.max_unreadable)),
-    )
-    if decision.action is Action.INGEST:
-        return None
-    if decision.action is Action.KEEP and options.force and job.coords is not None:
-        return None  # the coordinates may be others now
-    if decision.action is Action.KEEP:
-        return outcome_of(job.record, Status.SKIPPED)
-    return failed_outcome(job.record, decision.reason)
-
-
-def _is_another_slide(slide: SlideFile, record: SlideRecord) -> bool:
-    """Whether the record is of another file that is still there; one that is gone was moved to where this one is."""
-    return record.resolved_path != resolved(slide.path) and Path(record.resolved_path).exists()
-
-
-def new_record(slide: SlideFile) -> SlideRecord:
-    """The record of a slide of which nothing is known."""
-    return SlideRecord(
-        id=slide.id,
-        path=storable(str(slide.path)),
-        resolved_path=resolved(slide.path),
-    )
-
-
-def _renewed(record: SlideRecord, slide: SlideFile) -> SlideRecord:
-    """A record without what an earlier ingest found, but with its labels and what a later version added."""
-    return dataclasses.replace(
-        new_record(slide),
-        id=record.id,
-        patient=record.patient,
-        label=record.label,
-        site=record.site,
-        annotations=record.annotations,  # only so that it can be told that its labels are gone
-        unknown=record.unknown,
-    )
-
-
-def duplicates(records: Iterable[SlideRecord]) -> list[str]:
-    """A warning for each scan that the store holds under several ids."""
-    copies: dict[tuple[str, int, int], list[str]] = defaultdict(list)
-    for record in records:
-        if record.state is not SlideState.FAILED and record.content:
-            copies[record.content, record.width, record.height].append(record.id)
-    return [
-        f"{', '.join(sorted(ids))} are copies of one slide: all are stored, and kept on one side of a split"
-        for ids in copies.values()
-        if len(ids) > 1
+    allowed = (IngestSettings if coords is None else ImportSettings).__annotations__
+    unknown = sorted(settings.keys() - allowed.keys())
+    if unknown:
+        raise UsageError("unknown options", found=", ".join(unknown))
+    _check_numbers(settings)
+    paths = [Path(path) for path in ([slides] if isinstance(slides, str | Path) else list(slides))]
+    records = recorded(store)
+    found = with_recorded_ids(discover(paths), records)
+    names = SlideNames([s.id for s in found], [record.id for record in records.values()])
+    extra = bool(settings.get("allow_extra_rows", False))
+    chosen = _listed(found, settings.get("slide_list"), names, allow_extra=extra)
+    files: dict[str, CoordsFile] = {}
+    if coords is None:
+        spec = _spec(settings)
+    else:
+        chosen, files, spec = _of_coords(chosen, coords, settings, progress, allow_extra=extra)
+    rules = AnnotationRules(
+        **_picked(settings, threshold="annotation_threshold", unclassified="unclassified",
+                  origin="annotation_origin", roi="roi")
+    )  # fmt: skip
+    annotations = _annotations(settings, names, progress)
+    labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra)
+    mpp_csv = settings.get("mpp_csv")
+    mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
+    options = IngestOptions(rules=rules, **{k: v for k, v in settings.items() if k in _OPTIONS})
+    inputs = [
+        SlideInput(s, labels.get(s.id), mpps.get(s.id), files.get(s.id), annotations.get(s.id))
+        for s in chosen
     ]
+    return IngestRequest(inputs, spec, options)
 
 
-def refuse_network(store: Path) -> None:
-    """Refuse to write a store where LMDB cannot keep it whole.
+def _check_numbers(settings: Mapping[str, Any]) -> None:
+    """Refuse numbers out of range that nothing else checks."""
+    timeout, share = settings.get("slide_timeout"), settings.get("max_unreadable", 0.0)
+    workers, default_mpp = settings.get("workers"), settings.get("default_mpp")
+    if timeout is not None and not timeout > 0:
+        raise UsageError("--slide-timeout", found=timeout, expected="seconds, above 0")
+    if not 0 <= share <= 1:
+        raise UsageError("--max-unreadable", found=share, expected="a share, 0 to 1")
+    route = settings.get("route", "auto")
+    if route not in get_args(AskedRoute):
+        raise UsageError("--route", found=repr(route), expected=" or ".join(get_args(AskedRoute)))
+    if workers is not None and workers < 1:
+        raise UsageError("--workers", found=workers, expected="1 or more")
+    if default_mpp is not None:
+        check_mpp("--default-mpp", default_mpp)
 
-    Raises:
-        UsageError: the path lies on a network filesystem.
-    """
-    kind = network_filesystem(store)
-    if kind is not None:
+
+def _picked(settings: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """Return the settings that are given, under other names."""
+    return {name: settings[key] for name, key in names.items() if key in settings}
+
+
+def _spec(settings: Mapping[str, Any]) -> TilingSpec:
+    scales = [name for name in ("mpp", "mag", "level") if settings.get(name) is not None]
+    if len(scales) > 1:
         raise UsageError(
-            f"the store {store} would lie on a network filesystem",
-            found=kind,
-            expected="a local disk: LMDB's locks and maps do not hold between machines",
-            todo="write to a local disk and copy the finished store, or pass --allow-network at your own risk",
+            "the scale of patches",
+            found=" and ".join(f"--{name}" for name in scales),
+            expected="one of --mpp, --mag and --level",
         )
+    mpp = settings.get("mpp")
+    if scales in ([], ["mag"]):
+        mpp = magnification_to_mpp(settings["mag"] if scales else _DEFAULT_MAGNIFICATION)
+    return TilingSpec(
+        mpp=mpp, **{name: settings[name] for name in _TILING if name in settings},
+        **_picked(settings, roi_threshold="annotation_threshold"),
+    )  # fmt: skip
 
 
-def _refuse_mixed_scales(
-    slides: Sequence[SlideFile],
-    records: Mapping[int, SlideRecord],
-    spec: TilingSpec,
-    options: IngestOptions,
-) -> None:
-    """With `--level`, patches are of one scale only if the slides are; ask before mixing."""
-    scales = {
-        record.id: Mpp(record.patch_mpp)
-        for record in records.values()
-        if record.state is SlideState.COMPLETE and record.patch_mpp
-    }
-    scales |= _scales_at_level(slides, spec, options)
-    if not scales:
-        return
-    finest, coarsest = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
-    if not same_scale(scales[finest], scales[coarsest]):
+def _listed(
+    found: list[SlideFile], path: PathLike | None, names: SlideNames, *, allow_extra: bool
+) -> list[SlideFile]:
+    """Return the slides of a slide list; all where there is none."""
+    if path is None:
+        return found
+    listed = read_slide_list(Path(path), names, allow_extra=allow_extra)
+    chosen = [slide for slide in found if slide.id in listed]
+    if not chosen:
         raise UsageError(
-            f"--level {spec.level} would mix scales",
-            found=f"{scales[finest]:g} mpp ({finest}) and {scales[coarsest]:g} mpp ({coarsest})",
-            expected="at most 2 % difference",
-            todo="use --mpp or --mag, or pass --allow-mixed-mpp",
+            f"{path} names none of the slides found", found=f"{len(listed)} other names"
         )
+    return chosen
 
 
-def _scales_at_level(
-    slides: Sequence[SlideFile], spec: TilingSpec, options: IngestOptions
-) -> dict[str, Mpp]:
-    """The scale of each slide that has one; by workers, since a bad file may crash or hang who opens it."""
-    pool = WorkerPool(options.worker_count)
-    try:
-        asked = {
-            slide.id: pool.submit_within(
-                _OPENING_SECONDS,
-                scale_at_level,
-                slide,
-                spec,
-                options.mpps.get(slide.id),
-                options.default_mpp,
-            )
-            for slide in slides
-        }
-        scales = {name: _scale_or_none(future) for name, future in asked.items()}
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return {name: scale for name, scale in scales.items() if scale is not None}
+def _of_coords(
+    slides: list[SlideFile],
+    folder: Path,
+    settings: Mapping[str, Any],
+    progress: Progress,
+    *,
+    allow_extra: bool,
+) -> tuple[list[SlideFile], dict[str, CoordsFile], TilingSpec]:
+    """Return the slides that have coordinates, their files, and the spec that the coordinates make."""
+    names = SlideNames(slide.id for slide in slides)
+    files, unused = find_coords(folder, names, allow_extra=allow_extra)
+    chosen = [slide for slide in slides if slide.id in files]
+    for count, what in (
+        (len(slides) - len(chosen), "slides have no coordinates"),
+        (len(unused), "files of coordinates name no slide"),
+    ):
+        if count:
+            progress.message(f"{count} {what}: left out")
+    if not chosen:
+        raise UsageError(f"{folder} has coordinates of none of the slides")
+    encoding = {name: settings[name] for name in _ENCODING if name in settings}
+    return chosen, files, spec_of(files.values(), **encoding)
 
 
-def _scale_or_none(future: Future[Mpp | None]) -> Mpp | None:
-    try:
-        return future.result()
-    except (SlideError, WorkerDied):
-        return None  # the ingest itself will tell
+def _annotations(
+    settings: Mapping[str, Any], names: SlideNames, progress: Progress
+) -> Mapping[str, Path]:
+    """Return the annotation files by slide id, and show which files are not used."""
+    folder = settings.get("annotations")
+    if folder is None:
+        if settings.get("roi") is not None:
+            raise UsageError("--roi", found="no --annotations", expected="a folder that draws it")
+        return {}
+    found = find_annotations(Path(folder), names)
+    for note in found.notes:
+        progress.message(note)
+    return found.by_slide
 
 
-def scale_at_level(
-    slide: SlideFile, spec: TilingSpec, given: Mpp | None, default: Mpp | None
-) -> Mpp | None:
-    """The scale of a slide's patches.
-
-    Raises:
-        SlideError: it cannot be told.
-    """
-    with Slide(slide.path) as opened:
-        scale = resolve_mpp(slide.id, opened.info, from_csv=given, default=default)
-        return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
+def _labels(
+    slides: list[SlideFile],
+    arguments: list[Path],
+    path: PathLike | None,
+    names: SlideNames,
+    *,
+    allow_extra: bool,
+) -> dict[str, SlideLabel]:
+    """Return labels by slide id: of the file, else of labels.csv in the folders, else of the sub-folders."""
+    if path is not None:
+        return dict(read_labels(Path(path), names, allow_extra=allow_extra))
+    rows: dict[str, SlideLabel] = {}
+    for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
+        if (folder / "labels.csv").is_file():
+            # A folder's labels name the slides of this folder. Of these, the user may have given only some files.
+            own = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
+            some = allow_extra or folder not in arguments
+            rows.update(read_labels(folder / "labels.csv", own, allow_extra=some))
+    if rows:
+        return rows
+    return {name: SlideLabel(label) for name, label in subfolder_labels(slides).items()}

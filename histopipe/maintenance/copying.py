@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from histopipe.errors import MachineShort, SpecMismatch, UsageError
-from histopipe.ingest.request import refuse_network
+from histopipe.ingest.checks import refuse_network
 from histopipe.store.claims import Claims
 from histopipe.store.format import stored_size
 from histopipe.store.record import SlideRecord, SlideState

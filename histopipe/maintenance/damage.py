@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.ingest.decide import with_recorded_ids
-from histopipe.ingest.request import resolved
+from histopipe.ingest.records import with_recorded_ids
 from histopipe.maintenance.contents import Contents, LoosePatches, is_placeholder
 from histopipe.maintenance.finding import Kind, some
 from histopipe.maintenance.verify import Examined
@@ -118,7 +117,7 @@ class Damage:
             return []
         damaged = {record.id for record in self.records.values()}
         known = {record.id for record in records.values()}
-        named = with_recorded_ids(slides, records, resolved)
+        named = with_recorded_ids(slides, records)
         return [s for s in named if s.id in damaged or (self.lost and s.id not in known)]
 
     def place_of(self, store: Store, number: int) -> int | None:

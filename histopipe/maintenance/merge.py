@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.ingest.request import duplicates
+from histopipe.ingest.records import duplicates
 from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
 from histopipe.maintenance.finding import some
 from histopipe.store.catalog import read_catalog

@@ -12,10 +12,9 @@ from pathlib import Path
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.errors import DamagedStore, ExitCode, NothingToDo, UsageError
 from histopipe.geometry import Mpp
-from histopipe.ingest.outcome import Status
-from histopipe.ingest.progress import Progress
-from histopipe.ingest.request import IngestOptions, refuse_network
-from histopipe.ingest.run import ingest
+from histopipe.ingest.checks import refuse_network
+from histopipe.ingest.ingest_slides import ingest_slides
+from histopipe.ingest.options import IngestOptions, SlideInput
 from histopipe.maintenance.compact import carry_files, in_place_of
 from histopipe.maintenance.damage import Damage, damage_of
 from histopipe.maintenance.finding import Kind
@@ -25,6 +24,7 @@ from histopipe.maintenance.verify import Told, examined, verify
 from histopipe.slides.discovery import SlideFile
 from histopipe.store.store import Store
 from histopipe.system.locks import lock_if_free
+from histopipe.system.progress import Progress
 from histopipe.tiling.spec import TilingSpec
 
 _LEAST_UNREADABLE = 0.01
@@ -187,14 +187,16 @@ def _ingest(
     _clear(beside, spec)
     # A user may have given the scales.
     mpps = {r.id: Mpp(r.mpp) for r in damage.records.values() if r.mpp}
+    inputs = [
+        SlideInput(s, mpp=mpps.get(s.id), annotations=options.annotations.get(s.id)) for s in slides
+    ]
     how = IngestOptions(
-        workers=options.workers, annotations=options.annotations, rules=replace(options.rules, roi=spec.roi), mpps=mpps,
-        retry_failed=True, allow_network=True, allow_mixed_mpp=True,
+        workers=options.workers, rules=replace(options.rules, roi=spec.roi), retry_failed=True, allow_network=True, allow_mixed_mpp=True,
         max_unreadable=max(_LEAST_UNREADABLE, damage.max_unreadable),
     )  # fmt: skip
-    report = ingest(slides, beside, spec, how, progress)
+    report = ingest_slides(inputs, beside, spec, how, progress=progress)
     damaged = {record.id for record in damage.records.values()}
-    return {slide.id: slide.reason for slide in report.of(Status.FAILED) if slide.id in damaged}
+    return {name: reason for name, reason in report.failed.items() if name in damaged}
 
 
 def _clear(beside: Path, spec: TilingSpec) -> None:

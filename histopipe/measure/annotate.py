@@ -1,8 +1,10 @@
-"""Giving the patches of a store the classes that are drawn on their slides, without touching a pixel."""
+"""Label the patches of a store from annotations, without changing the patches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,30 +13,28 @@ from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.patch_labels import label_patches
 from histopipe.annotations.regions import read_regions, source_text
 from histopipe.annotations.rules import AnnotationRules, Origin
-from histopipe.errors import UsageError
+from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.measure.columns import Measured, measure_slides
+from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides
 from histopipe.slides.tables import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.system.progress import Progress, SilentProgress, default_progress
 
 _SECONDS = 3600.0
 
-Told = Callable[[str, str], None]
-"""Called with the id of each slide, and why if it failed."""
 
-
-@dataclass(slots=True)
-class Annotated:
-    """What annotations came to.
+@dataclass(frozen=True, slots=True, repr=False)
+class AnnotateResult:
+    """Result of `annotate`.
 
     Attributes:
-        patches: by class, over all slides labelled now or before.
-        done: slides labelled now, by id, with what was noted of their files.
+        patches: number of patches per class, of slides labelled now or before.
+        done: slides labelled now, by id, with notes on their files.
         same: ids of slides that had these labels already.
-        without: ids of complete slides that no file is of.
-        failed: why, by id.
-        notes: on files that are of no slide.
+        without: ids of complete slides without annotations.
+        failed: reasons of the slides that failed, by id.
+        notes: on files that are not used.
     """
 
     patches: dict[str, int] = field(default_factory=dict)
@@ -44,21 +44,34 @@ class Annotated:
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def count(self, patch_labels: Mapping[str, int]) -> None:
-        """Add a slide's patches by class."""
-        for name, number in patch_labels.items():
-            self.patches[name] = self.patches.get(name, 0) + number
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if no slide failed, 3 if some did, 4 if all did."""
+        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON-ready dict."""
+        return dataclasses.asdict(self)
+
+    def __repr__(self) -> str:
+        """Number of slides, and of patches per class."""
+        counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
+        return (
+            f"{len(self.done)} slides labelled, {len(self.same)} so labelled before, "
+            f"{len(self.without)} without annotations, {len(self.failed)} failed\n"
+            f"patches: {counts or 'none of any class'}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class LabelSlide:
-    """A task: the labels of one slide's patches, from one file."""
+class LabelPatches:
+    """Labels the patches of one slide from one file: a `SlideMeasure`."""
 
     file: Path
     rules: AnnotationRules
 
-    def __call__(self, store: Path, slide: int) -> Measured:
-        """As `Task`.
+    def __call__(self, store: Path, slide: int) -> SlideColumns:
+        """Label the patches.
 
         Raises:
             UsageError: the file cannot be used.
@@ -70,89 +83,88 @@ class LabelSlide:
             self.file, self.rules, size=Size(record.width, record.height),
             bounds=RegionL0(PointL0(left, top), Size(width, height)),
         )  # fmt: skip
-        side = (record.read_size or 0) * (record.downsample or 0)
+        side_l0 = (record.read_size or 0) * (record.downsample or 0)
         labels = label_patches(
-            regions, index["x_l0"], index["y_l0"], side, threshold=self.rules.threshold
+            regions, index["x_l0"], index["y_l0"], side_l0, threshold=self.rules.threshold
         )
         facts = {
             "annotations": source_text(self.file, self.rules),
             "annotation_notes": regions.told(self.file),
             "patch_labels": labels.counts(),
         }
-        return Measured(index["crc"], {"covered": labels.covered}, facts, labels)
+        return SlideColumns(index["crc"], {"covered": labels.covered}, facts, labels)
 
 
 def annotate(
     store: str | Path,
     annotations: str | Path,
     *,
-    threshold: float = 0.5,
+    annotation_threshold: float = 0.5,
     unclassified: str | None = None,
-    origin: Origin = "auto",
-) -> Annotated:
-    """Give the patches of a store the classes that are drawn on their slides; those of slides that no file is of stay.
+    annotation_origin: Origin = "auto",
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> AnnotateResult:
+    """Label the patches of a store from annotations.
+
+    Slides that have these labels already are skipped. A region of interest is that of the store.
 
     Args:
-        store: its folder.
-        annotations: a folder of files `SLIDE.geojson` (QuPath) or `SLIDE.xml` (ASAP, Aperio ImageScope), or one such file.
-        threshold: least share of a patch, above 0 to 1, that its class covers.
-        unclassified: class of outlines that have none, which are left out otherwise.
-        origin: where coordinates begin: at the corner of the scanned "bounds", or at the "slide"'s level 0; "auto" goes by the
-            tool that wrote them.
+        store: the store's folder.
+        annotations: folder with files SLIDE.geojson, SLIDE.json or SLIDE.xml, or one such file.
+        annotation_threshold: least share of a patch, above 0 to 1, that its class covers.
+        unclassified: class of outlines that have none; None leaves them out.
+        annotation_origin: origin of coordinates: the corner of the scanned "bounds", or of the "slide"'s level 0; "auto"
+            chooses by the tool that wrote the file.
+        workers: number of processes; one per core if not given.
+        progress: where progress is shown; None chooses bars or lines.
 
     Raises:
-        UsageError: no file is of a slide, two are of one, or a setting is out of range.
+        UsageError: no file is of a slide, two are of one, or an option is out of range.
         NothingToDo, DamagedStore, MachineShort: the store cannot be used.
 
     Example:
         >>> annotate("patches.lmdb", "annotations").patches  # doctest: +SKIP
         {'Dermis': 156, 'Epidermis': 148}
     """
-    rules = AnnotationRules(threshold=threshold, unclassified=unclassified, origin=origin)
-    return annotate_store(Path(store), Path(annotations), rules)
-
-
-def annotate_store(
-    store: Path,
-    annotations: Path,
-    rules: AnnotationRules,
-    *,
-    told: Told | None = None,
-    workers: int | None = None,
-) -> Annotated:
-    """As `annotate`.
-
-    Args:
-        store: its folder.
-        annotations: the files.
-        rules: how outlines become labels; a region of interest is the store's own.
-        told: hears of each slide as it is done, and why if it failed.
-        workers: processes.
-    """
-    with Store(store) as opened:
+    rules = AnnotationRules(
+        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin
+    )
+    path = Path(store)
+    with Store(path) as opened:
         names = SlideNames(record.id for record in opened.slides)
         complete = {record.id for record in opened.complete.values()}
-    files = find_annotations(annotations, names)
-    result = label_slides(store, files.by_slide, rules, told=told, workers=workers)
-    result.notes.extend(files.notes)
-    result.notes.extend(
+    files = find_annotations(Path(annotations), names)
+    result = annotate_slides(
+        path, files.by_slide, rules, workers=workers, progress=progress or default_progress()
+    )
+    unused = [
         f"{file.name} is of slide {slide}, which is not complete"
         for slide, file in sorted(files.by_slide.items())
         if slide not in complete
-    )
-    return result
+    ]
+    return replace(result, notes=[*files.notes, *unused])
 
 
-def label_slides(
+def annotate_slides(
     store: Path,
     files: Mapping[str, Path],
     rules: AnnotationRules,
     *,
     only: Collection[str] | None = None,
-    told: Told | None = None,
     workers: int | None = None,
-) -> Annotated:
-    """As `annotate_store`, with files by slide id; `only` these slides, or all."""
+    progress: Progress | None = None,
+) -> AnnotateResult:
+    """Label the patches of slides whose files are known.
+
+    Args:
+        store: the store's folder.
+        files: annotation files by slide id.
+        rules: how outlines become labels; the region of interest is that of the store.
+        only: ids of the slides to label; None labels all.
+        workers: number of processes; one per core if not given.
+        progress: where progress is shown; None shows nothing.
+    """
     with Store(store) as opened:
         complete = {
             number: record
@@ -160,41 +172,35 @@ def label_slides(
             if only is None or record.id in only
         }
         rules = replace(rules, roi=opened.spec.get("roi"))
-    result, tasks = Annotated(), {}
+    result, measures, patches = AnnotateResult(), {}, Counter[str]()
     for number, record in complete.items():
         file = files.get(record.id)
         if file is None:
             result.without.append(record.id)
-        elif _is_same(record, file, rules):
+        elif _has_labels(record, file, rules):
             result.same.append(record.id)
-            result.count(record.patch_labels)
+            patches.update(record.patch_labels)
         else:
-            tasks[number] = LabelSlide(file, rules)
+            measures[number] = LabelPatches(file, rules)
+    shown = progress or SilentProgress()
+    with shown.bar("annotate", unit="slides", total=len(measures)) as bar:
+        for found in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
+            name = complete[found.number].id
+            bar.advance()
+            if found.columns is None:
+                result.failed[name] = found.reason
+                shown.message(f"{name}: failed: {found.reason}")
+            else:
+                result.done[name] = found.columns.facts["annotation_notes"]
+                patches.update(found.columns.facts["patch_labels"])
+    return replace(result, patches=dict(patches))
 
-    def hear(slide: int, found: Measured | None, reason: str) -> None:
-        name = complete[slide].id
-        if found is None:
-            result.failed[name] = reason
-        else:
-            result.done[name] = found.facts["annotation_notes"]
-            result.count(found.facts["patch_labels"])
-        if told is not None:
-            told(name, reason)
 
-    measure_slides(store, tasks, told=hear, seconds=_SECONDS, workers=workers)
-    return result
-
-
-def _is_same(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
-    """Whether a slide has these labels already: a reader need not see its index written anew."""
+def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
+    """Return whether a slide has these labels already, so that its index need not be written."""
     if record.annotations is None:
         return False
     try:
         return record.annotations == source_text(file, rules)
     except (OSError, UsageError):
-        return False  # told by who reads it
-
-
-def as_json(result: Annotated) -> dict[str, Any]:
-    """For a program."""
-    return {name: getattr(result, name) for name in Annotated.__slots__}
+        return False  # reading the file reports the reason

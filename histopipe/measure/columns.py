@@ -1,9 +1,9 @@
-"""Measuring slides of a store by worker processes, and putting what they find into its index."""
+"""Measure slides of a store in worker processes, and add the results to the slides' index."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,23 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
-from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
+from histopipe.errors import DamagedStore, ExitCode, HistopipeError, SlideError, UsageError
 from histopipe.store.columns import ColumnWriter
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
-_AT_ONCE = 4
-"""Slides given out for each worker: results wait in memory until they are put."""
+_TASKS_PER_WORKER = 4
+"""Bounds the results that wait in memory to be written."""
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What was found of a slide.
+class SlideColumns:
+    """What was measured of a slide.
 
     Attributes:
-        crc: (N,) of the patches it was found of.
+        crc: (N,) of the patches that were measured.
         columns: of the index, (N,) each.
         facts: fields of the slide's record.
-        labels: classes of its patches, which become the column `label`; None leaves that as it is.
+        labels: classes of its patches, which become the column `label`; None keeps that column.
     """
 
     crc: NDArray[np.integer]
@@ -38,84 +38,99 @@ class Measured:
     labels: PatchLabels | None = None
 
 
-class Task(Protocol):
-    """What a worker does with a slide; picklable."""
+@dataclass(frozen=True, slots=True)
+class MeasuredSlide:
+    """Result of one slide.
 
-    def __call__(self, store: Path, slide: int) -> Measured:
-        """Measure a slide of a store."""
+    Attributes:
+        number: its number in the store.
+        columns: what was measured; None if it failed.
+        reason: why it failed; empty otherwise.
+    """
+
+    number: int
+    columns: SlideColumns | None
+    reason: str = ""
 
 
-Told = Callable[[int, Measured | None, str], None]
-"""Called with each slide's number, what was found, and if that is None why."""
+class SlideMeasure(Protocol):
+    """Measures a slide in a worker process; picklable."""
+
+    def __call__(self, store: Path, slide: int) -> SlideColumns:
+        """Measure a slide of a store, given by its number."""
 
 
 def measure_slides(
-    store: Path,
-    tasks: Mapping[int, Task],
-    *,
-    told: Told,
-    seconds: float,
-    workers: int | None = None,
-    prepare: Callable[[], None] | None = None,
-) -> None:
-    """Measure slides and put what is found into the store, slide by slide; what is in stays if this is interrupted.
+    store: Path, measures: Mapping[int, SlideMeasure], *, seconds: float, workers: int | None = None
+) -> Iterator[MeasuredSlide]:
+    """Measure slides and add the results to the store, slide by slide. An interruption keeps what is added.
 
     Args:
         store: the store's folder. No `Store` of it may be open in this process.
-        tasks: what to do, by slide number.
-        told: hears of each slide.
-        seconds: that a slide may take.
-        workers: processes; one a core if not given.
-        prepare: called in each of these first.
+        measures: how to measure each slide, by its number.
+        seconds: time limit per slide.
+        workers: number of processes; one per core if not given.
+
+    Yields:
+        Each slide as soon as it is in the store, or has failed.
 
     Raises:
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
     """
-    count = min(workers or len(os.sched_getaffinity(0)), max(1, len(tasks)))
+    count = min(workers or len(os.sched_getaffinity(0)), max(1, len(measures)))
     with ColumnWriter(store) as writer:
-        pool = WorkerPool(count, prepare)
+        pool = WorkerPool(count)
         try:
-            waiting = iter(tasks.items())
-            running: dict[Future[Measured], int] = {}
+            waiting = iter(measures.items())
+            running: dict[Future[SlideColumns], int] = {}
             while True:
-                for slide, task in waiting:
-                    running[pool.submit_within(seconds, task, store, slide)] = slide
-                    if len(running) >= _AT_ONCE * count:
+                for slide, measure in waiting:
+                    running[pool.submit_within(seconds, measure, store, slide)] = slide
+                    if len(running) >= _TASKS_PER_WORKER * count:
                         break
                 if not running:
                     return
                 done = next(as_completed(running))
-                slide = running.pop(done)
-                try:
-                    found = done.result()
-                    _put(writer, slide, found)
-                except (SlideError, UsageError, DamagedStore) as error:
-                    told(slide, None, str(error))
-                except WorkerDied as error:
-                    told(slide, None, _what_happened(error, seconds))
-                except HistopipeError:
-                    raise  # the store or the machine, not the slide
-                except Exception as error:  # noqa: BLE001 - one slide that nobody thought of must not end the others
-                    told(
-                        slide,
-                        None,
-                        f"{type(error).__name__}: {error}; please report this error of histopipe",
-                    )
-                else:
-                    told(slide, found, "")
+                yield _stored(writer, running.pop(done), done, seconds)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _put(writer: ColumnWriter, slide: int, found: Measured) -> None:
-    columns = dict(found.columns)
-    if found.labels is not None:
-        numbers = writer.class_numbers(list(found.labels.counts()))
-        columns["label"] = found.labels.numbered(numbers)
-    writer.put(slide, columns, crc=found.crc, **found.facts)
+def exit_code_of(failed: int, others: int) -> ExitCode:
+    """Return the exit code of a command that measured slides.
+
+    Args:
+        failed: number of slides that failed.
+        others: number of slides that have results.
+    """
+    if not failed:
+        return ExitCode.DONE
+    return ExitCode.PARTLY if others else ExitCode.NOTHING
 
 
-def _what_happened(error: WorkerDied, seconds: float) -> str:
-    if isinstance(error, TookTooLong):
-        return f"not done after {seconds:.0f} s of work"
-    return f"the process that worked on it died ({error}); memory ran out, or a file crashes its reader"
+def _stored(
+    writer: ColumnWriter, slide: int, future: Future[SlideColumns], seconds: float
+) -> MeasuredSlide:
+    """Add the result of a slide to the store."""
+    try:
+        found = future.result()
+        columns = dict(found.columns)
+        if found.labels is not None:
+            numbers = writer.class_numbers(list(found.labels.counts()))
+            columns["label"] = found.labels.numbered(numbers)
+        writer.put(slide, columns, crc=found.crc, **found.facts)
+    except (SlideError, UsageError, DamagedStore) as error:
+        return MeasuredSlide(slide, None, str(error))
+    except TookTooLong:
+        return MeasuredSlide(slide, None, f"not done after {seconds:.0f} s of work")
+    except WorkerDied as error:
+        return MeasuredSlide(
+            slide, None, f"the worker process died ({error}); memory ran out, or a file crashes its reader"
+        )  # fmt: skip
+    except HistopipeError:
+        raise  # of the store or the machine, not of the slide
+    except Exception as error:  # noqa: BLE001 - an unexpected error of one slide must not end the run
+        return MeasuredSlide(
+            slide, None, f"{type(error).__name__}: {error}; please report this error of histopipe"
+        )
+    return MeasuredSlide(slide, found)

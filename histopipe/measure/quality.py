@@ -1,9 +1,9 @@
-"""Measuring the patches of a store: focus, pen, folds and black, into its index."""
+"""Measure focus, pen marks, folds and black of the patches of a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import dataclasses
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.dataset.patch_batches import decode
-from histopipe.errors import DamagedStore
-from histopipe.measure.columns import Measured, measure_slides
+from histopipe.errors import DamagedStore, ExitCode
+from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.store import Store
+from histopipe.system.progress import Progress, default_progress
 from histopipe.tiling.quality import (
     ALGORITHMS,
     COLOUR_MPP,
@@ -35,16 +36,16 @@ _SCALES = (8, 4, 2)
 _JPEG_START = b"\xff\xd8"
 
 
-@dataclass(slots=True)
-class Quality:
-    """What measuring came to.
+@dataclass(frozen=True, slots=True, repr=False)
+class QualityResult:
+    """Result of `quality`.
 
     Attributes:
-        done: medians of the columns by slide id, of those measured now; without what a slide has no patch to tell of.
+        done: medians of the columns by slide id, of slides measured now; a column without values has no median.
         same: ids of slides measured before.
-        failed: why, by id.
-        patches: measured now.
-        damaged: patches that could not be read or decoded; they have no measures.
+        failed: reasons of the slides that failed, by id.
+        patches: number of patches measured now.
+        damaged: number of patches that cannot be read or decoded; they have no values.
     """
 
     done: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -53,16 +54,38 @@ class Quality:
     patches: int = 0
     damaged: int = 0
 
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if no slide failed, 3 if some did, 4 if all did."""
+        return exit_code_of(len(self.failed), len(self.done) + len(self.same))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON-ready dict."""
+        return dataclasses.asdict(self)
+
+    def __repr__(self) -> str:
+        """A table of the medians, then totals."""
+        lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
+        for name, medians in sorted(self.done.items()):
+            focus, pen, dark = (medians.get(column) for column in COLUMNS)
+            if focus is not None and pen is not None and dark is not None:
+                lines.append(f"{name:<40} {focus:>8.1f} {pen:>6.1%} {dark:>6.1%}")
+        lines.append(
+            f"{len(self.done)} slides measured, {len(self.same)} before, {len(self.failed)} failed; "
+            f"{self.patches:,} patches, {self.damaged} of them damaged"
+        )
+        return "\n".join(lines)
+
 
 @dataclass(frozen=True, slots=True)
-class MeasureSlide:
-    """A task: the columns of one slide."""
+class MeasureQuality:
+    """Measures the patches of one slide: a `SlideMeasure`."""
 
-    def __call__(self, store: Path, slide: int) -> Measured:
-        """As `Task`.
+    def __call__(self, store: Path, slide: int) -> SlideColumns:
+        """Measure the patches; damaged ones get no values.
 
         Raises:
-            DamagedStore: the slide's index is damaged. Damaged patches are passed over.
+            DamagedStore: the slide's index is damaged.
         """
         with Store(store) as opened:
             record, index = opened.records[slide], opened.index(slide)
@@ -81,63 +104,66 @@ class MeasureSlide:
                         continue
                     for name, measure in zip(COLUMNS, found, strict=True):
                         columns[name][row] = measure
-        return Measured(index["crc"], dict(columns), {"quality": _text(focus, colour)})
+        return SlideColumns(index["crc"], dict(columns), {"quality": _method(focus, colour)})
 
 
-def measure_quality(
-    store: str | Path,
+def quality(
+    store: str | Path = "patches.lmdb",
     *,
     force: bool = False,
     workers: int | None = None,
-    told: Callable[[str, str], None] | None = None,
-) -> Quality:
-    """Measure every patch of a store, and keep that in its index; slides measured before are kept.
+    progress: Progress | None = None,
+) -> QualityResult:
+    """Measure focus, pen marks and folds of every patch, and add them to the store's index.
 
-    `focus`: the variance of the Laplacian of luma at about 1 µm a pixel; 0 is without any edge. `pen`, `dark`: share of the patch that is
-    coloured ink, and that is folded or black, at about 8 µm a pixel. See `histopipe.tiling.quality`.
+    `focus` is the variance of the Laplacian of luma at about 1 µm per pixel; 0 means no edge. `pen` and `dark` are the
+    shares of the patch that are coloured ink, and folded or black, at about 8 µm per pixel. See
+    `histopipe.tiling.quality`.
 
     Args:
-        store: its folder.
-        force: measure slides anew that were measured before.
-        workers: processes; one a core if not given.
-        told: hears of each slide's id as it is done, and why if it failed.
+        store: the store's folder.
+        force: measure slides again that were measured before.
+        workers: number of processes; one per core if not given.
+        progress: where progress is shown; None chooses bars or lines.
 
     Raises:
         NothingToDo, DamagedStore, MachineShort: the store cannot be used.
 
     Example:
-        >>> measure_quality("patches.lmdb").patches  # doctest: +SKIP
+        >>> quality("patches.lmdb").patches  # doctest: +SKIP
         1204
     """
-    path = Path(store)
+    path, shown = Path(store), progress or default_progress()
     with Store(path) as opened:
         complete, size = opened.complete, opened.patch_size
-    result, tasks = Quality(), {}
+    result, measures, patches, damaged = QualityResult(), {}, 0, 0
     for number, record in complete.items():
         reductions = (reduction_to(m, record.patch_mpp, size) for m in (FOCUS_MPP, COLOUR_MPP))
-        if record.quality == _text(*reductions) and not force:
+        if record.quality == _method(*reductions) and not force:
             result.same.append(record.id)
         else:
-            tasks[number] = MeasureSlide()
-
-    def hear(slide: int, found: Measured | None, reason: str) -> None:
-        record = complete[slide]
-        if found is None:
-            result.failed[record.id] = reason
-        else:
-            result.done[record.id] = _medians(found.columns)
-            result.patches += record.stored
-            measured = int(np.isfinite(found.columns["focus"]).sum())
-            result.damaged += record.stored - measured
-        if told is not None:
-            told(record.id, reason)
-
-    measure_slides(path, tasks, told=hear, seconds=_SECONDS, workers=workers)
-    return result
+            measures[number] = MeasureQuality()
+    with shown.bar("quality", unit="slides", total=len(measures)) as bar:
+        for found in measure_slides(path, measures, seconds=_SECONDS, workers=workers):
+            record = complete[found.number]
+            bar.advance()
+            if found.columns is None:
+                result.failed[record.id] = found.reason
+                shown.message(f"{record.id}: failed: {found.reason}")
+                continue
+            columns = found.columns.columns
+            result.done[record.id] = _medians(columns)
+            patches += record.stored
+            damaged += record.stored - int(np.isfinite(columns["focus"]).sum())
+    return replace(result, patches=patches, damaged=damaged)
 
 
-def _text(focus: int, colour: int) -> str:
-    """How a slide was measured, so that it can be seen whether it would come out as it is."""
+measure_quality = quality
+"""The former name."""
+
+
+def _method(focus: int, colour: int) -> str:
+    """Return how a slide is measured, as its record has it: another method is a reason to measure again."""
     return ", ".join([*ALGORITHMS.values(), f"pixels of {focus} and {colour} across"])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingest.request import duplicates
+from histopipe.ingest.records import duplicates
 from histopipe.reports import charts
 from histopipe.reports.page import (
     Card,

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -33,6 +34,9 @@ class Bar(Closing):
 
     def retitle(self, title: str) -> None:
         """Change the title."""
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        """Show a line about an item that is done: always where there are only lines, else if it is a problem."""
 
     def close(self) -> None:
         """Remove the bar: the work has ended."""
@@ -107,9 +111,10 @@ class BarProgress:
         """Start a bar."""
         return _TqdmBar(
             self._tqdm(
-                desc=title, unit=f" {unit}", total=total, initial=done, file=self._stream,
-                leave=False, unit_scale=unit == "bytes",
-            )
+                desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=total, initial=done,
+                file=self._stream, leave=False, unit_scale=unit == "bytes",
+            ),
+            self.message,
         )  # fmt: skip
 
     def message(self, text: str) -> None:
@@ -118,8 +123,8 @@ class BarProgress:
 
 
 class _TqdmBar(Bar):
-    def __init__(self, bar: Any) -> None:
-        self._bar = bar
+    def __init__(self, bar: Any, message: Callable[[str], None]) -> None:
+        self._bar, self._message = bar, message
 
     def advance(self, count: int = 1) -> None:
         self._bar.update(count)
@@ -132,6 +137,10 @@ class _TqdmBar(Bar):
 
     def retitle(self, title: str) -> None:
         self._bar.set_description(title)
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        if problem:
+            self._message(text)
 
     def close(self) -> None:
         self._bar.close()
@@ -180,6 +189,9 @@ class _LineBar(Bar):
 
     def retitle(self, title: str) -> None:
         self._title = title
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        self._progress.message(text)
 
     def _state(self, seconds: float) -> str:
         rate = (self._done - self._first) / seconds
@@ -254,6 +266,10 @@ class _Bars(Bar):
     def retitle(self, title: str) -> None:
         for bar in self._bars:
             bar.retitle(title)
+
+    def item(self, text: str, *, problem: bool = False) -> None:
+        for bar in self._bars:
+            bar.item(text, problem=problem)
 
     def close(self) -> None:
         for bar in self._bars:

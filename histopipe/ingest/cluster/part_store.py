@@ -1,8 +1,8 @@
-"""The store that one worker fills on its own disk, and how it gets to where all parts are.
+"""The store that one worker fills on its own disk, and how it is published into the folder of parts.
 
-A part lies in the worker's scratch folder until it is published: copied into the folder of parts under a hidden name, then
-renamed. A lock tells whether the process that fills a part is still there; the parts of processes that are gone are published
-by whoever comes next on that machine, so that a worker's death costs the slide that it was at and nothing else.
+A part stays in the worker's scratch folder until it is published: copied into the folder of parts under a hidden name, then
+renamed. The process that fills a part holds a lock on its folder. Parts whose process has ended are published by the next
+process on that machine, so that a worker's death costs the slide in work and nothing else.
 """
 
 from __future__ import annotations
@@ -19,22 +19,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from histopipe.errors import MachineShort, NothingToDo, UsageError
-from histopipe.ingest.worker import prepare
+from histopipe.ingest.storing import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import appearing
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.locks import lock_if_free
+from histopipe.system.locks import locked
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
 _OWN = ("lock.mdb", "ingest.lock", "ingest.csv")
-"""Files of a store that mean nothing elsewhere."""
+"""Files of a store that are not copied."""
+
+
+@contextlib.contextmanager
+def parts_locked(out: Path) -> Iterator[None]:
+    """Lock the folder of parts, created if missing, for this process.
+
+    Raises:
+        UsageError: it is a store, another run has it, or it cannot be created.
+    """
+    if (out / "data.mdb").exists() or out.suffix == ".lmdb":
+        raise UsageError(
+            f"{out} is a store, or has the name of one", expected="with --cluster: a folder for parts",
+            todo="pass another --out; `histopipe merge` makes one store of it",
+        )  # fmt: skip
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be created", found=error.strerror) from error
+    with locked(out) as free:
+        if not free:
+            raise UsageError(f"another run ingests into {out}", todo="wait for it")
+        yield
 
 
 @dataclass(frozen=True, slots=True)
-class Depot:
-    """Where the parts of one data set are filled and gathered.
+class PartFolders:
+    """Where the parts of one data set are filled and published.
 
     Attributes:
         out: the folder of parts; every machine sees it under this path.
@@ -48,47 +70,49 @@ class Depot:
 
     @property
     def folder(self) -> Path:
-        """Where parts of this data set lie on this machine until they are published."""
+        """Folder of this machine where parts of this data set are filled."""
         return self.scratch / f"histopipe-{self.dataset}"
 
     def publish_abandoned(self) -> list[str]:
-        """Publish the parts of this machine that no process fills any more; their names."""
+        """Publish the parts of this machine whose process has ended; return their names."""
         published = []
         for place in sorted(self.folder.glob("part-*/")):
-            # Another worker on this machine may be at it, too.
-            with contextlib.suppress(FileNotFoundError), _locked(place) as free:
+            # Another worker on this machine may publish it at the same time.
+            with contextlib.suppress(FileNotFoundError), locked(place) as free:
                 if free:
-                    published += self._publish(place)
+                    published += self.publish(place)
         return published
 
-    def _publish(self, place: Path) -> list[str]:
-        """Move a part to where all are; its name, if it holds anything."""
+    def publish(self, place: Path) -> list[str]:
+        """Move a part into the folder of parts; return its name, or nothing if it has no slides."""
         store = next(iter(place.glob("*.lmdb")), None)
         published = []
         if store is not None and _holds_slides(store):
-            if not (self.out / store.name).exists():  # else it was killed when it had moved it
+            if not (
+                self.out / store.name
+            ).exists():  # else a process was killed after it had moved it
                 _move(store, self.out / store.name)
             published = [store.name]
         shutil.rmtree(place)
-        with contextlib.suppress(OSError):  # others have parts in it
+        with contextlib.suppress(OSError):  # other parts are in it
             self.folder.rmdir()
         return published
 
 
 @dataclass(slots=True)
-class Part:
+class PartStore:
     """A store that this process fills.
 
     Args:
-        depot: where it belongs.
-        workers: processes that read and write slides.
+        folders: of the data set.
+        workers: number of processes that read and write slides.
 
     Attributes:
         store: its path, on this machine's scratch disk.
-        busy: held by whoever is at it.
+        busy: held by the thread that writes to it.
     """
 
-    depot: Depot
+    folders: PartFolders
     workers: int
     busy: threading.Lock = field(default_factory=threading.Lock)
     store: Path = field(init=False)
@@ -101,26 +125,26 @@ class Part:
 
     @property
     def name(self) -> str:
-        """Of the store, here and where all parts are."""
+        """File name of the store, in both folders."""
         return self.store.name
 
     @property
     def bytes(self) -> int:
-        """Its size now."""
+        """Its size in bytes."""
         with contextlib.suppress(OSError):
             return (self.store / "data.mdb").stat().st_size
         return 0
 
     @property
     def pool(self) -> WorkerPool:
-        """The processes, started when they are first wanted."""
+        """The processes, started at first use."""
         if self._pool is None:
             self._pool = WorkerPool(self.workers, prepare)
         return self._pool
 
     @contextlib.contextmanager
     def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
-        """What writes to it, left open as long as nothing goes wrong: opening a store of many slides takes time."""
+        """Return its writer, which stays open until an error: opening a store of many slides takes time."""
         if self._writer is None:
             self._writer = StoreWriter(self.store, spec, alone=True)
         try:
@@ -130,17 +154,17 @@ class Part:
             raise
 
     def publish(self) -> list[str]:
-        """Move it to where all parts are, and begin another; its name, if it holds anything."""
+        """Move it into the folder of parts, and begin another; return its name, or nothing if it has no slides."""
         self._close_writer()
         if not (self.store / "data.mdb").exists():
             return []
-        published = self.depot._publish(self.store.parent)
+        published = self.folders.publish(self.store.parent)
         self._lock.close()
         self._begin()
         return published
 
     def close(self) -> None:
-        """End the processes; what the part holds stays, for whoever comes next."""
+        """End the processes. The part stays, to be published by the next process."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -148,7 +172,7 @@ class Part:
         if not (self.store / "data.mdb").exists():
             shutil.rmtree(self.store.parent, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.depot.folder.rmdir()
+                self.folders.folder.rmdir()
         self._lock.close()
 
     def _close_writer(self) -> None:
@@ -159,32 +183,22 @@ class Part:
     def _begin(self) -> None:
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
         name = f"part-{host}-{uuid.uuid4().hex[:8]}"
-        place = self.depot.folder / name
-        begun = place.with_name(f".{name}")  # until it is locked nobody is to find it
+        place = self.folders.folder / name
+        begun = place.with_name(f".{name}")  # no other process finds it before it is locked
         try:
             begun.mkdir(parents=True)
-            self._lock.enter_context(_locked(begun))
+            self._lock.enter_context(locked(begun))
             begun.rename(place)
         except OSError as error:
             raise UsageError(
-                f"the scratch folder {self.depot.scratch} cannot be written on {socket.gethostname()}",
-                found=error.strerror, todo="name another with --scratch",
+                f"the scratch folder {self.folders.scratch} cannot be written on {socket.gethostname()}",
+                found=error.strerror, todo="choose another one with --scratch",
             ) from error  # fmt: skip
         self.store = place / f"{name}.lmdb"
 
 
-@contextlib.contextmanager
-def _locked(place: Path) -> Iterator[bool]:
-    """Lock a part's folder for as long as this process needs it; False if another process has."""
-    folder = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield lock_if_free(folder)
-    finally:
-        os.close(folder)
-
-
 def _holds_slides(store: Path) -> bool:
-    """Whether there is anything in a part: one that was killed as it began is no store yet."""
+    """Return whether a part has slides. If its process was killed at the start, it is no store yet."""
     try:
         with Store(store, hidden=True) as part:
             return bool(part.slides)
@@ -193,14 +207,14 @@ def _holds_slides(store: Path) -> bool:
 
 
 def _move(store: Path, target: Path) -> None:
-    """Put a store that nobody writes elsewhere, whole or not at all.
+    """Move a store that no process writes; the target appears when it is complete.
 
     Raises:
-        MachineShort: there is no room.
+        MachineShort: the disk is full.
     """
     try:
         with appearing(target, hidden=True) as part:
-            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+            shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
             shutil.copytree(store, part, ignore=shutil.ignore_patterns(*_OWN))
             for path in (*part.iterdir(), part):
                 file = os.open(path, os.O_RDONLY)

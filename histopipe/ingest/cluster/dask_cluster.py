@@ -1,4 +1,4 @@
-"""Reaching a cluster: one that runs, one of processes on this machine, or one that Slurm is asked for."""
+"""Connect to a Dask cluster: one that runs, processes on this machine, or jobs of Slurm."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from histopipe.cluster.work import Done, Order, ingest_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.ingest.request import IngestOptions
-from histopipe.slides.discovery import SlideFile
+from histopipe.ingest.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
+from histopipe.ingest.options import SlideInput
 
 _KINDS = re.compile(
     r"(?P<address>(tcp|tls)://[^/\s]+:\d{1,5})|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
 )
 _SECONDS = 30.0
-_LOOK_SECONDS, _POLL_SECONDS = 0.5, 0.02
-_ASK_SECONDS = 5.0
+"""Time limit of a connection, and of a scheduler that does not answer."""
+_WAIT_SECONDS, _POLL_SECONDS = 0.5, 0.02
+_SUBMIT_SECONDS = 5.0
+"""Least time between two submissions of Slurm jobs."""
 _LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
 @contextmanager
-def connected(cluster: str) -> Iterator[Cluster]:
-    """A cluster, which ends with the block if it was started here.
+def connected(cluster: str) -> Iterator[DaskCluster]:
+    """Connect to a cluster, and end it with the block if it was started here.
 
     Args:
         cluster: "tcp://HOST:PORT" of a scheduler, "local:N" for N processes here, "slurm:N" for N jobs of dask-jobqueue.
 
     Raises:
-        UsageError: it is none of these.
-        MachineShort: Dask is not installed, or there is no scheduler.
+        UsageError: `cluster` is none of these.
+        MachineShort: Dask is not installed, or no scheduler answers.
     """
     kind = _KINDS.fullmatch(cluster)
     if kind is None:
@@ -57,7 +58,7 @@ def connected(cluster: str) -> Iterator[Cluster]:
             f"--cluster {cluster}", found="no certificate",
             todo="name it in Dask's configuration, distributed.comm.tls.client.cert",
         )  # fmt: skip
-    # What goes wrong in Dask's callbacks is raised where it is waited for, too, and told there.
+    # Errors in Dask's callbacks are raised again where their result is awaited.
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
@@ -78,32 +79,32 @@ def connected(cluster: str) -> Iterator[Cluster]:
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error  # fmt: skip
         stack.callback(client.close, timeout=5)
-        jobs = _Jobs(started, int(kind["slurm"])) if kind["slurm"] else None
-        yield Cluster(client, cluster, jobs)
+        jobs = _SlurmJobs(started, int(kind["slurm"])) if kind["slurm"] else None
+        yield DaskCluster(client, cluster, jobs)
 
 
-def run_slide(order: Order, slide: SlideFile, options: IngestOptions, topic: str) -> Done:
-    """What Dask calls on a worker: `ingest_slide`, with as many processes as the worker has threads."""
+def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
+    """Ingest a slide on a Dask worker, with as many processes as the worker has threads."""
     from distributed import get_worker
 
     worker = get_worker()
 
-    def tell(facts: dict[str, Any]) -> None:
-        worker.log_event(topic, facts)
+    def send(event: dict[str, Any]) -> None:
+        worker.log_event(topic, event)
 
-    return ingest_slide(order, slide, options, worker.state.nthreads, tell)
+    return ingest_slide(settings, slide, worker.state.nthreads, send)
 
 
-class Cluster:
-    """The workers of a cluster, as whoever gives out slides sees them.
+class DaskCluster:
+    """The workers of a cluster.
 
     Args:
-        client: Dask's.
-        name: of the cluster, for messages.
-        jobs: whose workers they are; None where they are not jobs of this run.
+        client: Dask's client.
+        name: address of the cluster, for messages.
+        jobs: the Slurm jobs of the workers; None if this run submitted none.
     """
 
-    def __init__(self, client: Any, name: str, jobs: _Jobs | None = None) -> None:
+    def __init__(self, client: Any, name: str, jobs: _SlurmJobs | None = None) -> None:
         self._client, self._name, self._jobs = client, name, jobs
         self._topic = f"histopipe-{uuid.uuid4()}"
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -111,7 +112,7 @@ class Cluster:
         client.subscribe_topic(self._topic, lambda event: self._events.put(event[1]))
 
     def workers(self) -> list[str]:
-        """Addresses of the workers that are there.
+        """Return the addresses of the workers.
 
         Raises:
             MachineShort: the scheduler has not answered for half a minute.
@@ -127,17 +128,17 @@ class Cluster:
         if self._client.status == "closed" or now - self._silent_since > _SECONDS:
             raise MachineShort(
                 f"the scheduler at {self._name} is lost",
-                todo="start it and its workers again; the same command goes on: what was ingested lies on the workers' disks",
+                todo="start it and its workers again; the same command goes on: ingested slides are on the workers' disks",
             )
         return []
 
-    def give(self, order: Order, slide: SlideFile, options: IngestOptions) -> Any:
-        """Have some worker ingest a slide; a future of `Done`."""
-        return self._client.submit(run_slide, order, slide, options, self._topic, pure=False)
+    def submit(self, settings: ClusterSettings, slide: SlideInput) -> Any:
+        """Let a worker ingest a slide; return a future of `IngestedSlide`."""
+        return self._client.submit(run_slide, settings, slide, self._topic, pure=False)
 
     def wait(self, futures: Iterable[Any]) -> list[Any]:
-        """Those that have ended, after at most half a second."""
-        futures, until = list(futures), time.monotonic() + _LOOK_SECONDS
+        """Wait at most half a second, and return the futures that have ended."""
+        futures, until = list(futures), time.monotonic() + _WAIT_SECONDS
         while True:
             ended = [future for future in futures if future.status != "pending"]
             if ended or time.monotonic() > until:
@@ -145,11 +146,11 @@ class Cluster:
             time.sleep(_POLL_SECONDS)
 
     def result(self, future: Any) -> Any:
-        """A future's; None if it was lost on the way, with the scheduler or otherwise.
+        """Return the result of a future; None if it was lost, with the scheduler or otherwise.
 
         Raises:
-            WorkersDied: so did every worker that was at it.
-            HistopipeError: as it was raised on the worker.
+            WorkersDied: several workers in a row died while they had the task.
+            HistopipeError: raised on the worker.
         """
         from distributed import KilledWorker
 
@@ -158,79 +159,83 @@ class Cluster:
         except KilledWorker as error:
             raise WorkersDied(str(error)) from error
         except HistopipeError:
-            raise  # one of them is an OSError, too
+            raise  # some are OSErrors as well
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
             return None
 
-    def everywhere(self, task: Callable[[Order], list[str]], order: Order) -> None:
-        """Have every worker do a task, and wait; workers that are lost meanwhile are passed over."""
-        asked = {
+    def run_everywhere(
+        self, task: Callable[[ClusterSettings], list[str]], settings: ClusterSettings
+    ) -> None:
+        """Run a task on every worker, and wait for all; skip workers that are lost meanwhile."""
+        running = {
             address: self._client.submit(
-                task, order, workers=[address], allow_other_workers=False, pure=False
+                task, settings, workers=[address], allow_other_workers=False, pure=False
             )
             for address in self.workers()
         }
-        while asked:
-            done = self.wait(asked.values())
+        while running:
+            done = self.wait(running.values())
             there = set(self.workers())
-            for address, future in list(asked.items()):
+            for address, future in list(running.items()):
                 if future in done:
-                    self.result(asked.pop(address))
+                    self.result(running.pop(address))
                 elif address not in there:
-                    asked.pop(address).cancel()
+                    running.pop(address).cancel()
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """What workers have told since the last time."""
+        """Return the events that workers have sent since the last call."""
         while not self._events.empty():
             yield self._events.get()
 
 
-class _Jobs:
-    """Slurm's jobs, each of one worker or several."""
+class _SlurmJobs:
+    """Slurm jobs with one or more workers each."""
 
     def __init__(self, slurm: Any, count: int) -> None:
         self._slurm, self._count = slurm, count
         self._alive: set[Any] = set()
-        self._asked = time.monotonic()
+        self._submitted = time.monotonic()
 
     def renew(self, workers: Iterable[str]) -> None:
-        """Ask for jobs in place of those that had workers and have none, as behind their time limit.
+        """Submit jobs in place of those that have lost their workers, as at their time limit.
 
         Args:
-            workers: names of those that are there: their job's, or that with a number behind it.
+            workers: names of the workers: that of the job, with a number where a job has several.
         """
         names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
         alive = {job for job in self._slurm.workers if str(job) in names}
         for job in self._alive - alive:
             self._slurm.workers.pop(job, None)
         self._alive = alive
-        if time.monotonic() - self._asked > _ASK_SECONDS:
-            self._asked = time.monotonic()
+        if time.monotonic() - self._submitted > _SUBMIT_SECONDS:
+            self._submitted = time.monotonic()
             self._slurm.scale(jobs=self._count)
 
 
 class WorkersDied(Exception):
-    """Several workers in a row have died of one task."""
+    """Several workers in a row have died while they had the same task."""
 
 
 def _start(kind: re.Match[str]) -> Any:
-    """The cluster that is to be started; None of one that runs."""
+    """Start a cluster; return None for one that runs already."""
     if kind["local"]:
         from distributed import LocalCluster
 
-        # A terminal's Ctrl-C goes to all its processes: what it means is this one's to say.
-        deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        # A terminal's Ctrl-C goes to all processes; only this one may act on it.
+        ignore_interrupt = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         return LocalCluster(
             n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL,
-            preload=[deaf],
+            preload=[ignore_interrupt],
         )  # fmt: skip
     if kind["slurm"]:
         handler = signal.getsignal(signal.SIGINT)
         from dask_jobqueue import SLURMCluster
 
-        signal.signal(signal.SIGINT, handler)  # its import makes Ctrl-C a silent success
+        signal.signal(
+            signal.SIGINT, handler
+        )  # its import lets Ctrl-C end the process with exit code 0
         try:
-            return SLURMCluster()  # as ~/.config/dask/jobqueue.yaml says
+            return SLURMCluster()  # settings: ~/.config/dask/jobqueue.yaml
         except (ValueError, OSError, RuntimeError) as error:
             raise UsageError(
                 "--cluster slurm", found=str(error)[:300],
@@ -240,20 +245,20 @@ def _start(kind: re.Match[str]) -> Any:
 
 
 def _submit(slurm: Any, jobs: int) -> None:
-    """Have jobs submitted; what is wrong with them Slurm is asked first, for Dask would only log it."""
+    """Submit jobs. First let Slurm check the job script: Dask would only log an error."""
     command = ["sbatch", "--test-only"]
     try:
-        asked = subprocess.run(
+        checked = subprocess.run(
             command, input=slurm.job_script(), capture_output=True, text=True, check=False
         )
     except OSError as error:
         raise MachineShort(
             "--cluster slurm needs `sbatch`", found=error.strerror,
-            todo="start it where jobs are submitted from",
+            todo="run it on a machine that can submit jobs",
         ) from error  # fmt: skip
-    if asked.returncode:
+    if checked.returncode:
         raise UsageError(
-            "--cluster slurm: sbatch refuses the job", found=" ".join(asked.stderr.split())[:300],
+            "--cluster slurm: sbatch refuses the job", found=" ".join(checked.stderr.split())[:300],
             todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
         )  # fmt: skip
     slurm.scale(jobs=jobs)

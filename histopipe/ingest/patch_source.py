@@ -1,8 +1,9 @@
-"""Where the patches of one slide come from: the three routes, each a way from cells to the bytes that are stored."""
+"""The patches of one slide as files: copied, decoded or read through OpenSlide, from cells to the bytes that are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,43 +16,54 @@ from histopipe.ingest.encode import encode, reduced
 from histopipe.ingest.route import RouteChoice
 from histopipe.slides.slide import Slide
 from histopipe.slides.tiles.native import NativeTiles
+from histopipe.system.files import Closing
 from histopipe.tiling.level import LevelChoice
 from histopipe.tiling.spec import TilingSpec
 
-Maker = Callable[[NativeTiles, Cell], bytes | None]
-Value = bytes | SlideUnreadable
+PatchReader = Callable[[NativeTiles, Cell], bytes | None]
+PatchFile = bytes | SlideUnreadable
 """A patch as it is stored, or why it cannot be read."""
 
 _RUN = 1024
-"""Pixels that are read at once along a row. Longer runs leave the processor's cache and are no faster."""
+"""Width, in pixels, of what is read at once along a row. Wider reads leave the processor's cache and are no faster."""
 
 
-class PatchSource:
-    """Makes a slide's patches.
+@dataclass(frozen=True, slots=True)
+class PatchRecipe:
+    """How the patches of a slide are made; picklable.
 
-    Args:
+    Attributes:
         path: the slide.
-        choice: the level and how it is read.
-        route: the way to go.
-        spec: how patches are stored.
+        choice: the level, and how it is read.
+        route: the route, with the slide's native tiles.
+        spec: size and encoding of patches.
     """
 
-    def __init__(
-        self, path: Path, choice: LevelChoice, route: RouteChoice, spec: TilingSpec
-    ) -> None:
-        self._path, self._choice, self._route, self._spec = path, choice, route, spec
-        self._tiles = None if route.native is None else NativeTiles(route.native)
+    path: Path
+    choice: LevelChoice
+    route: RouteChoice
+    spec: TilingSpec
+
+
+class PatchSource(Closing):
+    """Makes a slide's patches, with files and decoders kept open between chunks."""
+
+    def __init__(self, recipe: PatchRecipe) -> None:
+        self._path, self._choice = recipe.path, recipe.choice
+        self._route, self._spec = recipe.route, recipe.spec
+        native = recipe.route.native
+        self._tiles = None if native is None else NativeTiles(native)
         self._slide: Slide | None = None
 
-    def values(self, chunk: Chunk) -> list[Value]:
-        """The patches of a chunk, in its order; what cannot be read is lost alone."""
+    def values(self, chunk: Chunk) -> list[PatchFile]:
+        """Return the patches of a chunk, in its order, or for each that cannot be read the reason."""
         if self._tiles is None:
             return [value for run in self._runs(chunk) for value in self._read(run)]
-        make = self._copied if self._route.name == "copy" else self._decoded
-        return [self._made(make, self._tiles, cell) for cell in chunk.cells()]
+        read = self._copied if self._route.name == "copy" else self._decoded
+        return [self._from_tiles(read, self._tiles, cell) for cell in chunk.cells()]
 
     def close(self) -> None:
-        """Give files and decoded tiles back."""
+        """Close files and free decoded tiles."""
         if self._tiles is not None:
             self._tiles.close()
         if self._slide is not None:
@@ -62,9 +74,9 @@ class PatchSource:
             self._slide = Slide(self._path)  # late: copying needs none
         return self._slide
 
-    def _made(self, make: Maker, tiles: NativeTiles, cell: Cell) -> Value:
+    def _from_tiles(self, read: PatchReader, tiles: NativeTiles, cell: Cell) -> PatchFile:
         try:
-            value = make(tiles, cell)
+            value = read(tiles, cell)
         except SlideUnreadable as error:
             return error
         # Tiles never written are left to OpenSlide, which may show what a finer level has there.
@@ -104,7 +116,7 @@ class PatchSource:
             and cell.region.x + cell.region.size.width - first.x <= _RUN
         )
 
-    def _read(self, run: list[Cell]) -> Iterator[Value]:
+    def _read(self, run: list[Cell]) -> Iterator[PatchFile]:
         """Patches of a run through OpenSlide; where it is damaged, cell by cell."""
         first, last = run[0].region, run[-1].region
         side = first.size.height
@@ -118,7 +130,7 @@ class PatchSource:
             left = cell.region.x - first.x
             yield self._encoded(pixels[:, left : left + side])
 
-    def _one(self, cell: Cell) -> Value:
+    def _one(self, cell: Cell) -> PatchFile:
         return next(self._read([cell]))
 
     def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:

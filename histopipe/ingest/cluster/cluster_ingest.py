@@ -1,0 +1,314 @@
+"""Ingest on a cluster: submit slides, assign each ingested slide to one part, and write the catalog.
+
+A slide is complete when the catalog names its part, which is written after the part is published. If a worker, the
+scheduler or this process is lost, the same command publishes what is left on the workers' disks and goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from histopipe._version import __version__
+from histopipe.ingest.checks import check_ingest
+from histopipe.ingest.cluster.dask_cluster import DaskCluster, WorkersDied, connected
+from histopipe.ingest.cluster.part_store import PartFolders, parts_locked
+from histopipe.ingest.cluster.slide_worker import ClusterSettings, IngestedSlide, publish
+from histopipe.ingest.decisions import PendingSlide, sort_slides
+from histopipe.ingest.ingest_slides import annotate_skipped
+from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingest.progress import IngestProgress
+from histopipe.ingest.records import duplicates
+from histopipe.ingest.report import (
+    LOG,
+    SUMMARY,
+    IngestReport,
+    SlideOutcome,
+    Status,
+    failed_outcome,
+    outcome_of,
+    try_write_csv,
+)
+from histopipe.slides.tables import SlideLabel
+from histopipe.store.catalog import Catalog, read_catalog
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter, check_spec
+from histopipe.system.filesystems import network_filesystem
+from histopipe.system.progress import LogProgress, Progress, default_progress
+from histopipe.tiling.spec import TilingSpec
+
+_PATIENCE_SECONDS = 10.0
+"""Time without workers after which a message is shown."""
+_SLIDES_PER_WORKER = 2
+"""Slides submitted for each worker: one in work, and one that waits."""
+_PAUSE_SECONDS = 0.1
+_ROUNDS = 3
+"""Times that a slide is submitted if its part is lost before it is published."""
+
+
+def ingest_on_cluster(
+    slides: Sequence[SlideInput],
+    out: Path,
+    spec: TilingSpec,
+    options: IngestOptions,
+    *,
+    cluster: str,
+    scratch: Path,
+    part_bytes: int,
+    progress: Progress | None = None,
+) -> IngestReport:
+    """Tile slides into a folder of parts on the workers of a cluster.
+
+    Args:
+        slides: every machine sees their files, and `out`, under the same paths.
+        out: the folder of parts, created if missing.
+        spec, options, progress: as for `ingest_slides`.
+        cluster: as for `connected`.
+        scratch: folder on a local disk of each machine.
+        part_bytes: a part that is larger is published, and another one begun.
+
+    Returns:
+        The outcome of every slide.
+
+    Raises:
+        UsageError: `out` is a store, or in use by another run; or machines see different files; or scales would be mixed.
+        MachineShort: the scheduler is lost or does not answer; a worker's disk or memory ran out. Complete slides stay.
+        SpecMismatch: the folder's parts have another spec.
+    """
+    started, shown = time.monotonic(), progress or default_progress()
+    out = Path(os.path.realpath(out))
+    slides = [_absolute(slide) for slide in slides]
+    check_ingest(slides, out, spec, replace(options, allow_network=True))
+    with parts_locked(out), connected(cluster) as workers:
+        catalog = read_catalog(out) or Catalog(out)
+        catalog.write()
+        with LogProgress(out / LOG) as log, IngestProgress(shown, log) as events:
+            log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
+            folders = PartFolders(out, scratch.absolute(), catalog.uuid)
+            # Scales of all slides are checked above; a worker sees one slide.
+            for_workers = replace(options, allow_mixed_mpp=True)
+            settings = ClusterSettings(folders, spec, for_workers, part_bytes)
+            run = _ClusterIngest(workers, catalog, settings, events)
+            outcomes = run.ingest(slides)
+            warnings = duplicates(record for _, record in run.parts.values())
+            report = IngestReport(str(out), time.monotonic() - started, outcomes, warnings)
+            report = run.annotate_skipped(report, slides)
+            for text in [*warnings, *report.summary_lines()]:
+                log.message(text)
+    try_write_csv(report, out / SUMMARY, shown)
+    return report
+
+
+def _absolute(slide: SlideInput) -> SlideInput:
+    """Return the slide with paths that do not depend on the working folder of a worker."""
+    file = slide.file
+    files = tuple(path.absolute() for path in file.files)
+    return replace(
+        slide, file=replace(file, path=file.path.absolute(), files=files),
+        coords=slide.coords and replace(slide.coords, path=slide.coords.path.absolute()),
+        annotations=slide.annotations and slide.annotations.absolute(),
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class _ClusterIngest:
+    """One run.
+
+    Attributes:
+        parts: for each slide id the part that the catalog names, and the slide's record there.
+    """
+
+    cluster: DaskCluster
+    catalog: Catalog
+    settings: ClusterSettings
+    progress: IngestProgress
+    parts: dict[str, tuple[str, SlideRecord]] = field(default_factory=dict)
+    _ingested: dict[str, IngestedSlide] = field(default_factory=dict)
+    _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
+    _shown: set[str] = field(default_factory=set)
+    _suspected: set[str] = field(default_factory=set)
+    _patches_left: dict[str, int] = field(default_factory=dict)
+
+    def ingest(self, slides: Sequence[SlideInput]) -> list[SlideOutcome]:
+        """Return the outcome of each slide, sorted by id."""
+        self._publish_parts()
+        known = dict(enumerate(record for _, record in self.parts.values()))
+        numbers = {record.id: number for number, record in known.items()}
+        new = [slide.id for slide in slides if slide.id not in numbers]
+        numbers |= {name: len(known) + place for place, name in enumerate(new)}
+        found = sort_slides(slides, known, numbers, self.settings.options)
+        self._relabel(found.relabelled)
+        self.progress.begin(len(slides))
+        for outcome in found.outcomes:
+            self._finish(outcome)
+        pending = {it.slide.id: it for it in found.pending}
+        for _ in range(_ROUNDS):
+            missing = [it for name, it in pending.items() if name not in self._outcomes]
+            if not missing:
+                break
+            try:
+                self._ingest_all(missing)
+            except KeyboardInterrupt:
+                self.progress.message(
+                    "stopped: complete slides are published first; interrupt again to end at once"
+                )
+                self._publish_parts()
+                raise
+            self._publish_parts()
+            for it in missing:
+                self._settle(it)
+        for name, it in pending.items():
+            if name not in self._outcomes:
+                lost = "the workers that ingested it were lost, with their disks; run the same command again"
+                self._finish(failed_outcome(it.record, f"{it.slide.file.path}: {lost}"))
+        return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
+
+    def annotate_skipped(self, report: IngestReport, slides: Sequence[SlideInput]) -> IngestReport:
+        """Label the patches of slides that an earlier run ingested, where their annotations have changed."""
+        skipped = {slide.id for slide in report.of(Status.SKIPPED)}
+        by_part: dict[str, list[SlideInput]] = defaultdict(list)
+        for slide in slides:
+            if slide.annotations is not None and slide.id in skipped and slide.id in self.parts:
+                by_part[self.parts[slide.id][0]].append(slide)
+        for part, of_part in by_part.items():
+            if self._may_change(part, "annotations"):
+                folder = self.catalog.folder / part
+                report = annotate_skipped(report, of_part, folder, self.settings.options)
+        return report
+
+    def _settle(self, pending: PendingSlide) -> None:
+        """Accept the outcome of a slide if the catalog names its part, or if it has no part because it failed early."""
+        ingested = self._ingested.pop(pending.slide.id, None)
+        held = self.parts.get(pending.slide.id)
+        if ingested is not None and (not ingested.part or (held and held[0] == ingested.part)):
+            self._outcomes[pending.slide.id] = ingested.outcome
+        elif held is not None and not pending.again and held[1].state is SlideState.COMPLETE:
+            self._outcomes[pending.slide.id] = outcome_of(held[1], Status.COMPLETE)
+
+    def _ingest_all(self, slides: Sequence[PendingSlide]) -> None:
+        """Submit slides, each until a worker has returned its result."""
+        waiting = deque(slides)
+        running: dict[Any, PendingSlide] = {}
+        last_seen = time.monotonic()
+        try:
+            while waiting or running:
+                workers = self.cluster.workers()
+                if workers:
+                    last_seen = time.monotonic()
+                elif time.monotonic() - last_seen > _PATIENCE_SECONDS:
+                    self.progress.message("the cluster has no worker: waiting for one")
+                    last_seen = float("inf")
+                while waiting and len(running) < _SLIDES_PER_WORKER * len(workers):
+                    pending = waiting.popleft()
+                    # Workers keep what is known of the slide: its label, patient and site may come from an earlier run.
+                    record = pending.record
+                    label = SlideLabel(record.label, record.patient, record.site)
+                    slide = replace(pending.slide, label=label)
+                    running[self.cluster.submit(self.settings, slide)] = pending
+                for future in self.cluster.wait(running) if running else ():
+                    if not self._receive(running[future], future):
+                        waiting.append(running[future])
+                    del running[future]
+                if not running:
+                    time.sleep(_PAUSE_SECONDS)
+                self._show_events()
+        finally:
+            for future in running:
+                future.cancel()
+
+    def _receive(self, pending: PendingSlide, future: Any) -> bool:
+        """Receive the result of a slide; return False if it was lost."""
+        name = pending.slide.id
+        try:
+            ingested = self.cluster.result(future)
+        except WorkersDied as error:
+            # Dask also blames a slide that only waited on a worker that died: it is submitted once more.
+            if name not in self._suspected:
+                self._suspected.add(name)
+                return False
+            reason = f"{pending.slide.file.path}: every worker that ingested it died: {error}"
+            ingested = IngestedSlide(failed_outcome(pending.record, reason), "")
+        if ingested is None:
+            return False
+        self._ingested[name] = ingested
+        self._show_events()
+        if name not in self._shown:
+            self._shown.add(name)
+            self.progress.finished(ingested.outcome)
+        return True
+
+    def _show_events(self) -> None:
+        """Show the events that workers have sent. A slide that is ingested twice is shown once."""
+        for event in self.cluster.events():
+            slide = event.get("slide", "")
+            if event["event"] == "message":
+                self.progress.message(event["text"])
+            elif slide in self._shown:
+                continue
+            elif event["event"] == "planned" and slide not in self._patches_left:
+                self._patches_left[slide] = event["patches"]
+                self.progress.planned(slide, event["patches"])
+            elif event["event"] == "advanced":
+                patches = min(event["patches"], self._patches_left.get(slide, 0))
+                self._patches_left[slide] = self._patches_left.get(slide, 0) - patches
+                self.progress.advanced(slide, patches)
+
+    def _publish_parts(self) -> None:
+        """Let all workers publish their parts, and write into the catalog which part has each slide."""
+        self.cluster.run_everywhere(publish, self.settings)
+        found: dict[str, list[tuple[str, SlideRecord]]] = defaultdict(list)
+        for path in sorted(self.catalog.folder.glob("part-*.lmdb")):
+            with Store(path, hidden=True) as part:
+                check_spec(part.spec, self.settings.spec.to_json(), path)
+                for record in part.slides:
+                    if record.state is not SlideState.PENDING:
+                        found[record.id].append((path.name, record))
+        self.parts = {name: self._chosen(name, held) for name, held in found.items()}
+        self.catalog.slides = {name: part for name, (part, _) in sorted(self.parts.items())}
+        self.catalog.write()
+
+    def _chosen(self, slide: str, held: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
+        """Choose the part that counts: that of this run, else that of the catalog, else one where the slide is complete."""
+        ingested = self._ingested.get(slide)
+        complete = [it for it in held if it[1].state is SlideState.COMPLETE]
+        for wanted in (ingested.part if ingested else None, self.catalog.slides.get(slide)):
+            for part, record in held:
+                if part == wanted and (
+                    ingested is not None or not complete or record.state is SlideState.COMPLETE
+                ):
+                    return part, record
+        return (complete or held)[0]
+
+    def _relabel(self, records: dict[int, SlideRecord]) -> None:
+        """Write labels, patients and sites that have changed."""
+        for record in records.values():
+            part, before = self.parts[record.id]
+            if not self._may_change(part, f"labels of {record.id}"):
+                continue
+            with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
+                numbers = {held.id: number for number, held in writer.records().items()}
+                facts = {name: getattr(record, name) for name in ("label", "patient", "site")}
+                writer.change(numbers[record.id], **facts)
+            self.parts[record.id] = part, replace(before, **facts)
+
+    def _may_change(self, part: str, what: str) -> bool:
+        """Return whether a part can be changed where it is; if not, show what stays unchanged."""
+        path = self.catalog.folder / part
+        if not network_filesystem(path):
+            return True
+        self.progress.message(
+            f"{what}: not changed, because {path} is on a network filesystem, where stores cannot be written: "
+            "`histopipe merge` first, then ingest into that"
+        )
+        return False
+
+    def _finish(self, outcome: SlideOutcome) -> None:
+        self._outcomes[outcome.id] = outcome
+        self._shown.add(outcome.id)
+        self.progress.finished(outcome)

@@ -1,0 +1,124 @@
+"""The public functions that write patches into a store: `ingest` and `import_coords`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Unpack
+
+from histopipe.errors import UsageError
+from histopipe.ingest.ingest_slides import ingest_slides
+from histopipe.ingest.report import IngestReport
+from histopipe.ingest.request import ImportSettings, IngestSettings, PathLike, read_request
+from histopipe.system.progress import Progress, default_progress
+
+
+def ingest(
+    slides: PathLike | Sequence[PathLike],
+    out: PathLike = "patches.lmdb",
+    *,
+    cluster: str | None = None,
+    scratch: PathLike | None = None,
+    part_gb: float = 16.0,
+    progress: Progress | None = None,
+    **settings: Unpack[IngestSettings],
+) -> IngestReport:
+    """Tile slides into a store.
+
+    Complete slides are skipped, so the same call goes on where an earlier one was interrupted. A slide that fails is
+    recorded with its reason and reported at the end.
+
+    Args:
+        slides: files and folders.
+        out: the store, created if missing. A store that exists must have the same tiling settings.
+        cluster: ingest on a Dask cluster, "tcp://HOST:PORT", "local:N" or "slurm:N", into a folder of parts.
+        scratch: with `cluster`, a folder on a local disk of each machine; the temporary folder if not given.
+        part_gb: with `cluster`, the size in GB from which a part is moved to `out` and another is begun.
+        progress: where progress is shown; None chooses bars or lines.
+        patch_size: side of a patch in pixels, 256.
+        mpp, mag, level: scale of the patches in µm per pixel, as a magnification, or as a pyramid level. The default is
+            0.5 mpp.
+        overlap: pixels that neighbouring patches share, 0.
+        tissue: "otsu" finds tissue on a thumbnail; "none" takes all patches.
+        tissue_threshold: least share of a patch that is tissue, 0.5.
+        codec: "auto" copies the slide's own JPEG tiles where patches lie on them, else encodes JPEG; "jpeg"; "png".
+        quality, subsampling: of encoded JPEG, 90 and "444".
+        resample: "fast" decodes JPEG tiles at 1/2, 1/4 or 1/8 where that fits; "exact" decodes all and averages.
+        route: "auto", or the only route to take: "copy", "decode" or "openslide".
+        annotations: folder with SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) files.
+        roi: take only patches in outlines of this class.
+        annotation_threshold: least share of a patch that its class covers, 0.5.
+        unclassified: class of outlines that have none; None leaves them out.
+        annotation_origin: origin of coordinates: "bounds", "slide", or "auto", by the tool that wrote the file.
+        workers: number of processes; None starts one per core.
+        labels: CSV with the columns slide, label and optionally patient and site; None takes labels.csv in the slide
+            folders, else the names of the sub-folders.
+        mpp_csv: CSV with the columns slide and mpp, for slides without a scale.
+        default_mpp: level-0 scale of slides that have none.
+        slide_list: CSV with the column slide: ingest only these.
+        allow_extra_rows: ignore CSV rows that name no slide.
+        allow_mixed_mpp: with `level`, accept slides of different scale.
+        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable, 0.01.
+        slide_timeout: seconds of worker time per slide; None allows 600 and 0.2 per patch.
+        allow_network: accept a store on a network filesystem.
+        force: ingest again slides whose file was replaced.
+        retry_failed: ingest again slides whose file could not be read.
+
+    Returns:
+        The outcome of every slide. Failed slides raise nothing: see `IngestReport.failed` and `exit_code`.
+
+    Raises:
+        UsageError: an option, a table or a folder is wrong, or the store has other settings.
+        NothingToDo: there is no slide.
+        DamagedStore: the store cannot be used.
+        MachineShort: disk or memory ran out; complete slides stay.
+
+    Example:
+        >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
+    """
+    progress, store = progress or default_progress(), Path(out)
+    request = read_request(slides, store, settings, progress)
+    if not part_gb > 0:
+        raise UsageError("--part-gb", found=part_gb, expected="above 0")
+    if cluster is not None:
+        from histopipe.ingest.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
+
+        return ingest_on_cluster(
+            request.slides, store, request.spec, request.options, cluster=cluster,
+            scratch=Path(scratch or tempfile.gettempdir()), part_bytes=int(part_gb * 1e9), progress=progress,
+        )  # fmt: skip
+    return ingest_slides(request.slides, store, request.spec, request.options, progress=progress)
+
+
+def import_coords(
+    coords: PathLike,
+    slides: PathLike | Sequence[PathLike],
+    out: PathLike = "patches.lmdb",
+    *,
+    progress: Progress | None = None,
+    **settings: Unpack[ImportSettings],
+) -> IngestReport:
+    """Tile slides into a store at the coordinates that CLAM or TRIDENT has chosen.
+
+    Patch size and scale are those of the coordinates, and must be the same in all files. Slides without coordinates are
+    left out.
+
+    Args:
+        coords: folder with NAME.h5 or NAME_patches.h5 files.
+        slides, out, progress: as for `ingest`.
+        settings: options of `ingest` apart from size, scale, tissue and region of interest.
+
+    Returns:
+        The outcome of every slide.
+
+    Raises:
+        UsageError: as for `ingest`, or the coordinates are wrong, or of several sizes or scales.
+        NothingToDo, DamagedStore, MachineShort: as for `ingest`.
+
+    Example:
+        >>> import_coords("trident/20x_256px_0px_overlap/patches", "slides")  # doctest: +SKIP
+    """
+    progress, store = progress or default_progress(), Path(out)
+    request = read_request(slides, store, settings, progress, coords=Path(coords))
+    return ingest_slides(request.slides, store, request.spec, request.options, progress=progress)

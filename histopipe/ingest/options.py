@@ -1,0 +1,97 @@
+"""Options of an ingest, and one of its slides with what the user gave for it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from histopipe.annotations.rules import AnnotationRules
+from histopipe.geometry import Mpp
+from histopipe.ingest.coords import CoordsFile
+from histopipe.ingest.route import AskedRoute
+from histopipe.slides.discovery import SlideFile
+from histopipe.slides.tables import SlideLabel
+
+_BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
+"""Enough for a slide of which five patches per second are read, a hundredth of the usual rate."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideInput:
+    """One slide to ingest.
+
+    Attributes:
+        file: the slide as `discover` found it.
+        label: label, patient and site; None keeps those that the store has.
+        mpp: level-0 scale that the user gave.
+        coords: patches that another tool has chosen.
+        annotations: file of outlines.
+    """
+
+    file: SlideFile
+    label: SlideLabel | None = None
+    mpp: Mpp | None = None
+    coords: CoordsFile | None = None
+    annotations: Path | None = None
+
+    @property
+    def id(self) -> str:
+        """Slide id."""
+        return self.file.id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngestOptions:
+    """Options that are the same for all slides of an ingest, apart from the tiling spec.
+
+    Attributes:
+        workers: number of processes; None starts one per core.
+        route: the only route to take, or "auto".
+        default_mpp: level-0 scale of slides that have none.
+        rules: how outlines become labels.
+        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable.
+        slide_timeout: seconds of worker time per slide; None allows 600 and 0.2 per patch.
+        force: ingest again slides whose file was replaced.
+        retry_failed: ingest again slides whose file could not be read.
+        allow_mixed_mpp: with a level instead of a scale, accept slides of different scale.
+        allow_network: accept a store on a network filesystem.
+    """
+
+    workers: int | None = None
+    route: AskedRoute = "auto"
+    default_mpp: Mpp | None = None
+    rules: AnnotationRules = field(default_factory=AnnotationRules)
+    max_unreadable: float = 0.01
+    slide_timeout: float | None = None
+    force: bool = False
+    retry_failed: bool = False
+    allow_mixed_mpp: bool = False
+    allow_network: bool = False
+
+    @property
+    def worker_count(self) -> int:
+        """Number of processes to start."""
+        return self.workers or len(os.sched_getaffinity(0))
+
+    def seconds_for(self, patches: int) -> float:
+        """Return the worker time, in seconds, that a slide with so many patches may take."""
+        base, per_patch = self._timeout
+        return base + per_patch * patches
+
+    @property
+    def timeout_text(self) -> str:
+        """The time limit as records of failed slides have it: another limit is a reason to retry."""
+        base, per_patch = self._timeout
+        return f"--slide-timeout {base:g}, {per_patch:g} a patch"
+
+    @property
+    def unreadable_text(self) -> str:
+        """The limit of unreadable patches as records of failed slides have it."""
+        return f"--max-unreadable {self.max_unreadable:g}"
+
+    @property
+    def _timeout(self) -> tuple[float, float]:
+        if self.slide_timeout is None:
+            return _BASE_SECONDS, _SECONDS_PER_PATCH
+        return self.slide_timeout, 0.0

@@ -1,0 +1,179 @@
+"""Results of an ingest: the outcome of each slide, the summary of the run, and `ingest.csv`."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import ExitCode
+from histopipe.store.record import SlideRecord
+from histopipe.system.files import appearing
+from histopipe.system.progress import Progress
+
+LOG, SUMMARY = "ingest.log", "ingest.csv"
+"""Files that an ingest writes into the store's folder; LMDB ignores them."""
+_REASONS = 10
+
+
+class Status(StrEnum):
+    """State of a slide after a run."""
+
+    COMPLETE = "complete"
+    SKIPPED = "skipped"
+    """Complete since an earlier run."""
+    FAILED = "failed"
+    PLANNED = "planned"
+    """Would be ingested: result of `plan`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlideOutcome:
+    """Result of one slide.
+
+    Attributes:
+        patches, unreadable: number of patches stored, and lost to damage.
+        stored_bytes: bytes of the stored patches.
+        route, route_reason: how the patches were made, and why; None if none were.
+        seconds: wall time from the start of its planning; 0 if it was not planned.
+        reason: why it failed; empty otherwise.
+        notes: what the user should know about a slide that did not fail.
+    """
+
+    id: str
+    path: str
+    status: Status
+    patches: int = 0
+    unreadable: int = 0
+    stored_bytes: int = 0
+    route: str | None = None
+    route_reason: str | None = None
+    seconds: float = 0.0
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """The outcome in one line."""
+        if self.status is Status.FAILED:
+            return f"failed {self.id}: {self.reason}"
+        lost = f", {self.unreadable} unreadable" if self.unreadable else ""
+        route = f", {self.route}" if self.route and self.patches else ""
+        notes = "".join(f" ({note})" for note in self.notes)
+        return f"{self.status} {self.id}: {self.patches} patches{route}{lost}{notes}"
+
+
+_COLUMNS = [field.name for field in dataclasses.fields(SlideOutcome)]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class IngestReport:
+    """Result of an ingest.
+
+    Attributes:
+        store: path of the store, or of the folder of parts.
+        seconds: wall time of the run.
+        slides: the outcome of each slide, sorted by id.
+        warnings: what the user should know about the slides together.
+    """
+
+    store: str
+    seconds: float
+    slides: list[SlideOutcome] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def of(self, status: Status) -> list[SlideOutcome]:
+        """Return the slides of one status."""
+        return [slide for slide in self.slides if slide.status is status]
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Reasons of the slides that failed, by id."""
+        return {slide.id: slide.reason for slide in self.of(Status.FAILED)}
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if every slide is complete, 3 if some failed, 4 if all did."""
+        return exit_code(len(self.failed), len(self.slides))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-ready dict."""
+        return dataclasses.asdict(self) | {"exit_code": int(self.exit_code)}
+
+    def summary_lines(self) -> list[str]:
+        """Return slides, patches, speed, bytes and routes of the run, one line per kind of outcome.
+
+        Patches per second are those of a route divided by the wall time of the whole run.
+        """
+        done = self.of(Status.COMPLETE)
+        routes = sorted({slide.route or "none" for slide in done})
+        rows = [("ingested", done)]
+        rows += [
+            (f"  {route}", [s for s in done if (s.route or "none") == route]) for route in routes
+        ]
+        rows += [(str(status), self.of(status)) for status in (Status.SKIPPED, Status.FAILED)]
+        header = (
+            f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}"
+        )
+        lines = [header, *(_row(name, slides, self.seconds) for name, slides in rows)]
+        # A reason that many slides share may be worth changing an option for.
+        reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
+        return [*lines, *(f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS))]
+
+    def write_csv(self, path: Path) -> None:
+        """Write one row per slide with the fields of `SlideOutcome`, replacing the file of an earlier run."""
+        with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow(_COLUMNS)
+            for slide in self.slides:
+                values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
+                table.writerow([values[name] for name in _COLUMNS])
+
+    def __repr__(self) -> str:
+        """The store, the summary and the failed slides as text."""
+        failed = [f"failed {name}: {reason}" for name, reason in self.failed.items()]
+        return "\n".join([self.store, *self.summary_lines(), *failed])
+
+
+def exit_code(failed: int, slides: int) -> ExitCode:
+    """Return 0 if no slide failed, 3 if some did, 4 if all did."""
+    if not failed:
+        return ExitCode.DONE
+    return ExitCode.PARTLY if failed < slides else ExitCode.NOTHING
+
+
+def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
+    """Return the outcome of a slide whose record is complete."""
+    return SlideOutcome(
+        id=record.id, path=record.path, status=status, patches=record.stored,
+        unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
+        route_reason=record.route_reason, notes=(*record.notes, *record.annotation_notes),
+    )  # fmt: skip
+
+
+def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
+    """Return the outcome of a slide that failed."""
+    return SlideOutcome(record.id, record.path, Status.FAILED, reason=reason)
+
+
+def try_write_csv(report: IngestReport, path: Path, progress: Progress) -> None:
+    """Write the table of a run. Where that fails, show why: the slides are stored all the same."""
+    try:
+        report.write_csv(path)
+    except OSError as error:
+        progress.message(f"{path} cannot be written: {error.strerror}")
+
+
+def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
+    patches = sum(slide.patches for slide in slides)
+    if name == Status.FAILED:
+        return f"{name:<12}{len(slides):>8,}"
+    sums = (
+        f"{name:<12}{len(slides):>8,}{patches:>13,}{sum(s.unreadable for s in slides):>12,}"
+        f"{sum(s.stored_bytes for s in slides) / 1e6:>11,.1f}"
+    )
+    return sums if name == Status.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"

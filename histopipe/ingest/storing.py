@@ -1,0 +1,119 @@
+"""Make and store chunks of patches in worker processes.
+
+Functions of picklable values, so that any executor can run them. Pixels never travel between processes: a worker makes a
+chunk in memory, then writes it in one short LMDB transaction.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.ingest.chunks import Chunk
+from histopipe.ingest.patch_source import PatchRecipe, PatchSource
+from histopipe.store.writer import StoreWriter
+from histopipe.tiling.mask import load_algorithms
+from histopipe.tiling.spec import TilingSpec
+
+_SOURCES_KEPT = 2
+"""A worker makes the chunks of a slide one after another; a second source avoids reopening where two slides alternate.
+Each has at most one OpenSlide handle, whose cache is 32 MB, and 48 MB of decoded tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkResult:
+    """What was stored of a chunk.
+
+    Attributes:
+        rows: (N,) int64 numbers of its patches.
+        length: (N,) uint32 bytes of each patch, 0 where unreadable.
+        crc: (N,) uint32.
+        problem: why the first unreadable patch cannot be read; None where all could be read.
+        seconds: worker time.
+    """
+
+    rows: NDArray[np.int64]
+    length: NDArray[np.uint32]
+    crc: NDArray[np.uint32]
+    problem: str | None
+    seconds: float
+
+
+def prepare() -> None:
+    """Import what planning imports late, while the main process looks up the first slides."""
+    importlib.import_module("histopipe.slides.tiles.tiff")
+
+    load_algorithms()
+
+
+def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> ChunkResult:
+    """Make and store the patches of a chunk, including those next to unreadable ones.
+
+    Args:
+        store: the store's folder.
+        number: the slide's number in the store.
+        recipe: how the slide's patches are made.
+        chunk: which patches.
+    """
+    started = time.monotonic()
+    writer = _writer(store, recipe.spec)
+    values = _source(store, number, recipe).values(chunk)
+    order = np.argsort(chunk.rows)  # in the order of keys, LMDB fills its pages
+    rows, values = chunk.rows[order], [values[place] for place in order.tolist()]
+    stored = [value if isinstance(value, bytes) else None for value in values]
+    crc = writer.put_patches(number, rows.tolist(), stored)
+    problems = [str(value) for value in values if not isinstance(value, bytes)]
+    return ChunkResult(
+        rows=rows,
+        length=np.array([len(value or b"") for value in stored], np.uint32),
+        crc=crc,
+        problem=problems[0] if problems else None,
+        seconds=time.monotonic() - started,
+    )
+
+
+def make_patches(number: int, recipe: PatchRecipe, chunk: Chunk) -> list[bytes | str]:
+    """Return the files of some patches as they would be stored, or for each that cannot be read the reason.
+
+    Args:
+        number: identifies the slide among those of the caller.
+        recipe: how the slide's patches are made.
+        chunk: which patches.
+    """
+    values = _source(None, number, recipe).values(chunk)
+    return [value if isinstance(value, bytes) else str(value) for value in values]
+
+
+def close_all() -> None:
+    """Close what this process keeps open between chunks. Needed where tasks run in a process that goes on, as in threads."""
+    while _sources:
+        _sources.popitem()[1].close()
+    while _writers:
+        _writers.popitem()[1].close()
+
+
+_sources: dict[tuple[Path | None, int], PatchSource] = {}
+
+
+def _source(store: Path | None, number: int, recipe: PatchRecipe) -> PatchSource:
+    key = store, number
+    if key not in _sources:
+        while len(_sources) >= _SOURCES_KEPT:
+            _sources.pop(next(iter(_sources))).close()
+        _sources[key] = PatchSource(recipe)
+    return _sources[key]
+
+
+_writers: dict[tuple[Path, TilingSpec], StoreWriter] = {}
+
+
+def _writer(store: Path, spec: TilingSpec) -> StoreWriter:
+    if (store, spec) not in _writers:
+        close_all()
+        _writers[store, spec] = StoreWriter(store, spec)
+    return _writers[store, spec]

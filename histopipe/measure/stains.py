@@ -1,0 +1,82 @@
+"""Fit the stain of each slide of a store, and keep the fits there."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
+from histopipe.errors import DamagedStore, ExitCode
+from histopipe.store.stains import StainWriter
+from histopipe.store.store import Store
+from histopipe.system.progress import Progress, default_progress
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StainsResult:
+    """Result of `stains`.
+
+    Attributes:
+        done: ids of slides fitted now.
+        same: ids of slides that had a fit already.
+        failed: reasons of the slides that could not be fitted, by id.
+    """
+
+    done: list[str] = field(default_factory=list)
+    same: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0 if no slide failed, else 3."""
+        return ExitCode.PARTLY if self.failed else ExitCode.DONE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON-ready dict."""
+        return dataclasses.asdict(self)
+
+    def __repr__(self) -> str:
+        """Number of slides."""
+        return f"{len(self.done)} slides measured, {len(self.failed)} not"
+
+
+def stains(
+    store: str | Path = "patches.lmdb", *, force: bool = False, progress: Progress | None = None
+) -> StainsResult:
+    """Fit the stain of every complete slide on 64 of its patches, and keep the fits in the store.
+
+    Both fits are kept: mean and deviation in lαβ (Reinhard et al. 2001), and stain vectors (Macenko et al. 2009). The
+    patches are not changed. `train(stain_norm=...)` and `load_dataset(stain_norm=...)` use the fits.
+
+    Args:
+        store: the store's folder.
+        force: fit slides again that have a fit.
+        progress: where progress is shown; None chooses bars or lines.
+
+    Raises:
+        NothingToDo, DamagedStore, MachineShort: the store cannot be used.
+
+    Example:
+        >>> stains("patches.lmdb").failed  # doctest: +SKIP
+        {}
+    """
+    path, shown, result = Path(store), progress or default_progress(), StainsResult()
+    Store(path).close()  # refuse what cannot be read before anything is written
+    with StainWriter(path) as writer, Store(path) as opened:
+        known = set() if force else set(opened.stains())
+        with_patches = {n: record for n, record in opened.complete.items() if record.stored}
+        result.same.extend(record.id for n, record in with_patches.items() if n in known)
+        todo = sorted(with_patches.keys() - known)
+        with shown.bar("stains", unit="slides", total=len(todo)) as bar:
+            for number in todo:
+                name = with_patches[number].id
+                try:
+                    writer.put(number, fit_slide(opened, number))
+                    result.done.append(name)
+                except (TooLittleTissue, DamagedStore) as error:
+                    result.failed[name] = str(error)
+                    shown.message(f"not measured: {error}")
+                bar.advance()
+    return result

@@ -1,0 +1,50 @@
+"""The main module of a worker process: `python -P -m histopipe.system.worker_process FD PARENT`.
+
+It reads pickled messages from the pipe FD: first a function to prepare with, then tasks. It answers each of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Run tasks until the pool closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    # A worker whose parent was killed must not go on writing.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    with contextlib.suppress(EOFError, OSError):  # the pool closes the pipe to end its workers
+        prepare = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent
+        if prepare is not None:
+            prepare()
+        pipe.send_bytes(pickle.dumps((True, None)))  # ready
+        while True:
+            pipe.send_bytes(_answer(pipe.recv_bytes()))
+
+
+def _answer(message: bytes) -> bytes:
+    """Run a task; return whether it succeeded, with its result or exception."""
+    try:
+        function, args, kwargs = pickle.loads(message)  # noqa: S301 - from our own parent
+        answer = True, function(*args, **kwargs)
+    except BaseException as error:  # noqa: BLE001 - the future raises it in the parent
+        error.add_note(traceback.format_exc())  # pickling an exception loses its traceback
+        answer = False, error
+    return pickle.dumps(answer, protocol=5)
+
+
+if __name__ == "__main__":
+    main()

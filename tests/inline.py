@@ -1,0 +1,77 @@
+"""Commands run in the test's own process, with their workers' tasks: no interpreter is started.
+
+Tests of commands use this. Tests of kills, crashes and signals start the command as a user does, by the fixture `run`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+import histopipe.cli as command_line
+from histopipe.ingest import storing
+
+T = TypeVar("T")
+WITH_POOLS = (
+    "histopipe.ingest.ingest_slides",
+    "histopipe.ingest.checks",
+    "histopipe.ingest.preview",
+    "histopipe.measure.columns",
+)
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class InlineWorkers(Executor):
+    """Has the interface of a `WorkerPool`, and runs each task when it is submitted."""
+
+    def __init__(self, workers: int = 1, prepare: Callable[[], None] | None = None) -> None:
+        pass
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # noqa: BLE001 - the future raises it
+            future.set_exception(error)
+        return future
+
+    def submit_within(self, seconds: float, fn: Callable[..., T], /, *args: Any) -> Future[T]:
+        return self.submit(fn, *args)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        storing.close_all()
+
+
+@pytest.fixture
+def inline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Run:
+    """Runs `histopipe ARGUMENTS` in the folder `tmp_path` and in this process."""
+    for name in WITH_POOLS:
+        __import__(name)
+        monkeypatch.setattr(sys.modules[name], "WorkerPool", InlineWorkers)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        words = ["histopipe", *(os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments)]
+        monkeypatch.setattr(sys, "argv", words)
+        capsys.readouterr()
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.raises(SystemExit) as ended:
+                command_line.main()
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        stdout, stderr = capsys.readouterr()
+        code = ended.value.code
+        return subprocess.CompletedProcess(words, int(code or 0), stdout, stderr)
+
+    return call
