@@ -95,7 +95,7 @@ def _measure(
         device = {}
         if model is not None:
             sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
-            measure_device = load_quietly("histopipe.training.measure").measure_device
+            measure_device = load_quietly("histopipe.training.step_rate").measure_device
             device = measure_device(opened, model, sizes, devices, seconds)
         return _Result(
             disk, lmdb, decode, reader, device,

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 PLACES = {
-    "gradients": ("histopipe.training.steps", "Steps", "_gradient_step"),
-    "apply": ("histopipe.training.steps", "Steps", "apply"),
-    "predict": ("histopipe.training.steps", "Steps", "_predict_step"),
-    "fetch": ("histopipe.training.loop", "Trainer", "_on_host"),
-    "place": ("histopipe.training.loop", "Trainer", "_one_a_replica"),
+    "gradients": ("histopipe.training.train_step", "TrainStep", "_gradient_step"),
+    "apply": ("histopipe.training.train_step", "TrainStep", "apply"),
+    "predict": ("histopipe.training.train_step", "TrainStep", "_predict_step"),
+    "fetch": ("histopipe.training.epoch_loop", "EpochLoop", "_on_host"),
+    "place": ("histopipe.training.epoch_loop", None, "one_per_replica"),
     "read": ("histopipe.dataset.batches", "Batches", "load"),
-    "save": ("histopipe.training.run", None, "save_state"),
+    "save": ("histopipe.training.trainer", None, "save_state"),
     "keep": ("histopipe.training.checkpoint", None, "_keep"),
     "write": ("histopipe.training.checkpoint", None, "_name"),
-    "build": ("histopipe.training.task", None, "build_model"),
+    "build": ("histopipe.training.problem", None, "build_model"),
 }
 
 
