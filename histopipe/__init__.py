@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from histopipe.measure.quality import measure_quality
     from histopipe.reports.heatmap import heatmap
     from histopipe.reports.report import report
-    from histopipe.runs.supervision import train
+    from histopipe.runs.train import train
     from histopipe.store.store import Store, StoreSet, open_store
     from histopipe.studies.comparison import compare
     from histopipe.studies.cross_validation import cross_validate
@@ -77,7 +77,7 @@ _HOME = {
     "remove": "histopipe.maintenance.remove",
     "report": "histopipe.reports.report",
     "split": "histopipe.maintenance.split",
-    "train": "histopipe.runs.supervision",
+    "train": "histopipe.runs.train",
     "tune": "histopipe.studies.tune",
     "verify": "histopipe.maintenance.verify",
 }

@@ -31,8 +31,7 @@ from histopipe.geometry import Micrometres
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.studies.places import share_devices
-from histopipe.training.patch_scores import patch_scores
-from histopipe.training.tally import Predictions
+from histopipe.training.predictions import Predictions, patch_scores
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")

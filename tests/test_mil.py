@@ -276,9 +276,9 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.training.bag_steps import BagSteps
+    from histopipe.training.bag_train_step import BagTrainStep
 
-    whole: Callable[..., Any] = BagSteps._bag_gradients
+    whole: Callable[..., Any] = BagTrainStep._bag_gradients
     calls: list[int] = []
 
     def short(self: Any, *arguments: Any) -> Any:
@@ -291,7 +291,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
         "mil": str(bags), "labels": str(bags / "labels.csv"), "deterministic": False, "epochs": 1,
     }  # fmt: skip
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
-    monkeypatch.setattr(BagSteps, "_bag_gradients", short)
+    monkeypatch.setattr(BagTrainStep, "_bag_gradients", short)
     found = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "going on with micro-batches of 8192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, found.metrics["test"].finest

@@ -24,8 +24,8 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.splits import read_splits, write_splits
 from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.runs.config import TrainConfig
 from histopipe.runs.splits import new_splits
+from histopipe.runs.task_config import PatchTrainConfig, make_config
 from histopipe.store.columns import ColumnWriter
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -143,12 +143,12 @@ def test_what_makes_no_sense_is_refused(drawn: Path) -> None:
     with pytest.raises(UsageError, match="labels: found labels_from='annotation'"):
         load_dataset(drawn, batch_size=4, seed=1, labels_from="annotation", labels={"s0": "a"})
     with pytest.raises(UsageError, match="--labels-from: found --mil features"):
-        TrainConfig(mil="features", labels_from="annotation")
+        make_config({"mil": "features", "labels_from": "annotation"})
     for wrong in ({"min_tissue": 2.0}, {"exclude_pen": -1.0}, {"min_focus": float("nan")}):
         with pytest.raises(UsageError, match=f"--{next(iter(wrong)).replace('_', '-')}: found"):
             PatchFilter(**wrong)
         with pytest.raises(UsageError):
-            TrainConfig(**wrong)  # type: ignore[arg-type]
+            PatchTrainConfig(**wrong)  # type: ignore[arg-type]
 
 
 # What is unfit
@@ -248,13 +248,13 @@ def test_given_splits_are_held_against_the_settings(drawn: Path, tmp_path: Path)
     with Store(drawn) as store:
         write_splits(make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION), path)
         given: dict[str, Any] = {"splits": str(path), "stores": (str(drawn),), "split_by": "slide"}
-        assert new_splits(TrainConfig(**given, labels_from="annotation"), [store]).classes
+        assert new_splits(PatchTrainConfig(**given, labels_from="annotation"), [store]).classes
         with pytest.raises(
             UsageError, match="--labels-from slide, expected --labels-from annotation"
         ):
-            new_splits(TrainConfig(**given), [store])
+            new_splits(PatchTrainConfig(**given), [store])
         with pytest.raises(UsageError, match="has patches that the bounds would leave out: found"):
-            new_splits(TrainConfig(**given, labels_from="annotation", min_tissue=0.9), [store])
+            new_splits(PatchTrainConfig(**given, labels_from="annotation", min_tissue=0.9), [store])
 
 
 def test_a_patch_that_could_not_be_measured_is_unfit_alone() -> None:

@@ -14,7 +14,7 @@ from conftest import Run
 from test_training import PREDICT, history
 
 from histopipe.errors import UsageError
-from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import PatchTrainConfig
 
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
 
@@ -58,19 +58,19 @@ def test_xla_with_batch_normalisation_over_several_devices_is_refused(
 STEPS = """
 import json, math, sys
 import keras, numpy as np, tensorflow as tf
-from histopipe.training import steps
-from histopipe.runs.config import TrainConfig
+from histopipe.training import train_step
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.training.devices import make_strategy
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
 
 strategy = make_strategy("cpu:2")
-config = TrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
+config = PatchTrainConfig(optimizer="sgd", schedule="cosine", warmup_steps=4, epochs=2, learning_rate=0.1)
 with strategy.scope():
     model = build_model("small-cnn", patch_size=16, classes=2, dropout=0, precision="mixed_float16")
     optimizer = make_optimizer(config, 10)
-settings = steps.StepSettings(batch_size=2, class_weight=np.ones(2, np.float32), scale_loss=True)
-found = steps.Steps(strategy, model, optimizer, settings)
+settings = train_step.StepSettings(batch_size=2, class_weight=np.ones(2, np.float32), scale_loss=True)
+found = train_step.TrainStep(strategy, model, optimizer, settings)
 
 def gradients(values):
     '''One gradient a replica, all of whose numbers are the value, and no state.'''
@@ -101,7 +101,7 @@ for _ in range(19):
     found.apply(gradients([0.0, 0.0]), tf.zeros(2))
 told["rates"] = rates
 label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
-told["smooth"] = steps.cross_entropy(label, logits, 0.2).numpy().tolist()
+told["smooth"] = train_step.cross_entropy(label, logits, 0.2).numpy().tolist()
 told["keras"] = keras.losses.CategoricalCrossentropy(
     from_logits=True, label_smoothing=0.2, reduction="none"
 )(tf.one_hot(label, 2), logits).numpy().tolist()
@@ -180,7 +180,7 @@ def test_device_placement_is_told(run: Run, small_store: Path) -> None:
 )
 def test_settings_that_make_no_sense_are_told(settings: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        TrainConfig(**settings)  # type: ignore[arg-type]  # what is tested
+        PatchTrainConfig(**settings)  # type: ignore[arg-type]  # what is tested
 
 
 def test_a_training_that_diverges_is_no_success(

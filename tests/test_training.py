@@ -17,8 +17,7 @@ import pytest
 from conftest import COMMAND, INTERRUPTIBLE, Run
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.runs.config import TrainConfig
-from histopipe.runs.settings_file import read_config
+from histopipe.runs.task_config import PatchTrainConfig, read_config
 from histopipe.store.store import Store
 
 FILES = {
@@ -355,7 +354,7 @@ def test_real_tissue_is_learnt(run: Run, data: Path, tmp_path: Path) -> None:
 )
 def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--" + next(iter(wrong)).replace("_", "-")):
-        TrainConfig(**wrong)
+        PatchTrainConfig(**wrong)
 
 
 LOADED = """

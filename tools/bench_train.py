@@ -28,14 +28,14 @@ from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed
-from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy
-from histopipe.training.loop import Trainer
+from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.steps import Steps, StepSettings
-from histopipe.training.tally import Tally
+from histopipe.training.predictions import StepResults
+from histopipe.training.train_step import StepSettings, TrainStep
 
 SEED = 1
 
@@ -44,7 +44,7 @@ class Ours:
     """The loop under test, an epoch at a time."""
 
     def __init__(self, store: Store, options: argparse.Namespace) -> None:
-        config = TrainConfig(model=options.model, batch_size=options.batch_size)
+        config = PatchTrainConfig(model=options.model, batch_size=options.batch_size)
         strategy = make_strategy("auto")
         with strategy.scope():
             model = build_model(
@@ -55,20 +55,18 @@ class Ours:
             batch_size=config.batch_size, class_weight=np.ones(2, np.float32),
             augmentations=("flips",), xla=options.xla,
         )  # fmt: skip
-        self._trainer = Trainer(
-            Steps(strategy, model, optimizer, settings), seed=SEED,
-            make_batches=lambda table, order, replicas: PatchBatches(
-                [store], table, batch_size=config.batch_size, order=order, replicas=replicas
-            ),
-        )  # fmt: skip
+        self._loop = EpochLoop(TrainStep(strategy, model, optimizer, settings), seed=SEED)
         table = SampleTable(select([store]))
-        self._batches = self._trainer.batches(table, make_order(table, seed=SEED))
+        self._batches = PatchBatches(
+            [store], table, batch_size=config.batch_size, order=make_order(table, seed=SEED),
+            replicas=strategy.num_replicas_in_sync,
+        )  # fmt: skip
         self._batches.steps_per_epoch = min(options.steps, self._batches.steps_per_epoch)
         self.steps = self._batches.steps_per_epoch
 
     def epoch(self, number: int) -> None:
         """Train on the steps of one epoch."""
-        self._trainer.train_epoch(self._batches, number, "", Tally())
+        self._loop.train_epoch(self._batches, number, "", StepResults())
 
 
 class Fit:
@@ -76,7 +74,10 @@ class Fit:
 
     def __init__(self, store: Store, options: argparse.Namespace) -> None:
         model = build_model(
-            options.model, patch_size=store.patch_size, classes=2, dropout=TrainConfig().dropout
+            options.model,
+            patch_size=store.patch_size,
+            classes=2,
+            dropout=PatchTrainConfig().dropout,
         )
         self._model = model.training
         self._model.compile(

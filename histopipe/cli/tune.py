@@ -8,77 +8,59 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.cli.parameters import Duration
+from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
 from histopipe.cli.untrusted import untrusted_option
 from histopipe.errors import ExitCode
+from histopipe.runs.task_config import read_config
+from histopipe.studies.settings import StudySettings
 
 if TYPE_CHECKING:
     from histopipe.studies.tune_result import TuneResult
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("stores", nargs=-1, type=click.Path())
 @click.option(
     "--space",
     type=click.Path(path_type=Path),
     required=True,
-    help="TOML: a setting a line, with a range, a list of values, or one value.",
+    help="TOML file: one setting per line, with a range, a list of values, or one value.",
 )
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The search's folder.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the search.")
 @click.option(
     "--config",
     type=click.Path(path_type=Path),
-    help="Settings of all trials, as for `histopipe train`; those of --space go before them.",
+    help="Settings of all trials, as for `histopipe train`. Those of --space override them.",
 )
-@click.option("--trials", type=int, default=20, help="How many, of all processes together.")
-@click.option(
-    "--metric", type=click.Choice(["auc", "accuracy", "loss"]), default="auc", help="Of validation."
-)
-@click.option(
-    "--sampler",
-    type=click.Choice(["tpe", "random"]),
-    default="tpe",
-    help="tpe: learn from earlier trials what to try.",
-)
-@click.option(
-    "--pruner",
-    type=click.Choice(["median", "none"]),
-    default="median",
-    help="median: end trials that are worse than the median at the same epoch.",
-)
-@click.option(
-    "--trial-timeout",
-    type=Duration(),
-    default="0",
-    help="What an attempt at a trial may take, such as 2h; 0: any time.",
-)
-@click.option("--retries", type=int, default=0, help="Further attempts at a trial that failed.")
-@click.option("--devices", help="auto, cpu, cpu:N, gpu or gpu:0,1, of this process.")
-@click.option(
-    "--storage",
-    help="postgresql://, mysql://, redis://, sqlite:/// or a journal file.  [default: a file in --out]",
-)
-@click.option("--name", help="Of the search in --storage.  [default: that of --out]")
-@click.option("--json", "as_json", is_flag=True, help="All trials as JSON.")
+@click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
+@click.option("--json", "as_json", is_flag=True, help="Print all trials as JSON.")
+@setting_options(StudySettings)
 @untrusted_option("stores")
 def command(
-    stores: tuple[str, ...], config: Path | None, devices: str | None, as_json: bool, **flags: Any
+    *,
+    stores: tuple[str, ...],
+    space: Path,
+    out: Path,
+    config: Path | None,
+    devices: str | None,
+    as_json: bool,
+    **_: Any,
 ) -> None:
-    """Search for settings that do better on validation, by training with each on STORES (patches.lmdb if none is named).
+    """Search for the settings with the best validation metric, by training on STORES (default: patches.lmdb).
 
-    The same command again goes on; started several times at once, on one machine or on several that share --out, the processes share the
-    trials. Test patches are kept from the search: `histopipe train --config OUT/best.toml` is judged on them.
+    The same command again continues the search. Started several times at once, on one machine or on several that share --out, the
+    processes share the trials. The search never uses test patches: `histopipe train --config OUT/best.toml` evaluates on them.
 
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
     """  # fmt: skip
-    from histopipe.runs.settings_file import read_config
+    # Late: `--help` needs none of it.
     from histopipe.studies.tune import tune
 
     settings = read_config(config) if config is not None else {}
     if devices is not None:
         settings["devices"] = devices
-    result = tune(stores or None, **flags, **settings)
+    result = tune(stores or None, space=space, out=out, **given_settings(StudySettings), **settings)
     _print(result, as_json=as_json)
 
 

@@ -26,7 +26,7 @@ from histopipe.reports.pictures import plan_picture
 from histopipe.reports.report import report
 from histopipe.reports.run_facts import read_run
 from histopipe.runs.result import TrainResult
-from histopipe.runs.supervision import train
+from histopipe.runs.train import train
 from histopipe.store.picture import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.files import appearing

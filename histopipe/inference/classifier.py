@@ -13,10 +13,9 @@ from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.stream import Network
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import TrainConfig
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.result import METRICS, TrainResult, read_result
-from histopipe.runs.settings_file import known, read_config
+from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
@@ -68,8 +67,8 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     """
     check_one_run(folder)
     result = read_result(folder)
-    config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
-    if config.mil is not None:
+    config = load_config(folder / run_folder.CONFIG)
+    if not isinstance(config, PatchTrainConfig):
         raise UsageError(
             f"the model of {folder} takes bags of features, not patches",
             todo="its predictions and attention are in its folder; other slides are predicted by training with "

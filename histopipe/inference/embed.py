@@ -17,7 +17,7 @@ from histopipe.inference.embed_result import EmbedResult
 from histopipe.inference.embedding import Embedding
 from histopipe.inference.encoder import load_encoder
 from histopipe.runs import folder as run_folder
-from histopipe.runs.settings_file import read_config
+from histopipe.runs.task_config import read_config
 from histopipe.store.store import Store, check_patch_sizes
 
 

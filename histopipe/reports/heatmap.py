@@ -20,7 +20,7 @@ from histopipe.reports.heat_sources import HeatSource
 from histopipe.reports.heat_tiff import write_heat_tiff
 from histopipe.runs import folder as run_folder
 from histopipe.runs.folder import check_one_run
-from histopipe.runs.settings_file import read_config
+from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store

@@ -18,7 +18,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.result import METRICS, TrainResult, read_result
-from histopipe.runs.settings_file import known, read_config
+from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -87,9 +87,10 @@ def read_run(
     """
     check_one_run(folder)
     result = read_result(folder)
-    config = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
+    config = load_config(folder / run_folder.CONFIG)
     opened, missing = [], []
-    named = map(Path, config.stores) if follow and config.mil is None else ()
+    of_patches = isinstance(config, PatchTrainConfig)
+    named = map(Path, config.stores) if follow and isinstance(config, PatchTrainConfig) else ()
     for path in stores or named:
         try:
             opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
@@ -97,7 +98,7 @@ def read_run(
             missing.append(f"Pictures of patches and slides: {error}.")
     if not follow and not stores:
         missing.append("Pictures of patches and slides: --store names the stores.")
-    elif config.mil is not None and not opened:
+    elif not of_patches and not opened:
         missing.append("Heatmaps of attention: --store names the store of the patches.")
     return RunFacts(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),

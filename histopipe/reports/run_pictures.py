@@ -16,6 +16,7 @@ from histopipe.reports.heat_sources import HeatSource
 from histopipe.reports.page import Block, Gallery, Picture, Text
 from histopipe.reports.pictures import fitted, heat_picture
 from histopipe.reports.run_facts import RunFacts
+from histopipe.runs.task_config import PatchTrainConfig
 
 _OF_EACH = 8
 _PATCH_SIDE = 112
@@ -81,7 +82,7 @@ def heatmaps(run: RunFacts) -> Gallery | None:
     """Of the slides that were validated or tested on, some; None where there is none to draw."""
     made: list[Picture] = []
     name = None
-    if run.config.mil is None:
+    if isinstance(run.config, PatchTrainConfig):
         positive = positive_class(run.classes, run.judging.positive)
         name = run.classes[-1 if positive is None else positive]
     backgrounds = Backgrounds({}, run.stores)

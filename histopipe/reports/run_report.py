@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 from histopipe.dataset.options import SIDES, Side
@@ -33,6 +32,8 @@ from histopipe.reports.page import (
 from histopipe.reports.run_facts import RunFacts, read_run
 from histopipe.reports.run_pictures import heatmaps, telling_patches
 from histopipe.reports.run_slides import slide_table
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 
 _FIGURES = (
     ("auc", "AUC"), ("balanced_accuracy", "balanced accuracy"), ("accuracy", "accuracy"),
@@ -60,7 +61,7 @@ def run_page(
     """
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
-        what = f"bags, {run.config.pooling}" if run.config.mil is not None else run.config.model
+        what = _network(run.config)
         page = Page(
             f"Run {folder.resolve().name}", f"{what}, {' against '.join(run.classes)}, in {folder}"
         )
@@ -191,8 +192,11 @@ def _confusions(run: RunFacts) -> Iterator[Block]:
 
 def _splits(run: RunFacts) -> Iterator[Block]:
     splits = run.splits
-    unit = "bags" if run.config.mil is not None else "patches"
-    labels_from = ", classes as drawn on patches" if run.config.labels_from == "annotation" else ""
+    unit = run.config.unit
+    by_annotation = (
+        isinstance(run.config, PatchTrainConfig) and run.config.labels_from == "annotation"
+    )
+    labels_from = ", classes as drawn on patches" if by_annotation else ""
     yield Text(f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before training.")  # fmt: skip
     counts = splits.get("counts", {})
     yield Table(
@@ -213,8 +217,14 @@ def _splits(run: RunFacts) -> Iterator[Block]:
         )  # fmt: skip
 
 
+def _network(config: TrainConfig) -> str:
+    if isinstance(config, PatchTrainConfig):
+        return config.model
+    return f"bags, {config.pooling}" if isinstance(config, BagTrainConfig) else "bags"
+
+
 def _configuration(run: RunFacts) -> Facts:
-    values = asdict(run.config).items()
+    values = run.config.values().items()
     facts = [(name, _text(value)) for name, value in values if value is not None]
     return Facts("Every setting, as config.toml has it", facts, open=False)
 
@@ -247,7 +257,7 @@ def _not_measured(run: RunFacts) -> Iterator[str]:
     yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
     skipped = run.facts.get("skipped")
     if skipped:
-        yield f"{skipped} damaged {'bags' if run.config.mil is not None else 'patches'} were left out."
+        yield f"{skipped} damaged {run.config.unit} were left out."
     yield "How good the model is on slides of another hospital, scanner or stain: only slides of this data set were seen."
     yield "How much the figures change with another split or seed: this is one run. `histopipe train --folds 5` tells."
     yield "Calibration has no interval."

@@ -13,6 +13,7 @@ from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.scores import Level, PatchScores, scores_of
 from histopipe.reports.page import Cell, Column, Row, Table, number
 from histopipe.reports.run_facts import RunFacts
+from histopipe.runs.task_config import BagTrainConfig
 
 
 def slide_table(run: RunFacts) -> Table | None:
@@ -20,9 +21,9 @@ def slide_table(run: RunFacts) -> Table | None:
     rows = [row for side, scores in run.predictions.items() for row in _rows(run, side, scores)]
     if not rows:
         return None
-    of_bags = run.config.mil is not None
+    of_bags = isinstance(run.config, BagTrainConfig)
     columns = (
-        Column(run.config.bag if of_bags else "slide"), Column("patient"), Column("side"),
+        Column(run.config.bag if isinstance(run.config, BagTrainConfig) else "slide"), Column("patient"), Column("side"),
         Column("bags" if of_bags else "patches", True), Column("label"), Column("decided"), Column("right"),
         *(Column(f"p {name}", True) for name in run.classes),
     )  # fmt: skip

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import errno
 import hashlib
 import io
 import json
-import os
-import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,9 +18,11 @@ from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS
+from histopipe.runs.settings import declared_settings, to_toml
+from histopipe.runs.task_config import read_config
 from histopipe.system.files import appearing, read_json
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.locks import lock_if_free
+from histopipe.system.locks import locked
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
@@ -79,25 +78,26 @@ def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -
         with writable(folder):
             # The splits first, since a run without them cannot go on.
             write_splits(splits, folder / SPLITS)
-            write_text(folder / CONFIG, config.to_toml())
+            write_text(folder / CONFIG, to_toml(config))
         yield
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """A folder, made if it is not there, kept to this process.
+    """Make a folder if it is missing, and keep other processes out of it.
 
     Raises:
         UsageError: it cannot be made, or another process holds it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        folder_fd = os.open(folder, os.O_RDONLY)
-    try:
-        _lock(folder_fd, folder)
+    with locked(folder, wait_seconds=_DYING_SECONDS) as free:
+        if not free:
+            raise UsageError(
+                f"{folder}: another process is at work there",
+                todo="wait for it to end, or choose another --out",
+            )
         yield
-    finally:
-        os.close(folder_fd)
 
 
 @contextmanager
@@ -129,34 +129,33 @@ def roomy(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _lock(folder_fd: int, folder: Path) -> None:
-    """Keep others from a folder, as far as its filesystem has locks."""
-    patience = time.monotonic() + _DYING_SECONDS
-    while not lock_if_free(folder_fd):
-        if time.monotonic() > patience:
-            raise UsageError(
-                f"{folder}: another process is at work there",
-                todo="wait for it to end, or choose another --out",
-            )
-        time.sleep(0.1)
+def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:
+    """Return sixteen numbers below 65,536 that differ if settings, splits or the position in a training differ.
 
-
-def fingerprint(config: TrainConfig, splits: Splits, *where: int) -> list[int]:
-    """Sixteen numbers below 65,536 that differ where settings, splits or the place in a training do.
-
-    Settings that may differ between the workers of a cluster, such as where their stores lie, do not count.
+    Settings that may differ between workers, such as the paths of their stores, do not count.
     """
-    local = {
-        "stores", "mil", "labels", "splits", "weights", "devices",
-        "log_device_placement", "save_minutes", "tensorboard", "worker_timeout",
-    }  # fmt: skip
-    facts = {k: v for k, v in dataclasses.asdict(config).items() if k not in local}
-    digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, where)).encode())
+    declared = declared_settings(type(config))
+    facts = {k: v for k, v in config.values().items() if not declared[k].about.per_worker}
+    digest = hashlib.sha256(repr((facts, splits.uuids, splits.classes, position)).encode())
     for slide in splits.slides:
         digest.update(repr((slide.id, slide.label, slide.crc)).encode() + slide.sides.tobytes())
         if slide.labels is not None:
             digest.update(slide.labels.tobytes())
     return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]
+
+
+def recorded_settings(folder: Path) -> dict[str, Any]:
+    """Read the settings of a run to resume.
+
+    Raises:
+        UsageError: the folder holds no run.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise UsageError(
+            f"no run to resume in {folder}", expected="the folder of a run, with its config.toml"
+        )
+    return read_config(path)
 
 
 def read_micro_batch(folder: Path) -> int | None:

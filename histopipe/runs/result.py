@@ -1,4 +1,4 @@
-"""What a training comes to."""
+"""The result of a training."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from histopipe.system.files import read_json
 METRICS = "metrics.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TrainResult:
-    """A finished training.
+    """The result of a finished training. `str()` of it is a table of metrics.
 
     Attributes:
-        folder: the run's folder.
-        epochs, best_epoch: how many it took, and the one that `model.keras` holds, from 1.
-        metrics: of that model, by side; "test" is missing where no patch was held out for it.
-        seconds: of its epochs and of judging the model.
-        host_bytes, gpu_bytes: most memory that its process took, and on all its GPUs; None without a GPU.
+        folder: folder of the run.
+        epochs: number of epochs.
+        best_epoch: the epoch of the model in `model.keras`, from 1.
+        metrics: of that model, by side; "test" is missing if no patch was held out.
+        seconds: duration of the epochs and of the evaluation.
+        host_bytes: peak memory of the process.
+        gpu_bytes: peak memory on all its GPUs; None without a GPU.
     """
 
     folder: Path
@@ -35,8 +37,26 @@ class TrainResult:
     host_bytes: int
     gpu_bytes: int | None
 
+    def __repr__(self) -> str:
+        found = (f", {side} AUC {_text(it.finest.auc)}" for side, it in self.metrics.items())
+        return (
+            f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(found)}>"
+        )
+
+    def __str__(self) -> str:
+        # Late: writing a run needs no table.
+        from histopipe.evaluation.table import evaluation_lines
+
+        lines = [
+            line
+            for side, evaluation in self.metrics.items()
+            for line in evaluation_lines("test (held out)" if side == "test" else side, evaluation)
+        ]
+        place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
+        return "\n".join([*lines, place])
+
     def to_json(self) -> dict[str, Any]:
-        """What `metrics.json` says of it."""
+        """Return the result as it is in `metrics.json`."""
         return {
             "epochs": self.epochs,
             "best_epoch": self.best_epoch,
@@ -47,13 +67,17 @@ class TrainResult:
         }
 
 
+def _text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
 def is_finished(folder: Path) -> bool:
-    """Whether a folder holds a finished run: its metrics are written last."""
+    """Return whether a folder holds a finished run: its metrics are written last."""
     return (folder / METRICS).exists()
 
 
 def read_result(folder: Path) -> TrainResult:
-    """The result of a finished run.
+    """Read the result of a finished run.
 
     Raises:
         UsageError: there is none.

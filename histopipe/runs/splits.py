@@ -1,9 +1,10 @@
-"""How a training's patches are divided: read where that is given, else made. TensorFlow is not needed."""
+"""The data of a training and its split into training, validation and test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from histopipe.dataset.labelling import Labelling, read_slide_labels
@@ -16,6 +17,7 @@ from histopipe.features.bag_set import BagSet
 from histopipe.geometry import Micrometres
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store, check_patch_sizes
 
 
@@ -23,16 +25,16 @@ from histopipe.store.store import Store, check_patch_sizes
 def opened_sources(
     config: TrainConfig, splits: str | Path | None = None
 ) -> Iterator[Sequence[SampleSource]]:
-    """What a training learns from: its stores, or its bags.
+    """Open the stores, or the bags, of a training.
 
     Args:
         config: the settings.
-        splits: the file of splits that will be read, if one will be.
+        splits: the splits.json that will be read, if any.
 
     Raises:
         HistopipeError: they cannot be read, or do not fit together.
     """
-    if config.mil is not None:
+    if isinstance(config, BagTrainConfig):
         labels = None if config.labels is None else Path(config.labels)
         yield [
             BagSet(
@@ -45,7 +47,8 @@ def opened_sources(
         ]
         return
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(path)) for path in store_paths(config.stores)]
+        paths = store_paths(_of_patches(config).stores)
+        stores = [stack.enter_context(Store(path)) for path in paths]
         check_patch_sizes(stores)
         yield stores
 
@@ -75,7 +78,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
             seed=config.seed,
             labelling=_labelling(config, sources),
             fractions=_three(config.fractions),
-            region=Micrometres(config.region_um),
+            region=_region(config),
         )
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
     if leaks and not config.allow_leaks:
@@ -89,25 +92,26 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
 
 
 def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSource]) -> None:
-    """Refuse settings that splits which are given do not keep to.
+    """Check that given splits have the labels and patches that the settings ask for.
 
     Raises:
-        UsageError: they are of other labels, or have patches that bounds leave out.
+        UsageError: they have not.
     """
-    drawn = any(slide.labels is not None for slide in splits.slides)
-    if splits.slides and drawn != (config.labels_from == "annotation"):
+    wanted = _patch_rules(config)
+    by_annotation = any(slide.labels is not None for slide in splits.slides)
+    if splits.slides and by_annotation != (wanted.labels_from == "annotation"):
         raise UsageError(
-            f"--splits {config.splits}", found=f"--labels-from {config.labels_from}",
-            expected=f"--labels-from {'annotation' if drawn else 'slide'}, as its labels are",
+            f"--splits {config.splits}", found=f"--labels-from {wanted.labels_from}",
+            expected=f"--labels-from {'annotation' if by_annotation else 'slide'}, as its labels are",
         )  # fmt: skip
-    for slide in splits.slides if config.patch_filter.active else ():
+    for slide in splits.slides if wanted.patch_filter.active else ():
         where = f"{sources[slide.store].path}, slide {slide.id}"
-        fit = config.patch_filter.fit(sources[slide.store].index(slide.slide), where=where)
+        fit = wanted.patch_filter.fit(sources[slide.store].index(slide.slide), where=where)
         lost = int(((slide.sides >= 0) & ~fit).sum())
         if lost:
             raise UsageError(
                 f"--splits {config.splits} has patches that the bounds would leave out",
-                found=f"{lost} of slide {slide.id}", expected=str(config.patch_filter),
+                found=f"{lost} of slide {slide.id}", expected=str(wanted.patch_filter),
                 todo="make new splits, or leave the bounds out",
             )  # fmt: skip
 
@@ -123,18 +127,35 @@ def new_folds(
         seed=config.seed,
         labelling=_labelling(config, sources),
         fractions=_three(config.fractions),
-        region=Micrometres(config.region_um),
+        region=_region(config),
     )
 
 
 def _labelling(config: TrainConfig, sources: Sequence[SampleSource]) -> Labelling:
-    """Where labels come from: bags were made with theirs."""
-    labels = None
-    if config.mil is None and config.labels is not None:
-        labels = read_slide_labels(config.labels, sources, allow_extra=config.allow_extra_rows)
-    return Labelling(
-        labels=labels, labels_from=config.labels_from, patch_filter=config.patch_filter
-    )
+    """The labels that settings ask for; bags have theirs already."""
+    rules = _patch_rules(config)
+    if isinstance(config, BagTrainConfig) or config.labels is None:
+        return rules
+    labels = read_slide_labels(config.labels, sources, allow_extra=config.allow_extra_rows)
+    return replace(rules, labels=labels)
+
+
+def _patch_rules(config: TrainConfig) -> Labelling:
+    """Which patches are used, without the labels file."""
+    if isinstance(config, BagTrainConfig):
+        return Labelling()
+    config = _of_patches(config)
+    return Labelling(labels_from=config.labels_from, patch_filter=config.patch_filter)
+
+
+def _of_patches(config: TrainConfig) -> PatchTrainConfig:
+    assert isinstance(config, PatchTrainConfig)  # noqa: S101 - there is no other kind
+    return config
+
+
+def _region(config: TrainConfig) -> Micrometres:
+    """The side of the regions; bags are not split by region."""
+    return Micrometres(config.region_um if isinstance(config, PatchTrainConfig) else 1.0)
 
 
 def _three(fractions: tuple[float, ...]) -> tuple[float, float, float]:

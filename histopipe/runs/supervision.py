@@ -1,7 +1,7 @@
-"""Trainings in processes of their own, since neither the memory that a training takes nor what it dies of stays in them.
+"""Supervision of trainings, each in a process of its own: its memory and its crashes end with that process.
 
-Keras gives back only part of a model's memory, whatever is cleared; an allocator in pieces recovers in a new process only; and
-out of memory mostly ends a process without a word.
+Keras frees only part of a model's memory; a fragmented allocator recovers in a new process only; and running out of memory
+usually kills a process without a message.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import math
 import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,101 +23,69 @@ from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import TrainingProcess
+from histopipe.runs.messages import ProgressRelay
 from histopipe.runs.result import TrainResult
-from histopipe.runs.settings_file import known, resumed
-from histopipe.runs.watch import Watch
+from histopipe.runs.stopping import Supervision, sigterm_interrupts
 from histopipe.runs.workers import Cluster, without_cluster
-from histopipe.system.progress import message
-from histopipe.system.tensorflow import load_quietly
+from histopipe.system.progress import Progress
 
 _GRACE_SECONDS = 25.0
-"""What a training gets to save its state in when told to stop: Slurm and Kubernetes give 30 s."""
+"""Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""
 _MARGIN_SECONDS = 30.0
 _GLANCE_SECONDS = 1.0
 """How often it is looked at whether a training should end."""
 _STDERR = 2
 _AT_ONCE = "ended at once; the last saved state stays"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
-"""What a process dies of when memory runs out and no exception says so."""
-
-
-def train(
-    stores: str | Path | Sequence[str | Path] | None = None,
-    *,
-    out: str | Path,
-    resume: bool = False,
-    in_process: bool = False,
-    **settings: Any,
-) -> TrainResult:
-    """Train a patch model on stores, in a process of its own.
-
-    Args:
-        stores: a store, or several, whose patches are of one size; "patches.lmdb", or those of a resumed run, if not given.
-        out: the run's folder.
-        resume: go on with the run in `out`, with its own settings and those given here.
-        in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends, running out of memory
-            may end it, and TensorFlow stays with the devices of the first training.
-        settings: by the names of `TrainConfig`, which are those of the flags of `histopipe train`.
-
-    Raises:
-        UsageError: a setting is unknown, or does not fit the data or the machine.
-        NothingToDo: no store, or nothing to tell apart.
-        DamagedStore: a store or run is damaged.
-        MachineShort: disk or memory ran out, even with the smallest micro-batches.
-        WorkerLost: another worker is gone.
-        Interrupted: told to stop; the state is saved.
-
-    Example:
-        >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
-        >>> result.metrics["test"].patch.auc  # doctest: +SKIP
-    """
-    if stores is not None:
-        paths = [stores] if isinstance(stores, str | Path) else stores
-        settings["stores"] = tuple(map(str, paths))
-    config = resumed(Path(out), settings) if resume else TrainConfig(**known(settings))
-    if in_process:
-        here = load_quietly("histopipe.training.train").train_here
-        result: TrainResult = here(config, Path(out), resume=resume)
-        return result
-    return supervise(config, Path(out), resume=resume)
+"""Signals that end a process when memory runs out without an exception."""
 
 
 def supervise(
-    config: TrainConfig, folder: Path, *, resume: bool = False, watch: Watch | None = None
+    config: TrainConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    watch: Supervision | None = None,
+    progress: Progress | None = None,
 ) -> TrainResult:
-    """Train in a process of its own; in a fresh one, in smaller pieces, where memory ran out.
+    """Train in a process of its own. Where memory runs out, continue in a new process with smaller micro-batches.
 
     Args:
         config: every setting.
-        folder: where the run goes.
-        resume: go on with the run that is there.
-        watch: what may end it from outside, and is told of its epochs.
+        folder: folder of the run.
+        resume: continue the run that is there.
+        watch: what may stop it from outside.
+        progress: where to show progress. Default: `default_progress()`.
 
     Raises:
         HistopipeError: as `train`.
-        OutOfTime: it took longer than it may; the state is saved.
+        OutOfTime: the time limit was reached; the state is saved.
     """
-    watch = watch or Watch()
+    watch = watch or Supervision()
     ends = time.monotonic() + watch.seconds
-    while True:
-        with _Process(config, folder, resume=resume, watch=watch, ends=ends) as process:
-            result = process.result()
-        if isinstance(result, TrainResult):
-            return result
-        if process.stopping or not process.restart:
-            raise result
-        message(f"{result.what} ({result.found}): going on in a fresh process")
-        resume = True
+    with watch.shown(progress) as shown:
+        while True:
+            relay = ProgressRelay(shown)
+            process = _Process(config, folder, relay, resume=resume, watch=watch, ends=ends)
+            with closing(relay), process:
+                result = process.result()
+            if isinstance(result, TrainResult):
+                return result
+            if process.stopping or not process.restart:
+                raise result
+            shown.message(f"{result.what} ({result.found}): going on in a fresh process")
+            resume = True
 
 
 @dataclass(slots=True)
 class _Process:
-    """A training's process, and what it has said."""
+    """The process of a training, and what it has reported."""
 
     config: TrainConfig
     folder: Path
+    relay: ProgressRelay
     resume: bool = field(kw_only=True)
-    watch: Watch = field(kw_only=True)
+    watch: Supervision = field(kw_only=True)
     ends: float = field(kw_only=True)
     restart: bool = False
     stopping: bool = False
@@ -209,9 +177,9 @@ class _Process:
                     self._note(name, value)
 
     def _end_early(self) -> HistopipeError | None:
-        """Do what the watch asks for. Returns the reason to stop listening, if there is one."""
+        """Check time limits and requests to stop. Returns the reason to stop listening, if there is one."""
         if self._child.pid is not None:
-            self.watch.look_at(self._child.pid)
+            self.watch.note_memory(self._child.pid)
         if self.watch.stop.asked or time.monotonic() > self.ends:
             self._tell_to_end()
         if self.watch.stop.asked > 1:
@@ -224,6 +192,8 @@ class _Process:
                 self._child.pid = value
             case "micro_batch":
                 self._micro_batch = value
+            case "progress":
+                self.relay.show(value)
             case "restart":
                 self.restart = self._cluster.alone
             case "cluster":
@@ -281,19 +251,3 @@ class _Process:
         smaller = max(1, self._micro_batch // 2)
         run_folder.write_micro_batch(self.folder, smaller, died)
         return OutOfMemory(died, todo=f"{todo}, which takes micro-batches of {smaller} patches")
-
-
-@contextlib.contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """A scheduler's SIGTERM as a Ctrl-C, where Python would end without a word."""
-    mine = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    )
-    if mine:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if mine:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)

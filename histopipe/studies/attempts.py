@@ -22,8 +22,8 @@ from histopipe.errors import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult
+from histopipe.runs.stopping import StopRequest, Supervision
 from histopipe.runs.supervision import supervise
-from histopipe.runs.watch import Stop, Watch
 from histopipe.system.progress import message
 
 
@@ -42,7 +42,7 @@ class Limits:
 
     seconds: float = 0.0
     retries: int = 0
-    stop: Stop = field(default_factory=Stop)
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         for what, value in (("timeout", self.seconds), ("retries", self.retries)):
@@ -93,7 +93,7 @@ def attempt(
     """
     began, host_bytes = time.monotonic(), 0
     for number in range(1, limits.retries + 2):
-        watch = Watch(
+        watch = Supervision(
             seconds=limits.seconds or math.inf, stop=limits.stop, epoch=epoch, log=log,
             alone=True, host_bytes=host_bytes,
         )  # fmt: skip

@@ -26,14 +26,14 @@ from histopipe.evaluation.scores import (
     with_common_patients,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.runs.config import TrainConfig
 from histopipe.runs.folder import is_cross_validation
 from histopipe.runs.result import is_finished, read_result
-from histopipe.runs.settings_file import read_config
+from histopipe.runs.settings import declared_settings, read_settings
+from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
-from histopipe.studies.cross_validation import FoldSettings
 from histopipe.studies.fold_summary import read_parts
 from histopipe.studies.pairing import Difference, differences_of, tested_items
+from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
 
@@ -145,17 +145,17 @@ def _load(folder: Path) -> _Loaded:
     settings = read_config(folder / run_folder.CONFIG)
     run = JudgedRun(folder, settings, result.metrics["test"])
     uuids = _uuids(folder / run_folder.SPLITS)
-    return _Loaded(run, read_parts([result]), TrainConfig(**_tuples(settings)).judging, uuids)
+    return _Loaded(run, read_parts([result]), make_config(settings).judging, uuids)
 
 
 def _load_folds(folder: Path) -> _Loaded:
-    settings = read_config(folder / run_folder.CONFIG, TrainConfig, FoldSettings)
+    settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
     places = [folder / f"fold-{number}" for number in range(1, settings["folds"] + 1)]
     done = [read_result(place) for place in places if is_finished(place)]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
     own = {name: value for name, value in settings.items() if name in _TRAIN_NAMES}
-    judging = TrainConfig(**_tuples(own)).judging
+    judging = make_config(own).judging
     parts = read_parts(done)
     missing = len(places) - len(done)
     notes = (f"{missing} of {len(places)} folds are not finished",) if missing else ()
@@ -165,7 +165,7 @@ def _load_folds(folder: Path) -> _Loaded:
 
 _LOCAL = frozenset(["fold_timeout", "retries", "parallel_folds"])
 """Settings that no result depends on."""
-_TRAIN_NAMES = frozenset(TrainConfig.__dataclass_fields__)
+_TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
 
 
 def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +15,22 @@ from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished
-from histopipe.runs.setting_checks import flag
-from histopipe.runs.settings_file import changed, known, read_config
+from histopipe.runs.settings import declared_settings, read_settings, to_toml
 from histopipe.runs.splits import new_folds, opened_sources
-from histopipe.runs.supervision import sigterm_interrupts
-from histopipe.runs.watch import Stop
+from histopipe.runs.stopping import StopRequest, sigterm_interrupts
+from histopipe.runs.task_config import CONFIGS, make_config, resumed_config
 from histopipe.runs.workers import in_cluster
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
 from histopipe.studies.judging import judged_anew
 from histopipe.studies.places import share_devices
+from histopipe.studies.settings import FoldSettings
 from histopipe.system.progress import message
 
 SPLITS, LOGS = run_folder.FOLD_SPLITS, "logs"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldSettings:
-    """How a cross-validation is run.
-
-    Attributes:
-        folds: how many; 0 for none.
-        fold_timeout: seconds for an attempt at a fold; 0 for as long as it takes.
-        retries: further attempts at a fold that failed.
-        parallel_folds: how many at once, each with its share of the GPUs.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    folds: int = 0
-    fold_timeout: float = 0.0
-    retries: int = 0
-    parallel_folds: int = 1
-
-    def __post_init__(self) -> None:
-        least = {"folds": 0, "fold_timeout": 0, "retries": 0, "parallel_folds": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            kinds = (int, float) if name == "fold_timeout" else (int,)
-            if type(value) not in kinds or not bound <= value < inf:
-                raise UsageError(flag(name), found=value, expected=f"{bound} or more")
-        if self.folds == 1:
-            raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
-
-
-FOLD_SETTINGS = tuple(field.name for field in dataclasses.fields(FoldSettings))
+FOLD_SETTINGS = tuple(declared_settings(FoldSettings))
 
 
 def cross_validate(
@@ -111,7 +79,7 @@ def divided_settings(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSetting
     folds = FoldSettings(**own)
     if not folds.folds:
         raise UsageError("--folds is missing", expected="how many, such as 5")
-    config = TrainConfig(**known(others))
+    config = make_config(others)
     if config.splits is not None:
         raise UsageError(
             "--splits is one split, and --folds makes its own", todo="take one of them"
@@ -127,7 +95,7 @@ def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, F
     """
     if not run_folder.is_cross_validation(folder):
         raise UsageError(f"{folder} holds no cross-validation to resume")
-    recorded = read_config(folder / run_folder.CONFIG, TrainConfig, FoldSettings)
+    recorded = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
     own = {name: recorded.pop(name) for name in FOLD_SETTINGS if name in recorded}
     wanted = {name: changes[name] for name in FOLD_SETTINGS if name in changes}
     folds = FoldSettings(**(own | wanted))
@@ -137,7 +105,7 @@ def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, F
             expected=own["folds"],
         )  # fmt: skip
     rest = {name: value for name, value in changes.items() if name not in FOLD_SETTINGS}
-    return changed(recorded, rest), folds
+    return resumed_config(recorded, rest), folds
 
 
 def run_folds(
@@ -184,8 +152,7 @@ def _write_plan(
         (folder / SPLITS).mkdir(exist_ok=True)
         for number, splits in enumerate(made, 1):
             write_splits(splits, folder / SPLITS / f"fold-{number}.json")
-        own = {name: getattr(settings, name) for name in FOLD_SETTINGS}
-        run_folder.write_text(folder / run_folder.CONFIG, config.to_toml(**own))
+        run_folder.write_text(folder / run_folder.CONFIG, to_toml(config, settings))
         if settings.parallel_folds > 1:
             (folder / LOGS).mkdir(exist_ok=True)
 
@@ -267,7 +234,7 @@ def _train(
             raise
 
 
-def _end(stop: Stop, waiting: Iterable[Future[Any]]) -> None:
+def _end(stop: StopRequest, waiting: Iterable[Future[Any]]) -> None:
     """Let the folds under way save and end; at once after a second Ctrl-C."""
     stop.ask()
     try:

@@ -10,7 +10,8 @@ from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
-from histopipe.runs.settings_file import known, read_config
+from histopipe.runs.settings import to_toml
+from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
 
 
@@ -26,7 +27,7 @@ def judged_anew(folder: Path, wanted: TrainConfig) -> TrainResult:
     """
     result = read_result(folder)
     scores = read_predictions(folder / run_folder.PREDICTIONS)
-    own = TrainConfig(**known(read_config(folder / run_folder.CONFIG)))
+    own = load_config(folder / run_folder.CONFIG)
     if own.judging == wanted.judging:
         return result
     judged = replace(result, metrics=judge(scores, wanted.judging))
@@ -37,5 +38,5 @@ def judged_anew(folder: Path, wanted: TrainConfig) -> TrainResult:
     facts = read_json(folder / METRICS)
     run_folder.write_metrics(folder, {**facts, **judged.to_json()})
     # Last: until then it is judged anew.
-    run_folder.write_text(folder / run_folder.CONFIG, now.to_toml())
+    run_folder.write_text(folder / run_folder.CONFIG, to_toml(now))
     return judged

@@ -10,22 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.runs.config import TrainConfig
-from histopipe.runs.setting_checks import fits, like
+from histopipe.runs.settings import declared_settings
+from histopipe.runs.task_config import CONFIGS
 from histopipe.system.files import read_toml
 
 if TYPE_CHECKING:
     import optuna
 
-NOT_SEARCHED = frozenset(
-    [
-        "stores", "mil", "bag", "labels", "allow_extra_rows", "split_by", "fractions", "region_um", "splits", "allow_leaks", "seed",
-        "on_error", "positive", "threshold", "top_k", "resamples", "save_minutes", "tensorboard", "devices",
-        "communication", "worker_timeout", "log_device_placement", "deterministic",
-    ]
-)  # fmt: skip
-"""Settings that decide what trials are measured on, or nothing that is measured: the same in all trials."""
-_FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+_DECLARED = declared_settings(*CONFIGS)
 _KEYS = {"low", "high", "log", "step"}
 
 
@@ -112,7 +104,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
     fixed: dict[str, Any] = {}
     for name, value in values.items():
         what = f"{where}: {name}"
-        if name not in _FIELDS:
+        if name not in _DECLARED:
             raise UsageError(what, expected="a setting of `histopipe train`, as in config.toml")
         if isinstance(value, Mapping):
             searched[name] = _range(what, name, value)
@@ -120,7 +112,7 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
             searched[name] = _choice(what, name, value)
         else:
             fixed[name] = settings_of({name: _checked(what, name, value)})[name]
-    refused = sorted(set(searched) & NOT_SEARCHED)
+    refused = sorted(name for name in searched if not _DECLARED[name].about.search)
     if refused:
         raise UsageError(
             f"{where}: {', '.join(refused)} cannot be searched", expected="the same for all trials",
@@ -157,7 +149,7 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
             found=dict(value),
             expected="low below high" + (", low above 0" if log else ", a step within them"),
         )
-    if isinstance(_FIELDS[name].default, float):
+    if _DECLARED[name].item_type is float:
         return Range(float(value["low"]), float(value["high"]), log, step)
     return Range(value["low"], value["high"], log, step)
 
@@ -172,10 +164,10 @@ def _checked(what: str, name: str, value: Any) -> Any:
     if _is_list(name):
         if not isinstance(value, str):
             raise UsageError(what, found=repr(value), expected="texts such as 'flips,crop'")
-    elif not fits(value, _FIELDS[name].default):
-        raise UsageError(what, found=repr(value), expected=like(_FIELDS[name]))
+    elif not _DECLARED[name].fits(value):
+        raise UsageError(what, found=repr(value), expected=_DECLARED[name].example)
     return value
 
 
 def _is_list(name: str) -> bool:
-    return isinstance(_FIELDS[name].default, tuple)
+    return _DECLARED[name].is_list

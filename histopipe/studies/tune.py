@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,13 @@ from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageErro
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished, read_result
-from histopipe.runs.settings_file import known
 from histopipe.runs.splits import new_splits, opened_sources
+from histopipe.runs.task_config import changed_config, make_config
 from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
+from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.storage import load_optuna
-from histopipe.studies.study import TRIALS, Metric, Pruner, Sampler, Study, StudySettings
+from histopipe.studies.study import TRIALS, Study
 from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
 from histopipe.system.progress import message
 
@@ -82,12 +82,12 @@ def tune(
         paths = [stores] if isinstance(stores, str | Path) else stores
         settings["stores"] = tuple(map(str, paths))
     found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
-    base = TrainConfig(**known(settings | dict(found.fixed)))
+    base = make_config(settings | dict(found.fixed))
     own = StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
-        storage=storage, name=name,
+        storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    limits = Limits(seconds=trial_timeout, retries=retries)
+    limits = Limits(seconds=own.trial_timeout, retries=own.retries)
     return Search(base, found, own, Path(out)).run(limits)
 
 
@@ -110,7 +110,7 @@ class Search:
         with run_folder.writable(folder):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / TRIALS).mkdir(exist_ok=True)
-        facts = {k: v for k, v in dataclasses.asdict(base).items() if k not in _LOCAL}
+        facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
         self._study = Study(folder, settings, space, facts)
         with self._study.locked():
             _write_splits(base, folder)
@@ -179,7 +179,7 @@ class Search:
             return Outcome(read_result(folder), None, 0, 0.0, 0)
         splits = str(self._folder / TRIALS / run_folder.SPLITS)
         try:
-            config = replace(self._base, splits=splits, **params)
+            config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
             return Outcome(None, error, 0, 0.0, 0)
         known_steps = set(self._study.trials()[trial.number].intermediate_values)

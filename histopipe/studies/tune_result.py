@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,8 @@ from histopipe.evaluation.table import aligned, number
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished, read_result
+from histopipe.runs.settings import to_toml
+from histopipe.runs.task_config import changed_config
 from histopipe.studies.search_space import settings_of
 
 if TYPE_CHECKING:
@@ -117,19 +119,21 @@ def result_of(
     best = max(done, key=lambda it: (sign * it[0], -it[1].number))[1] if done else None
     config = None
     if best is not None:
-        config = _from_anywhere(replace(base, **best.settings), folder)
+        config = _from_anywhere(changed_config(base, **best.settings), folder)
     return TuneResult(folder, found, best, config)
 
 
 def _from_anywhere(config: TrainConfig, folder: Path) -> TrainConfig:
     """The same with absolute paths, and the search's own splits: `best.toml` may be run in another folder."""
-    return replace(
-        config, splits=str((folder / run_folder.SPLITS).resolve()),
-        stores=config.stores if config.mil else tuple(str(Path(path).resolve()) for path in config.stores),
-        mil=None if config.mil is None else str(Path(config.mil).resolve()),
-        labels=None if config.labels is None else str(Path(config.labels).resolve()),
-        weights=str(Path(config.weights).resolve()) if Path(config.weights).is_file() else config.weights,
-    )  # fmt: skip
+    paths: dict[str, Any] = {"splits": str((folder / run_folder.SPLITS).resolve())}
+    values = config.values()
+    for name in ("mil", "labels", "weights"):
+        value = values.get(name)
+        if value is not None and (name != "weights" or Path(value).is_file()):
+            paths[name] = str(Path(value).resolve())
+    if "stores" in values:
+        paths["stores"] = tuple(str(Path(path).resolve()) for path in values["stores"])
+    return changed_config(config, **paths)
 
 
 def write_tune_result(result: TuneResult) -> None:
@@ -141,7 +145,7 @@ def write_tune_result(result: TuneResult) -> None:
     writer.writerows(rows)
     run_folder.write_text(result.folder / TRIALS_CSV, buffer.getvalue())
     if result.config is not None:
-        run_folder.write_text(result.folder / BEST, result.config.to_toml())
+        run_folder.write_text(result.folder / BEST, to_toml(result.config))
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:

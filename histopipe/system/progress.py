@@ -9,7 +9,8 @@ import importlib.util
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -276,12 +277,28 @@ class _Bars(Bar):
             bar.close()
 
 
+_used: Progress | None = None
+
+
+@contextmanager
+def use_progress(progress: Progress) -> Iterator[None]:
+    """Make `default_progress()` return a given progress, in all threads of this process."""
+    global _used  # noqa: PLW0603 - as standard error, it belongs to the process
+    before, _used = _used, progress
+    try:
+        yield
+    finally:
+        _used = before
+
+
 def default_progress(stream: TextIO | None = None) -> Progress:
-    """Bars in a notebook and on a terminal, lines elsewhere.
+    """Bars in a notebook and on a terminal, lines elsewhere; or what `use_progress` has set.
 
     Args:
         stream: where to write; standard error if not given.
     """
+    if stream is None and _used is not None:
+        return _used
     notebook = stream is None and _in_notebook()
     stream = stream or sys.stderr
     if notebook or stream.isatty():

@@ -14,9 +14,9 @@ import keras
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import hash31
-from histopipe.runs.config import Pooling, Precision
-from histopipe.training.dropout import SampleDropout
-from histopipe.training.models import LOGITS
+from histopipe.runs.config import Precision
+from histopipe.runs.task_config import Pooling
+from histopipe.training.models import LOGITS, SampleDropout
 
 _HIDDEN, _ATTENTION = 512, 256
 """Widths as CLAM's "small" model has them."""

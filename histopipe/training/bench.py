@@ -162,7 +162,7 @@ def bench(
         device = {}
         if model is not None:
             # Late: it loads Keras.
-            from histopipe.training.measure import measure_device
+            from histopipe.training.step_rate import measure_device
 
             sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
             device = measure_device(opened, model, sizes, devices, seconds)

@@ -20,11 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
+from histopipe.runs.history import EpochMetrics
 from histopipe.system.files import appearing
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"
 _DIGEST_BYTES = 64
+_BETTER_AUC = 1e-4
+"""An AUC is better if it is higher by more than this. Within it, the lower loss is better."""
 
 
 def _nothing() -> NDArray[np.float32]:
@@ -56,6 +59,13 @@ class TrainState:
     waited: int = 0
     skipped: list[int] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
+
+    def is_improved_by(self, metrics: EpochMetrics) -> bool:
+        """Return whether validation went better than in the best epoch so far."""
+        auc = -1.0 if metrics.auc is None else metrics.auc
+        if self.best_epoch < 0 or auc > self.best_auc + _BETTER_AUC:
+            return True
+        return auc >= self.best_auc - _BETTER_AUC and metrics.loss < self.best_loss
 
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from histopipe.dataset.augmentation import hash31
 from histopipe.errors import UsageError
 from histopipe.runs.config import Precision
-from histopipe.training.dropout import SampleDropout
 from histopipe.training.memory import is_out_of_memory
 
 SMALL_CNN = "small-cnn"
+_HASHES = 1 << 31
 LOGITS = "logits"
 """Name of the last layer with weights, in training and in what is saved."""
 
@@ -210,3 +212,27 @@ def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) ->
     if swapped:
         image = keras.ops.flip(image, axis=-1)
     return keras.layers.Rescaling(scale.tolist(), offset=offset.tolist())(image)
+
+
+class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no types
+    """Drops each feature of each sample by a hash of the sample's seed.
+
+    Keras' own layer draws once a replica, the same mask on each, so several replicas would not equal one. This layer is for
+    training only; a saved model has the stock `Dropout` in its place.
+
+    Args:
+        rate: share of features to drop, 0 to below 1.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def call(self, features: tf.Tensor, seeds: tf.Tensor, training: bool = False) -> tf.Tensor:
+        """(B, F) features, kept ones scaled up so that their mean stays; seeds (B,) int64."""
+        if not training or self.rate == 0:
+            return features
+        places = tf.range(tf.shape(features)[-1], dtype=tf.int64)
+        draws = hash31(hash31(seeds, 2)[:, None] ^ hash31(places, 3)[None, :], 4)
+        keep = tf.cast(draws >= int(self.rate * _HASHES), features.dtype)
+        return features * keep / (1 - self.rate)

@@ -1,4 +1,4 @@
-"""One training from settings to a run folder, in this process. `supervise` runs it in one of its own."""
+"""One training, from settings to a run folder, in this process. `runs.supervision` starts a process for it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import tensorflow as tf
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.messages import Report, unreported
+from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time, unreported
 from histopipe.runs.result import TrainResult
 from histopipe.runs.splits import opened_sources, run_splits
 from histopipe.runs.workers import SIGNS, Cluster
 from histopipe.system.filesystems import is_full_disk
+from histopipe.system.progress import use_progress
 from histopipe.training.collectives import find_cluster
-from histopipe.training.data import tell_splits
 from histopipe.training.memory import is_out_of_memory
-from histopipe.training.run import Run
-from histopipe.training.task import task_of
+from histopipe.training.problem import make_problem, print_splits
+from histopipe.training.trainer import Trainer
 
 
 def train_here(
@@ -29,48 +29,53 @@ def train_here(
     folder: Path,
     *,
     resume: bool = False,
-    report: Report = unreported,
+    report: Report | None = None,
 ) -> TrainResult:
-    """Train a model in this process, which never gives back all the memory that takes.
+    """Train a model in this process. The process never frees all of the memory that this takes.
 
     Args:
         config: every setting.
-        folder: where the run goes.
-        resume: go on with the run that is there.
-        report: told how it goes.
+        folder: folder of the run.
+        resume: continue the run that is there.
+        report: sends messages and progress to a supervisor; None shows progress here.
 
     Raises:
         UsageError: a setting does not fit the data or the machine.
-        NothingToDo: no store, or nothing to tell apart.
-        DamagedStore: a store is damaged, or no longer what the run began with.
-        OutOfMemory: memory ran out where this process cannot go on.
+        NothingToDo: there is no store, or fewer than two classes.
+        DamagedStore: a store is damaged, or no longer the one that the run began with.
+        OutOfMemory: memory ran out in a way that this process cannot recover from.
         MachineShort: the disk is full.
         WorkerLost: another worker is gone.
-        Interrupted: told to stop; the state is saved.
+        Interrupted: by a signal; the state is saved.
     """
     cluster = find_cluster()
     if cluster.chief:
         run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (SIGNS,))
     with ExitStack() as stack:
+        if report is not None:
+            report = one_at_a_time(report)
+            stack.enter_context(use_progress(ReportedProgress(report)))
         recorded = folder / run_folder.SPLITS if resume else config.splits
         sources = stack.enter_context(opened_sources(config, recorded))
         splits = run_splits(config, sources, folder, resume=resume)
-        task = task_of(config, sources, splits)
+        problem = make_problem(config, sources, splits)
         if cluster.chief:
-            tell_splits(splits, sources, task.holders, task.unit)
+            print_splits(splits, sources, problem.holders, config.unit)
         stack.enter_context(cluster.signs(folder))
-        stack.enter_context(_full_disk_told(folder))
-        stack.enter_context(_lost_workers_told(cluster, folder))
-        stack.enter_context(_lost_memory_told())
-        run = Run(config, folder, task=task, cluster=cluster, report=report)
+        stack.enter_context(_full_disk(folder))
+        stack.enter_context(_lost_workers(cluster, folder))
+        stack.enter_context(_lost_memory())
+        trainer = Trainer(
+            config, folder, problem=problem, cluster=cluster, report=report or unreported
+        )
         if cluster.chief:
-            # All that can be wrong with the settings has been found by now: the folder begins to exist.
+            # All that can be wrong with the settings has been found by now: make the folder.
             stack.enter_context(run_folder.opened(folder, config, splits, resume=resume))
-        return run.run(resume=resume)
+        return trainer.train(resume=resume)
 
 
 @contextmanager
-def _full_disk_told(folder: Path) -> Iterator[None]:
+def _full_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, tf.errors.OpError) as error:
@@ -83,8 +88,8 @@ def _full_disk_told(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _lost_memory_told() -> Iterator[None]:
-    """What runs out of memory before there is anything that could be done in smaller pieces."""
+def _lost_memory() -> Iterator[None]:
+    """Report running out of memory before the first step, where smaller micro-batches cannot help."""
     try:
         yield
     except (tf.errors.OpError, MemoryError) as error:
@@ -97,8 +102,8 @@ def _lost_memory_told() -> Iterator[None]:
 
 
 @contextmanager
-def _lost_workers_told(cluster: Cluster, folder: Path) -> Iterator[None]:
-    """Errors of a collective operation as what they mean: another worker is gone."""
+def _lost_workers(cluster: Cluster, folder: Path) -> Iterator[None]:
+    """Report errors of collective operations as the loss of another worker."""
     since = time.time()
     try:
         yield

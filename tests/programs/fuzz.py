@@ -36,7 +36,7 @@ from histopipe.features.trust import check_coords, check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
 from histopipe.inference.slide_info import SlideFacts
 from histopipe.runs.result import read_result
-from histopipe.runs.settings_file import read_config
+from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_slide_list

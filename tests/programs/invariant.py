@@ -20,18 +20,17 @@ from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
-from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
 from histopipe.training.collectives import find_cluster
 from histopipe.training.devices import make_strategy
-from histopipe.training.dropout import SampleDropout
-from histopipe.training.loop import Trainer
+from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
-from histopipe.training.models import PatchModel, build_model
+from histopipe.training.models import PatchModel, SampleDropout, build_model
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.steps import Steps, StepSettings
-from histopipe.training.tally import Tally, step_losses
+from histopipe.training.predictions import StepResults, step_losses
+from histopipe.training.train_step import StepSettings, TrainStep
 
 BATCH, STEPS = 14, 50
 """Three and four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
@@ -74,7 +73,7 @@ def batch_norm_model(side: int, dropout: float) -> PatchModel:
 
 
 def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> dict[str, Any]:
-    config = TrainConfig(
+    config = PatchTrainConfig(
         batch_size=BATCH, dropout=0.3, augment=("flips", "colour"), epochs=7, **CASES[case]
     )
     table = SampleTable(select([store]))
@@ -93,19 +92,18 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
         augmentations=config.augmentations, clip_norm=config.clip_norm,
         label_smoothing=config.label_smoothing,
     )  # fmt: skip
-    trainer = Trainer(
-        Steps(strategy, model, optimizer, settings), seed=config.seed,
-        make_batches=lambda table, order, replicas: PatchBatches(
-            [store], table, batch_size=BATCH, order=order, replicas=replicas
-        ),
-        cluster=cluster, micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
+    loop = EpochLoop(
+        TrainStep(strategy, model, optimizer, settings), seed=config.seed, cluster=cluster, micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),
     )  # fmt: skip
-    batches = trainer.batches(table, make_order(table, seed=config.seed))
+    batches = PatchBatches(
+        [store], table, batch_size=BATCH, order=make_order(table, seed=config.seed),
+        replicas=strategy.num_replicas_in_sync,
+    )  # fmt: skip
     losses: list[float] = []
     for epoch in range(-(-STEPS // batches.steps_per_epoch)):
-        tally = Tally()
-        trainer.train_epoch(batches, epoch, "", tally)
-        losses += step_losses(trainer.gathered(tally)).tolist()
+        results = StepResults()
+        loop.train_epoch(batches, epoch, "", results)
+        losses += step_losses(loop.gathered(results)).tolist()
     weights = [np.asarray(v.value) for v in model.training.variables]
     return {"losses": np.array(losses)} | {f"w{i:03d}": w for i, w in enumerate(weights)}
 

@@ -1,9 +1,8 @@
-"""Faults in the process of a training: put this folder on the PYTHONPATH of the fork server. The training's environment decides.
+"""Makes a training's process fail at one place, once: put this folder on PYTHONPATH.
 
-HISTOPIPE_TEST_FAULT: where, at which call, which fault, and the file that marks it as done: PLACE:CALL:KIND:FILE.
-A plus after the place: after the call. "always" as the file: at every call, in every process.
+HISTOPIPE_TEST_FAULT says where, at which call, how, and names a file that shows that it has failed: PLACE:CALL:KIND:FILE.
+A plus behind the place: behind the call. "always" for the file: at every call, in every process.
 Several are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
-HISTOPIPE_TEST_CHILD: Python code to run instead of the training; `fd` is its end of the pipe.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from __future__ import annotations
 import importlib
 import os
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -20,24 +17,17 @@ from pathlib import Path
 from typing import Any
 
 PLACES = {
-    "gradients": ("histopipe.training.steps", "Steps", "_gradient_step"),
-    "apply": ("histopipe.training.steps", "Steps", "apply"),
-    "predict": ("histopipe.training.steps", "Steps", "_predict_step"),
-    "fetch": ("histopipe.training.loop", "Trainer", "_on_host"),
-    "place": ("histopipe.training.loop", "Trainer", "_one_a_replica"),
+    "gradients": ("histopipe.training.train_step", "TrainStep", "_gradient_step"),
+    "apply": ("histopipe.training.train_step", "TrainStep", "apply"),
+    "predict": ("histopipe.training.train_step", "TrainStep", "_predict_step"),
+    "fetch": ("histopipe.training.epoch_loop", "EpochLoop", "_on_host"),
+    "place": ("histopipe.training.epoch_loop", None, "one_per_replica"),
     "read": ("histopipe.dataset.patch_batches", "PatchBatches", "load"),
-    "save": ("histopipe.training.run", None, "save_state"),
+    "save": ("histopipe.training.trainer", None, "save_state"),
     "keep": ("histopipe.training.checkpoint", None, "_keep"),
     "write": ("histopipe.training.checkpoint", None, "_name"),
-    "build": ("histopipe.training.task", None, "build_model"),
+    "build": ("histopipe.training.problem", None, "build_model"),
 }
-
-
-def client() -> int:
-    """The process that made the pipe of this training."""
-    with socket.socket(fileno=os.dup(pipe)) as end:
-        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("iii", credentials)[0])
 
 
 def fail(kind: str) -> None:
@@ -71,7 +61,7 @@ def fail(kind: str) -> None:
     if kind == "crash":
         raise RuntimeError("made")
     if kind == "parent":
-        os.kill(client(), signal.SIGKILL)  # and this process dies with it
+        os.kill(os.getppid(), signal.SIGKILL)  # and this process dies with it
         time.sleep(60)
     os.kill(os.getpid(), getattr(signal, kind))
 
@@ -116,26 +106,9 @@ def arm(only: str, place: str, at: int, kind: str, marker: Path) -> None:
     setattr(where, name, faulty)
 
 
-pipe = -1
-
-
-def main(fd: int) -> None:
-    global pipe  # noqa: PLW0603 - a process has one training
-    pipe = fd
-    code = os.environ.get("HISTOPIPE_TEST_CHILD")
-    if code:
-        exec(code, {"fd": fd})  # noqa: S102 - a test's own
-        os._exit(0)
-    faults = os.environ.get("HISTOPIPE_TEST_FAULT")
-    for fault in faults.split(";") if faults else ():
+faults = os.environ.get("HISTOPIPE_TEST_FAULT")
+if faults and "histopipe.training.child" in sys.orig_argv:
+    for fault in faults.split(";"):
         only, _, what = fault.rpartition("=")
         place, at, kind, marker = what.split(":", 3)
         arm(only, place, int(at), kind, Path(marker))
-    train(fd)
-
-
-if "histopipe.runs.fork_server" in sys.orig_argv:
-    from histopipe.training import child
-
-    train = child.main
-    child.main = main  # type: ignore[assignment]  # as a test double

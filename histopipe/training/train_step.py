@@ -20,8 +20,8 @@ from histopipe.dataset.options import Augmentation
 from histopipe.dataset.stain_normalisation import StainNormaliser
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
-from histopipe.training.loss_scale import LossScale
 from histopipe.training.models import PatchModel
+from histopipe.training.optimizer import LossScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class StepSettings:
     xla: bool = False
 
 
-class Steps:
+class TrainStep:
     """The steps of a model and its optimizer.
 
     Args:
@@ -77,7 +77,7 @@ class Steps:
             )
         self._scale: LossScale | None = None
         self._differentiated = (
-            tf.function(self._differentiate, jit_compile=True)
+            tf.function(self._differentiate, autograph=False, jit_compile=True)
             if settings.xla
             else self._differentiate
         )
@@ -140,19 +140,19 @@ class Steps:
         )
         return [self.strategy.experimental_local_results(part) for part in parts]
 
-    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def apply(self, gradients: Any, wishes: tf.Tensor) -> tf.Tensor:
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
         """Change the weights by a step's gradients, summed over all replicas.
 
         Args:
             gradients: from `gradients`.
-            wishes: (2,) float32, whatever the workers want to tell each other.
+            requests: (2,) float32, whatever the workers want to tell each other.
 
         Returns:
-            (2,) the sum of all replicas' wishes.
+            (2,) the sum of all replicas' requests.
         """
         sums, state, weight = gradients
-        means, finite, wishes = self.strategy.run(self._reduce, args=(sums, weight, wishes))
+        means, finite, requests = self.strategy.run(self._reduce, args=(sums, weight, requests))
         if self._scale is None:
             self._update(means, state)
         else:
@@ -161,16 +161,16 @@ class Steps:
                 lambda: self._update(means, state),
                 lambda: None,
             )
-        return self.strategy.experimental_local_results(wishes)[0]
+        return self.strategy.experimental_local_results(requests)[0]
 
-    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _gradient_step(
         self, batch: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
         arguments = (batch, epoch_number, so_far, start, size)
         return self.strategy.run(self._gradient_replica, args=arguments)
 
-    @tf.function  # type: ignore[untyped-decorator]  # tensorflow has no types
+    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _predict_step(self, batch: Any, start: tf.Tensor, size: int | None) -> Any:
         return self.strategy.run(self._predict_replica, args=(batch, start, size))
 
@@ -226,10 +226,10 @@ class Steps:
         losses = cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
         return results(probability, losses, self._weight(part))
 
-    def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, wishes: tf.Tensor) -> Any:
-        """The mean gradient over all replicas, clipped; whether it is finite; and all wishes."""
-        values = [*sums, weight, tf.cast(wishes, weight.dtype)]
-        *sums, weight, wishes = tf.distribute.get_replica_context().all_reduce(
+    def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, requests: tf.Tensor) -> Any:
+        """The mean gradient over all replicas, clipped; whether it is finite; and all requests."""
+        values = [*sums, weight, tf.cast(requests, weight.dtype)]
+        *sums, weight, requests = tf.distribute.get_replica_context().all_reduce(
             # On this replica's device, or else they are reduced one by one.
             tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values],
         )  # fmt: skip
@@ -242,7 +242,7 @@ class Steps:
             self._scale.adapt(finite)
         if self.settings.clip_norm:
             means, _ = tf.clip_by_global_norm(means, self.settings.clip_norm)
-        return means, finite, tf.cast(wishes, tf.float32)
+        return means, finite, tf.cast(requests, tf.float32)
 
     def _update(self, means: list[Any], state: list[Any]) -> None:
         model = self.model.training

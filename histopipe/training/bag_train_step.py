@@ -10,17 +10,17 @@ import tensorflow as tf
 from histopipe.dataset.augmentation import sample_seeds
 from histopipe.training.bag_model import BagModel
 from histopipe.training.pooling import patch_gradients, pool
-from histopipe.training.steps import Steps, StepSettings, cross_entropy, results
+from histopipe.training.train_step import StepSettings, TrainStep, cross_entropy, results
 
 PIECE = 32_768
 """Patches computed at once: some 300 MB of hidden features and their like, and more would be no faster."""
 
 
-class BagSteps(Steps):
+class BagTrainStep(TrainStep):
     """The steps of a bag model. Of a micro-batch, `size` is the patches of a bag that are computed at once.
 
     Args:
-        strategy, model, optimizer, settings: as for `Steps`.
+        strategy, model, optimizer, settings: as for `TrainStep`.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BagSteps(Steps):
         return PIECE
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """As `Steps.gradients`, with `rows` of bags."""
+        """As `TrainStep.gradients`, with `rows` of bags."""
         so_far, values = None, []
         for number in range(rows):
             so_far, part = self._bag_gradients(
@@ -48,7 +48,7 @@ class BagSteps(Steps):
         return so_far, values
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
-        """As `Steps.predictions`."""
+        """As `TrainStep.predictions`."""
         parts = (
             self._bag_prediction(batch, tf.constant(number), tf.constant(size))
             for number in range(rows)
@@ -56,14 +56,14 @@ class BagSteps(Steps):
         return [self.strategy.experimental_local_results(part) for part in parts]
 
     # Bags differ in length, and must not each be traced anew.
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _bag_gradients(
         self, batch: Any, epoch_number: tf.Tensor, so_far: Any, number: tf.Tensor, size: tf.Tensor
     ) -> Any:
         arguments = (batch, epoch_number, so_far, number, size)
         return self.strategy.run(self._bag_gradients_replica, args=arguments)
 
-    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _bag_prediction(self, batch: Any, number: tf.Tensor, size: tf.Tensor) -> Any:
         return self.strategy.run(self._bag_prediction_replica, args=(batch, number, size))
 

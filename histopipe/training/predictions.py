@@ -1,19 +1,27 @@
-"""What the steps of one pass over a table of patches have said: gathered step by step, then told as predictions."""
+"""The results of the steps of an epoch, and the predictions and metrics that they make up."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.batch_sampler import BatchSampler
+from histopipe.dataset.sample_table import unpack_keys
+from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
+from histopipe.evaluation.scores import Level, PatchScores
+from histopipe.evaluation.statistics import area_under_roc
+from histopipe.runs.history import EpochMetrics
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """What a model says of patches, in the order they came.
+    """The predictions of a model, in the order of the batches.
 
     Attributes:
         key: (N,) int64.
@@ -32,8 +40,8 @@ class Predictions:
 
 
 @dataclass(slots=True)
-class Tally:
-    """The results of a pass so far.
+class StepResults:
+    """The results of the steps of a pass so far.
 
     Attributes:
         values: by step, (B, C + 2) float32 of the rows that are this worker's: probabilities, loss, and weight in it.
@@ -60,7 +68,7 @@ def step_counts(values: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def check_finite(values: NDArray[np.float32], epoch: int) -> None:
-    """Whether a training still learns anything.
+    """Check that all losses are finite.
 
     Args:
         values: (S, B, C + 2) float32 of its steps.
@@ -110,3 +118,61 @@ def predictions(
         seconds=seconds,
         input_wait=input_wait,
     )
+
+
+def epoch_metrics(predictions: Predictions) -> EpochMetrics:
+    """Return the metrics of predictions. They are computed on the host: the same for any number of replicas."""
+    return EpochMetrics(
+        count=len(predictions.label),
+        loss=predictions.loss,
+        accuracy=float((predictions.probability.argmax(axis=1) == predictions.label).mean()),
+        auc=area_under_roc(predictions.label, predictions.probability),
+    )
+
+
+def patch_scores(
+    predictions: Predictions,
+    sources: Sequence[SampleSource],
+    splits: Splits,
+    *,
+    level: Level = "patch",
+) -> PatchScores:
+    """Predictions with the slides, patients and places that they are of, in the order of their slides.
+
+    Args:
+        predictions: of patches or bags.
+        sources: that they are in.
+        splits: whose patients are meant.
+        level: what each is of.
+    """
+    ordinals, slides, rows = unpack_keys(predictions.key)
+    order = np.lexsort((rows, slides, ordinals))
+    ordinals, slides, rows = ordinals[order], slides[order], rows[order]
+    patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
+    begins = np.flatnonzero(np.diff(ordinals, prepend=-1) | np.diff(slides, prepend=-1))
+    ends = [*begins[1:].tolist(), len(rows)]
+    ids = Counter(slide.id for slide in splits.slides)
+    slide_names: dict[str, int] = {}
+    patient_names: dict[str, int] = {}
+    slide, patient = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
+    corners = np.zeros((len(rows), 2), np.int64)
+    for begin, end in zip(begins.tolist(), ends, strict=True):
+        here, place = slice(begin, end), (int(ordinals[begin]), int(slides[begin]))
+        source = sources[place[0]]
+        name = source.records[place[1]].id
+        # Two stores may each have a slide "1".
+        name = name if ids[name] == 1 else f"{name}@{source.uuid[:8]}"
+        slide[here] = _number(slide_names, name)
+        patient[here] = _number(patient_names, patient_of[place])
+        if level == "patch":
+            index = source.index(place[1])
+            corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
+    return PatchScores(
+        splits.classes, tuple(slide_names), tuple(patient_names), slide=slide, patient=patient,
+        x_l0=corners[:, 0], y_l0=corners[:, 1], label=predictions.label[order],
+        probability=predictions.probability[order], level=level,
+    )  # fmt: skip
+
+
+def _number(names: dict[str, int], name: str) -> int:
+    return names.setdefault(name, len(names))

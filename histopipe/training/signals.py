@@ -1,4 +1,4 @@
-"""When a training pauses to save its state: by the clock, and when it is told to stop."""
+"""SIGTERM and Ctrl-C during a training, and when its state is to be saved."""
 
 from __future__ import annotations
 
@@ -6,38 +6,43 @@ import signal
 import threading
 import time
 from types import FrameType, TracebackType
-from typing import Any, Self
-
-from histopipe.training.loop import Wishes
+from typing import Any, NamedTuple, Self
 
 
-class Pauses:
-    """Turns SIGTERM and Ctrl-C into a wish to stop behind the current step. A second Ctrl-C interrupts at once.
+class Requests(NamedTuple):
+    """What a worker requests before the next step; above 0 for yes."""
 
-    A context manager: handlers are set within it, if it is the main thread's. TensorFlow sets one of its own when workers
-    meet, so it is entered after that.
+    save: float = 0.0
+    stop: float = 0.0
+
+
+class StopSignals:
+    """Turns SIGTERM and Ctrl-C into a request to stop after the current step. A second Ctrl-C interrupts at once.
+
+    A context manager: it handles signals inside, if it is in the main thread. TensorFlow sets a handler of its own when workers
+    meet, so enter it after that.
 
     Args:
-        minutes: between two saves.
+        save_minutes: interval between two checkpoints.
 
     Attributes:
-        stopping: whether the training was told to stop.
-        saveable: whether there is anything to save yet; before, a signal interrupts at once.
+        stopping: a signal has come.
+        saveable: there is something to save. Before that, a signal interrupts at once.
     """
 
-    def __init__(self, minutes: float) -> None:
-        self._seconds = 60 * minutes
+    def __init__(self, save_minutes: float) -> None:
+        self._seconds = 60 * save_minutes
         self._saved = time.monotonic()
         self._handlers: dict[int, Any] = {}
         self.stopping = self.saveable = False
 
-    def wishes(self) -> Wishes:
-        """What is due before the next step."""
+    def requests(self) -> Requests:
+        """Return what is due before the next step."""
         due = time.monotonic() - self._saved >= self._seconds
-        return Wishes(save=float(due), stop=float(self.stopping))
+        return Requests(save=float(due), stop=float(self.stopping))
 
     def saved(self) -> None:
-        """The state has just been saved."""
+        """Note that the state has just been saved."""
         self._saved = time.monotonic()
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

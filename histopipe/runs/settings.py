@@ -1,0 +1,264 @@
+"""Settings, each declared once as a dataclass field. Flags, checks, TOML files, search spaces and tables follow from it.
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Example:
+        epochs: int = setting(20, "Number of epochs.", group="Training", at_least=1)
+
+The type of the field decides how a flag is parsed: `bool`, `int`, `float`, `str`, `Literal[...]` for a choice, and tuples of
+these for lists. This module imports nothing that is slow to load: `histopipe train --help` reads the declarations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from histopipe.errors import UsageError
+from histopipe.system.files import read_toml
+
+Format = Literal["", "path", "share", "duration"]
+"""How a flag is written, if not as its type: "share" takes 10% too, "duration" takes 2h too, and is in seconds."""
+_SETTING = "setting"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """The declaration of a setting, besides its type and default.
+
+    Attributes:
+        help: one line.
+        group: heading under which it is listed.
+        at_least, at_most, above, below: bounds of its value.
+        default_text: the default as listed; None to list the value.
+        format: how the flag is written.
+        resume: it may change when a run is resumed.
+        search: a search may try different values.
+        per_worker: it may differ between the workers of a training on several machines.
+    """
+
+    help: str
+    group: str
+    at_least: float | None = None
+    at_most: float | None = None
+    above: float | None = None
+    below: float | None = None
+    default_text: str | None = None
+    format: Format = ""
+    resume: bool = False
+    search: bool = True
+    per_worker: bool = False
+
+
+def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
+    """Declare a setting.
+
+    Args:
+        default: its value if not given; `dataclasses.MISSING` for a required one.
+        help: one line.
+        group: heading under which it is listed.
+        options: further attributes of `Setting`.
+    """
+    about = Setting(help=help, group=group, **options)
+    return dataclasses.field(default=default, metadata={_SETTING: about})
+
+
+class DeclaredSetting(NamedTuple):
+    """A declared setting of a class.
+
+    Attributes:
+        name: of the field.
+        type: its type, resolved.
+        default: `dataclasses.MISSING` for a required one.
+        about: its declaration.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    about: Setting
+
+    @property
+    def flag(self) -> str:
+        """The flag on the command line."""
+        return flag(self.name)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its value is a tuple."""
+        return get_origin(self.type) is tuple
+
+    @property
+    def item_type(self) -> Any:
+        """The type of its value, or of the items of a list. None is not part of it."""
+        return _required(get_args(self.type)[0] if self.is_list else self.type)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed texts; empty if any is allowed."""
+        return get_args(self.item_type) if get_origin(self.item_type) is Literal else ()
+
+    def fits(self, value: object) -> bool:
+        """Whether a value has the type of the setting. Choices and bounds are not checked."""
+        if value is None:
+            return type(None) in get_args(self.type)
+        if self.is_list:
+            return isinstance(value, list | tuple) and all(map(self._fits, value))
+        return self._fits(value)
+
+    def _fits(self, value: object) -> bool:
+        item = str if self.choices else self.item_type
+        allowed = (int, float) if item is float else (item,)
+        return type(value) in allowed
+
+    @property
+    def example(self) -> str:
+        """What a value looks like, for messages."""
+        return "a text" if self.default in (None, MISSING) else f"such as {self.default!r}"
+
+    def check(self, value: Any) -> None:
+        """Check type, choices and bounds of a value.
+
+        Raises:
+            UsageError: the value is not allowed.
+        """
+        if not self.fits(value):
+            raise UsageError(self.flag, found=repr(value), expected=self.example)
+        for item in value if self.is_list else (value,):
+            if self.choices:
+                one_of(self.flag, item, self.choices)
+        problem = self._outside(value)
+        if problem is not None:
+            raise UsageError(self.flag, found=value, expected=problem)
+
+    def _outside(self, value: Any) -> str | None:
+        """The expected range if a number is outside of it."""
+        about = self.about
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return None
+        if about.at_most is not None and about.at_most > 1 and value > about.at_most:
+            return f"at most {about.at_most:,}"
+        inside = (
+            (about.at_least is None or value >= about.at_least)
+            and (about.at_most is None or value <= about.at_most)
+            and (about.above is None or value > about.above)
+            and (about.below is None or value < about.below)
+            and abs(value) < inf
+        )
+        return None if inside else self.range_text or "a finite number"
+
+    @property
+    def range_text(self) -> str:
+        """The allowed range of a number, such as "1 or more"; empty if there is none."""
+        about = self.about
+        if about.above is not None:
+            return f"more than {about.above:g}"
+        if about.below is not None:
+            return f"from {about.at_least:g} to below {about.below:g}"
+        if about.at_most is not None and about.at_most <= 1:
+            return f"from {about.at_least:g} to {about.at_most:g}"
+        return "" if about.at_least is None else f"{about.at_least:g} or more"
+
+
+def _required(kind: Any) -> Any:
+    """A type without None."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(part for part in get_args(kind) if part is not type(None))
+    return kind
+
+
+def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
+    """Return the declared settings of classes, by name. Where several declare one, the first of them counts."""
+    return _settings_of(classes)
+
+
+@functools.cache
+def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, DeclaredSetting]:
+    found: dict[str, DeclaredSetting] = {}
+    for kind in classes:
+        hints = get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            about = field.metadata.get(_SETTING)
+            if about is not None and field.name not in found:
+                found[field.name] = DeclaredSetting(
+                    field.name, hints[field.name], field.default, about
+                )
+    return types.MappingProxyType(found)
+
+
+def check_settings(values: Any) -> None:
+    """Check every setting of a dataclass by its declaration.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+    for name, declared in declared_settings(type(values)).items():
+        declared.check(getattr(values, name))
+
+
+def check_known(names: Iterable[str], *classes: type, where: str = "unknown settings") -> None:
+    """Refuse names that are no settings of any of the classes.
+
+    Raises:
+        UsageError: there is one.
+    """
+    declared = declared_settings(*classes)
+    unknown = sorted(set(names) - set(declared))
+    if unknown:
+        raise UsageError(where, found=", ".join(unknown), expected=", ".join(sorted(declared)))
+
+
+def read_settings(path: Path, *classes: type) -> dict[str, Any]:
+    """Read settings from a TOML file.
+
+    Args:
+        path: the file.
+        classes: dataclasses of which it may name settings.
+
+    Returns:
+        Those that the file names. Their types are checked, their ranges are not.
+
+    Raises:
+        UsageError: the file cannot be read, or names something else.
+    """
+    try:
+        values = read_toml(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
+    check_known(values, *classes, where=f"{path}: unknown settings")
+    for name, value in values.items():
+        declared = declared_settings(*classes)[name]
+        if not declared.fits(value):
+            raise UsageError(f"{path}: {name}", found=repr(value), expected=declared.example)
+    return values
+
+
+def to_toml(*groups: Any) -> str:
+    """Return the settings of dataclasses as TOML; those that are None are left out."""
+    # Late: this package is imported where tomli-w may not be.
+    import tomli_w
+
+    values: dict[str, Any] = {}
+    for group in groups:
+        values |= {name: getattr(group, name) for name in declared_settings(type(group))}
+    return tomli_w.dumps({name: value for name, value in values.items() if value is not None})
+
+
+def flag(name: str) -> str:
+    """Return the flag of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Check that a value is one of those allowed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if value not in allowed:
+        raise UsageError(name, found=repr(value), expected=" or ".join(allowed))

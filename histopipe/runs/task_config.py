@@ -1,0 +1,237 @@
+"""The configuration of a training on patches or on bags, and how it is made from flags, keywords and TOML files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from histopipe.errors import UsageError
+from histopipe.runs.config import (
+    DATA,
+    MACHINE,
+    MODEL,
+    OPTIMIZATION,
+    SAMPLING,
+    SPLITS,
+    TrainConfig,
+)
+from histopipe.runs.settings import check_known, declared_settings, flag, read_settings, setting
+
+if TYPE_CHECKING:
+    from histopipe.dataset.options import Augmentation
+    from histopipe.dataset.patch_filter import PatchFilter
+
+Pooling = Literal["gated", "attention", "mean", "max"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchTrainConfig(TrainConfig):
+    """Settings of a training on patches."""
+
+    stores: tuple[str, ...] = setting(
+        ("patches.lmdb",), "Stores of patches.",
+        group=DATA, format="path", search=False, per_worker=True,
+    )  # fmt: skip
+    labels_from: Literal["slide", "annotation"] = setting(
+        "slide", "Label of a patch: that of its slide, or of its annotation (histopipe annotate).",
+        group=DATA,
+    )  # fmt: skip
+    min_tissue: float = setting(
+        0.0, "Leave out patches with a smaller share of tissue.",
+        group=DATA, at_least=0, at_most=1, format="share",
+    )  # fmt: skip
+    min_focus: float = setting(
+        0.0, "Leave out patches with lower focus (histopipe quality).", group=DATA, at_least=0
+    )
+    exclude_pen: float = setting(
+        1.0, "Leave out patches with a larger share of pen marks.",
+        group=DATA, at_least=0, at_most=1, format="share",
+    )  # fmt: skip
+    exclude_dark: float = setting(
+        1.0, "Leave out patches with a larger share of folds or black.",
+        group=DATA, at_least=0, at_most=1, format="share",
+    )  # fmt: skip
+    region_um: float = setting(
+        250.0, "Side of the squares of --split-by region, in µm.",
+        group=SPLITS, above=0, search=False,
+    )  # fmt: skip
+    model: str = setting(
+        "small-cnn", "small-cnn, or the name of a keras.applications model such as resnet50.",
+        group=MODEL,
+    )  # fmt: skip
+    weights: str = setting(
+        "none", "Initial weights: none, imagenet, or a weights file of the backbone.",
+        group=MODEL, per_worker=True,
+    )  # fmt: skip
+    augment: tuple[Literal["none", "flips", "crop", "stain", "colour"], ...] = setting(
+        ("flips",), "Augmentation: none, or a list of flips (and rotations), crop, stain, colour.",
+        group=SAMPLING,
+    )  # fmt: skip
+    stain_norm: Literal["none", "reinhard", "macenko"] = setting(
+        "none", "Stain normalization (run `histopipe stains` first).", group=SAMPLING
+    )
+    shuffle_block: int = setting(
+        0, "Shuffle blocks of this many neighbours, for slow disks; 0 shuffles all patches.",
+        group=SAMPLING, at_least=0,
+    )  # fmt: skip
+    xla: bool = setting(False, "Compile the network with XLA: slow start.", group=MACHINE)
+
+    def _check_together(self) -> None:
+        # With slots, `super()` without arguments finds another class.
+        super(PatchTrainConfig, self)._check_together()
+        if len(set(self.augment)) < len(self.augment) or (
+            "none" in self.augment and len(self.augment) > 1
+        ):
+            raise UsageError(
+                "--augment", found=",".join(self.augment),
+                expected="none, or a list without doubles",
+            )  # fmt: skip
+        if self.balance != "none" and self.shuffle_block:
+            raise UsageError(
+                f"--balance {self.balance} draws from all slides at once and --shuffle-block reads neighbours",
+                todo="use one of them",
+            )
+
+    @property
+    def unit(self) -> str:
+        """What a batch consists of, in the plural."""
+        return "patches"
+
+    @property
+    def patch_filter(self) -> PatchFilter:
+        """Which patches are used."""
+        # Late: NumPy, which `--help` does not need.
+        from histopipe.dataset.patch_filter import PatchFilter
+
+        return PatchFilter(
+            min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
+            exclude_dark=self.exclude_dark,
+        )  # fmt: skip
+
+    @property
+    def augmentations(self) -> tuple[Augmentation, ...]:
+        """The augmentations, in the order in which they are applied."""
+        # Late: its package may load NumPy.
+        from histopipe.dataset.options import AUGMENTATIONS
+
+        return tuple(name for name in AUGMENTATIONS if name in self.augment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BagTrainConfig(TrainConfig):
+    """Settings of a training on bags of features (multiple-instance learning)."""
+
+    mil: str = setting(
+        MISSING, "Train a slide model on bags of the features in this folder.",
+        group=DATA, format="path", search=False, per_worker=True,
+    )  # fmt: skip
+    bag: Literal["slide", "patient"] = setting(
+        "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
+    )
+    split_by: Literal["patient", "site", "slide"] = setting(
+        "patient", "Keep each patient, site or slide on one side of the split.",
+        group=SPLITS, search=False,
+    )  # fmt: skip
+    pooling: Pooling = setting(
+        "gated", "With --mil: pooling of a bag's patches; gated and attention are ABMIL.",
+        group=MODEL,
+    )  # fmt: skip
+    batch_size: int = setting(1, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1)
+    learning_rate: float = setting(2e-4, "Learning rate.", group=OPTIMIZATION, above=0)
+
+    @property
+    def unit(self) -> str:
+        """What a batch consists of, in the plural."""
+        return "bags"
+
+
+CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
+"""One configuration class for each kind of training."""
+
+
+def make_config(settings: Mapping[str, Any]) -> TrainConfig:
+    """Make the configuration that settings describe: of bags if `mil` is one of them, else of patches.
+
+    Args:
+        settings: by name. Lists stand for tuples, and paths for texts.
+
+    Raises:
+        UsageError: a setting is unknown, of the other kind of training, or not allowed.
+    """
+    check_known(settings, *CONFIGS)
+    values = {name: _plain(value) for name, value in settings.items()}
+    on_bags = values.get("mil") is not None
+    kind, other = CONFIGS[::-1] if on_bags else CONFIGS
+    own, foreign = declared_settings(kind), declared_settings(other)
+    for name in values.keys() - own.keys():
+        # A setting of the other kind may be named as long as it is switched off.
+        if values[name] not in (foreign[name].default, None, "none", ("none",)):
+            raise UsageError(
+                "STORES" if name == "stores" else flag(name),
+                found=f"--mil {values['mil']}" if on_bags else "no --mil",
+                expected="patches" if on_bags else "--mil with a folder of features",
+                todo="leave it out",
+            )
+    return kind(**{name: value for name, value in values.items() if name in own})
+
+
+def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """Return a configuration with other values of some settings.
+
+    Raises:
+        UsageError: as `make_config`.
+    """
+    return make_config({**config.values(), **changes})
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read the settings that a TOML file names.
+
+    Raises:
+        UsageError: the file cannot be read, or names something else.
+    """
+    return read_settings(path, *CONFIGS)
+
+
+def load_config(path: Path) -> TrainConfig:
+    """Read the configuration of a training, such as a run's config.toml.
+
+    Raises:
+        UsageError: the file cannot be read, or as `make_config`.
+    """
+    return make_config(read_config(path))
+
+
+def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
+    """Return the configuration of a run that is resumed.
+
+    Args:
+        recorded: the settings of the run.
+        changes: settings that were given anew.
+
+    Raises:
+        UsageError: a change would invalidate what was trained so far.
+    """
+    check_known(changes, *CONFIGS)
+    declared = declared_settings(*CONFIGS)
+    refused = [
+        "STORES" if name == "stores" else flag(name)
+        for name, value in changes.items()
+        if not declared[name].about.resume and _plain(value) != _plain(recorded.get(name))
+    ]
+    if refused:
+        allowed = [it.flag for it in declared.values() if it.about.resume]
+        raise UsageError(
+            "--resume goes on with the run's own settings", found=", ".join(refused),
+            expected="only --out and " + ", ".join(allowed),
+        )  # fmt: skip
+    return make_config({**recorded, **changes})
+
+
+def _plain(value: Any) -> Any:
+    """A value as configurations hold it."""
+    if isinstance(value, list):
+        return tuple(value)
+    return str(value) if isinstance(value, Path) else value

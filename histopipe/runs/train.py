@@ -1,0 +1,67 @@
+"""Train a model, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from histopipe.runs.folder import recorded_settings
+from histopipe.runs.result import TrainResult
+from histopipe.runs.supervision import supervise
+from histopipe.runs.task_config import make_config, resumed_config
+from histopipe.system.progress import Progress, use_progress
+from histopipe.system.tensorflow import load_quietly
+
+
+def train(
+    stores: str | Path | Sequence[str | Path] | None = None,
+    *,
+    out: str | Path,
+    resume: bool = False,
+    in_process: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> TrainResult:
+    """Train a patch model on stores, or with `mil=` a slide model on features.
+
+    The training runs in a process of its own: neither its memory nor a crash stays in this one.
+
+    Args:
+        stores: a store, or several, whose patches have one size. Default: "patches.lmdb", or the stores of the resumed run.
+        out: folder of the run.
+        resume: continue the run in `out`, with its own settings and those given here.
+        in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends, running out of memory
+            may end it, and TensorFlow keeps the devices of the first training.
+        progress: where to show progress. Default: `default_progress()`.
+        settings: the settings of docs/settings.md by name, which are those of the flags of `histopipe train`.
+
+    Returns:
+        The metrics of the best model on validation and test, and the folder.
+
+    Raises:
+        UsageError: a setting is unknown, or does not fit the data or the machine.
+        NothingToDo: there is no store, or fewer than two classes.
+        DamagedStore: a store or run is damaged.
+        MachineShort: disk or memory ran out, even with the smallest micro-batches.
+        WorkerLost: another worker is gone.
+        Interrupted: by a signal; the state is saved.
+
+    Example:
+        >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
+        >>> result.metrics["test"].patch.auc  # doctest: +SKIP
+    """
+    folder = Path(out)
+    if stores is not None:
+        paths = [stores] if isinstance(stores, str | Path) else stores
+        settings["stores"] = tuple(map(str, paths))
+    config = (
+        resumed_config(recorded_settings(folder), settings) if resume else make_config(settings)
+    )
+    if not in_process:
+        return supervise(config, folder, resume=resume, progress=progress)
+    with use_progress(progress) if progress is not None else nullcontext():
+        train_here = load_quietly("histopipe.training.train").train_here
+        result: TrainResult = train_here(config, folder, resume=resume)
+        return result

@@ -1,0 +1,89 @@
+"""The settings of a cross-validation and of a search. Nothing here is slow to load: `--help` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from histopipe.errors import UsageError
+from histopipe.runs.settings import check_settings, setting
+
+Metric = Literal["auc", "accuracy", "loss"]
+Sampler = Literal["tpe", "random"]
+Pruner = Literal["median", "none"]
+_FOLDS, _SEARCH = "Cross-validation", "Search"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoldSettings:
+    """Settings of a cross-validation.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+
+    folds: int = setting(
+        0, "Cross-validate with this many folds; 0 trains once.", group=_FOLDS, at_least=0
+    )
+    fold_timeout: float = setting(
+        0.0, "Time limit for an attempt at a fold, such as 2h; 0: none.",
+        group=_FOLDS, at_least=0, format="duration",
+    )  # fmt: skip
+    retries: int = setting(
+        0, "Number of further attempts at a fold that failed.", group=_FOLDS, at_least=0
+    )
+    parallel_folds: int = setting(
+        1, "Number of folds at a time. They share the GPUs.", group=_FOLDS, at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.folds == 1:
+            raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySettings:
+    """Settings of a search.
+
+    Attributes:
+        seed: of the sampler.
+
+    Raises:
+        UsageError: a value is not allowed.
+    """
+
+    trials: int = setting(
+        20, "Number of trials, of all processes together.", group=_SEARCH, at_least=1
+    )
+    metric: Metric = setting("auc", "Metric on validation.", group=_SEARCH)
+    sampler: Sampler = setting(
+        "tpe", "Sampler: tpe (tree-structured Parzen estimator) or random.", group=_SEARCH
+    )
+    pruner: Pruner = setting(
+        "median", "Pruner; median stops trials that are worse than the median at the same epoch.",
+        group=_SEARCH,
+    )  # fmt: skip
+    trial_timeout: float = setting(
+        0.0, "Time limit for an attempt at a trial, such as 2h; 0: none.",
+        group=_SEARCH, at_least=0, format="duration",
+    )  # fmt: skip
+    retries: int = setting(
+        0, "Number of further attempts at a trial that failed.", group=_SEARCH, at_least=0
+    )
+    storage: str | None = setting(
+        None, "Optuna storage: postgresql://, mysql://, redis://, sqlite:/// or a journal file.",
+        group=_SEARCH, default_text="a file in --out",
+    )  # fmt: skip
+    name: str | None = setting(
+        None, "Name of the search in --storage.", group=_SEARCH, default_text="that of --out"
+    )
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+
+    @property
+    def direction(self) -> str:
+        """Whether the metric is to be minimized or maximized."""
+        return "minimize" if self.metric == "loss" else "maximize"

@@ -1,0 +1,236 @@
+"""The loop over the steps of an epoch, on the replicas of a `tf.distribute` strategy.
+
+Ours instead of Keras' `fit`, which fails on a batch that the replicas cannot share evenly. Every global batch has its full
+size, rows that fill it up have weight 0, and the loss is divided by the weight of the *global* batch: so N replicas compute
+what one would.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.dataset.augmentation import epoch_seed
+from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.dataset.tf_data import BatchFeed
+from histopipe.runs.workers import COMPUTING, READING, Cluster
+from histopipe.system.progress import default_progress
+from histopipe.training.collectives import gathered
+from histopipe.training.memory import MicroBatch
+from histopipe.training.predictions import Predictions, StepResults, predictions
+from histopipe.training.signals import Requests
+from histopipe.training.train_step import TrainStep
+
+_IN_FLIGHT = 2
+"""Steps whose results may still be on the device: fetching them at once would make it wait for the host."""
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class EpochLoop:
+    """Runs a training step, or a prediction, over all batches of an epoch.
+
+    Args:
+        step: the computation of one step.
+        seed: of augmentation and dropout.
+        micro_batch: returns the micro-batch for the number of rows that a replica could compute at once; default: all rows.
+        cluster: the workers; default: this process alone.
+
+    Attributes:
+        skipped: the reason for each patch skipped so far, by key.
+        micro_batch: how many patches a replica computes at once.
+    """
+
+    def __init__(
+        self,
+        step: TrainStep,
+        *,
+        seed: int,
+        micro_batch: Callable[[int], MicroBatch] = MicroBatch,
+        cluster: Cluster | None = None,
+    ) -> None:
+        self.step, self._strategy = step, step.strategy
+        self._cluster = cluster or Cluster()
+        self._seed = seed
+        self._replicas = self._strategy.num_replicas_in_sync
+        self._own = self._cluster.own_part(self._replicas)
+        self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
+        self.micro_batch = micro_batch(step.whole(self._rows))
+        self.skipped: dict[int, str] = {}
+
+    def train_epoch(
+        self,
+        batches: Any,
+        epoch: int,
+        title: str,
+        results: StepResults,
+        *,
+        requests: Callable[[], Requests] = Requests,
+        granted: Callable[[Requests], None] = _nothing,
+    ) -> None:
+        """Train one epoch, or the rest of it.
+
+        Args:
+            batches: of the training patches, with a part for each replica.
+            epoch: from 0.
+            title: of its progress bar.
+            results: of the steps done so far; the others are appended, as predicted before each step's update.
+            requests: called in each step for what this worker requests.
+            granted: called after a step, on all workers after the same one, with what any of them requested.
+        """
+        number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
+        last: Any = None
+
+        def step(batch: Any) -> Any:
+            nonlocal last
+            gradients, values = self.micro_batch.fit(
+                lambda size: self.step.gradients(batch, number, self._rows, size)
+            )
+            mine = requests()
+            before, last = last, self.step.apply(gradients, tf.constant(mine))
+            if self._cluster.alone:
+                return values, mine
+            # The requests of the step before: all workers know them by now without waiting for their devices.
+            return values, Requests() if before is None else Requests(*before.numpy().tolist())
+
+        self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
+
+    def predict(
+        self, batches: Any, title: str, *, before_step: Callable[[], None] = _nothing
+    ) -> Predictions | None:
+        """Return predictions of one pass over the batches, by the model as it is saved; None if all patches are damaged.
+
+        Args:
+            batches: with a part for each replica.
+            title: of the progress bar.
+            before_step: called before each step.
+        """
+        results = StepResults()
+
+        def step(batch: Any) -> Any:
+            before_step()
+            values = self.micro_batch.fit(
+                lambda size: self.step.predictions(batch, self._rows, size)
+            )
+            return values, Requests()
+
+        self._run(batches, 0, step, title, results)
+        return predictions(
+            batches, 0, self.gathered(results),
+            seconds=results.seconds, input_wait=results.input_wait,
+        )  # fmt: skip
+
+    def gathered(self, results: StepResults) -> NDArray[np.float32]:
+        """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
+        rows = sum(len(self._rows_of(replica)) for replica in self._own)
+        values = np.asarray(results.values, np.float32).reshape(-1, rows, self.step.classes + 2)
+        return gathered(self._cluster, self._strategy, values)
+
+    def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """Return this worker's part of `gathered`, as in `StepResults`."""
+        first, last = self._rows_of(self._own[0]), self._rows_of(self._own[-1])
+        return list(values[:, first.start : last.stop])
+
+    def _rows_of(self, replica: int) -> range:
+        return replica_rows(self.step.settings.batch_size, self._replicas, replica)
+
+    def _run(
+        self,
+        batches: Any,
+        first: int,
+        step: Callable[[Any], tuple[Any, Requests]],
+        title: str,
+        results: StepResults,
+        *,
+        granted: Callable[[Requests], None] = _nothing,
+    ) -> None:
+        """Run the steps of a pass that have no results yet."""
+        done = len(results.values)
+        in_flight: deque[Any] = deque()
+        before = results.seconds
+        started = time.monotonic()
+
+        def fetch(most: int) -> None:
+            while len(in_flight) > most:
+                results.values.append(self._on_host(in_flight.popleft()))
+            results.seconds = before + time.monotonic() - started
+
+        with (
+            closing(
+                default_progress().bar(
+                    title, unit="steps", total=batches.steps_per_epoch, done=done, detail=True
+                )
+            ) as progress,
+            closing(self._timed(batches, first + done, first + batches.steps_per_epoch)) as steps,
+        ):
+            for batch, waited in steps:
+                results.input_wait += waited
+                self._cluster.note(COMPUTING)
+                values, requested = step(batch)
+                del batch
+                in_flight.append(values)
+                self.skipped |= batches.skipped
+                fetch(_IN_FLIGHT)
+                if any(requested):
+                    fetch(0)  # what is saved then must have all results
+                    granted(requested)
+                progress.advance()
+        fetch(0)
+
+    def _on_host(self, values: Any) -> NDArray[np.float32]:
+        """One step's results, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
+        return np.concatenate(
+            [
+                np.concatenate([part[i] for part in values])[: len(self._rows_of(replica))]
+                for i, replica in enumerate(self._own)
+            ]
+        )
+
+    def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
+        """Each step's batch, one part per replica, with the seconds spent waiting for it.
+
+        From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options
+        say, and was seen to wait 2 to 7 s for that tuner's sleep at the end of an epoch.
+        """
+        source = BatchFeed(batches, self._own)
+        parts = iter(source.dataset(first, last))
+        try:
+            for _ in range(first, last):
+                before = time.monotonic()
+                self._cluster.note(READING)
+                step = [next(parts) for _ in self._own]
+                waited = time.monotonic() - before
+                yield one_per_replica(self._strategy, step, self._own[0]), waited
+                del step  # do not keep it while the next one is loaded
+        except tf.errors.OpError:
+            if source.failure is not None:
+                raise source.failure from None  # the cause, with its type
+            raise
+        finally:
+            source.settle()
+
+
+def one_per_replica(
+    strategy: tf.distribute.Strategy, parts: Sequence[dict[str, tf.Tensor]], first: int
+) -> Any:
+    """Return parts of a batch as one value per replica.
+
+    Args:
+        strategy: of the replicas.
+        parts: of this worker's replicas.
+        first: the first of these.
+    """
+
+    def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:
+        return parts[int(context.replica_id_in_sync_group) - first]
+
+    return strategy.experimental_distribute_values_from_function(part)

@@ -1,0 +1,290 @@
+"""A training from its first epoch, or from its saved state, to the evaluation of its best model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.dataset.options import Side
+from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
+from histopipe.evaluation.evaluate import judge, positive_class
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.history import epoch_line, history_row
+from histopipe.runs.messages import Report
+from histopipe.runs.result import TrainResult
+from histopipe.runs.workers import Cluster
+from histopipe.system.files import appearing
+from histopipe.system.progress import message
+from histopipe.training.checkpoint import TrainState, load_state, save_state
+from histopipe.training.collectives import check_same
+from histopipe.training.devices import make_strategy
+from histopipe.training.epoch_loop import EpochLoop
+from histopipe.training.memory import (
+    MicroBatch,
+    is_out_of_memory,
+    out_of_memory,
+    peak_bytes,
+    remembered_micro_batch,
+)
+from histopipe.training.outputs import write_results, write_tensorboard
+from histopipe.training.predictions import (
+    Predictions,
+    StepResults,
+    check_finite,
+    epoch_metrics,
+    predictions,
+    step_losses,
+)
+from histopipe.training.problem import Problem
+from histopipe.training.signals import Requests, StopSignals
+from histopipe.training.train_step import TrainStep
+
+
+class Trainer:
+    """Trains the network of a problem.
+
+    Args:
+        config: every setting.
+        folder: folder of the run.
+        problem: the data and the network.
+        cluster: the workers.
+        report: sends messages to the supervisor.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        problem: Problem,
+        cluster: Cluster,
+        report: Report,
+    ) -> None:
+        self._config, self._folder, self._problem = config, folder, problem
+        self._cluster, self._report = cluster, report
+        # Raises before the long wait if there is no such class.
+        positive_class(problem.splits.classes, config.positive)
+        report("cluster", (cluster.workers, cluster.index))
+        cluster.beat = lambda: report("beat", None)
+        tf.debugging.set_log_device_placement(config.log_device_placement)
+        strategy = make_strategy(
+            config.devices, cluster,
+            timeout=config.worker_timeout, communication=config.communication,
+        )  # fmt: skip
+        keras.utils.set_random_seed(config.seed)
+        if config.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        replicas = strategy.num_replicas_in_sync
+        self._batches: dict[Side, Any] = {
+            side: problem.batches(side, replicas) for side in problem.sides
+        }
+        self._train_batches = self._batches["train"]
+        self._step = problem.train_step(strategy, self._train_batches.steps_per_epoch)
+        self._loop = EpochLoop(
+            self._step, seed=config.seed, cluster=cluster,
+            micro_batch=partial(self._micro_batch, self._step),
+        )  # fmt: skip
+        self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
+        self._state, self._results = TrainState(), StepResults()
+
+    def _micro_batch(self, step: TrainStep, rows: int) -> MicroBatch:
+        return remembered_micro_batch(
+            self._folder, -(-rows // self._config.accumulate), report=self._report,
+            repeatable=self._cluster.alone or not step.meets_within_gradients,
+        )  # fmt: skip
+
+    def train(self, *, resume: bool) -> TrainResult:
+        """Train to the end; from the folder's saved state if resumed."""
+        try:
+            if resume:
+                self._resume()
+            self._agree()
+            self._report("started", None)
+            with self._signals:
+                while not self._finished():
+                    self._epoch()
+                return self._finish()
+        except (tf.errors.OpError, MemoryError, OutOfMemory) as error:
+            if not isinstance(error, OutOfMemory) and not is_out_of_memory(error):
+                raise
+            first = self._loop.micro_batch.first
+            raise out_of_memory(error, self._folder, first, self._report) from error
+
+    def _resume(self) -> None:
+        self._state, problem = load_state(self._folder, self._step.variables)
+        if problem:
+            message(f"warning: {problem}; going on from the state before it")
+        done = f"epoch {self._state.epoch}"
+        if len(self._state.values):
+            done += f" and {len(self._state.values)} steps of the next"
+        message(f"resuming {self._folder} after {done}")
+
+    def _agree(self) -> None:
+        """Wait for all workers, and check that they are about to do the same."""
+        together = self._step.meets_within_gradients
+        mine = run_folder.fingerprint(
+            self._config, self._problem.splits, self._state.epoch, len(self._state.values),
+            # Where batch statistics are shared, all must take equally many pieces.
+            self._loop.micro_batch.first if together else 0,
+        )  # fmt: skip
+        check_same(self._cluster, self._step.strategy, mine)
+
+    def _finished(self) -> bool:
+        patience, state = self._config.patience, self._state
+        return state.epoch >= self._config.epochs or bool(patience and state.waited >= patience)
+
+    def _epoch(self) -> None:
+        """Train one epoch, validate, and write what came of it."""
+        state, number = self._state, self._state.epoch + 1
+        started = time.monotonic() - state.seconds
+        trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
+        validated = self._predict("validation", self._stop_while_validating)
+        metrics = epoch_metrics(validated)
+        better = state.is_improved_by(metrics)
+        state.history.append(
+            history_row(
+                number, epoch_metrics(trained), metrics, train_seconds=trained.seconds,
+                input_wait=trained.input_wait, learning_rate=self._step.learning_rate,
+                seconds=time.monotonic() - started, unit=self._config.unit,
+            )
+        )  # fmt: skip
+        losses = step_losses(state.values)
+        state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
+        state.epoch, state.waited = number, 0 if better else state.waited + 1
+        if better:
+            state.best_epoch, state.best_loss = number, metrics.loss
+            state.best_auc = -1.0 if metrics.auc is None else metrics.auc
+        if self._cluster.chief:
+            self._write_epoch(losses, better=better)
+
+    def _train_epoch(self, title: str) -> Predictions:
+        """Train one epoch, or the rest of it; the predictions before each update."""
+        state = self._state
+        done = self._loop.own_rows(state.values)
+        self._results = StepResults(done, state.seconds, state.input_wait)
+        self._signals.saveable = True
+        self._loop.train_epoch(
+            self._train_batches, state.epoch, title, self._results,
+            requests=self._signals.requests, granted=self._save_and_stop,
+        )  # fmt: skip
+        self._update_state()
+        if not self._cluster.alone:
+            # Others may be stopped while they validate, and only the first worker saves.
+            self._save()
+        return self._all_or_damaged("training", predictions(
+            self._train_batches, state.epoch * self._train_batches.steps_per_epoch, state.values,
+            seconds=state.seconds, input_wait=state.input_wait,
+        ))  # fmt: skip
+
+    def _write_epoch(self, losses: NDArray[np.float64], *, better: bool) -> None:
+        row = self._state.history[-1]
+        if better:
+            with appearing(self._folder / run_folder.MODEL) as part:
+                self._step.model.save(part)
+        run_folder.write_history(self._folder, self._state.history)
+        if self._config.tensorboard:
+            write_tensorboard(self._folder, row, losses)
+        # Last: the files that a resumed run finds are never older than the state says.
+        self._save()
+        message(epoch_line(row, self._config.epochs, better=better))
+        self._report("epoch", row)
+
+    def _save_and_stop(self, requests: Requests) -> None:
+        """Save the state after a step of training; stop there if requested."""
+        self._update_state()
+        self._save()
+        if requests.stop:
+            raise self._interrupted()
+
+    def _stop_while_validating(self) -> None:
+        """Save and stop if requested, without waiting for others: the epoch's training is complete."""
+        if self._signals.stopping:
+            self._save()
+            raise self._interrupted()
+
+    def _stop_while_evaluating(self) -> None:
+        """Stop if requested. The state was saved after the last epoch; the weights are now those of the best one."""
+        if self._signals.stopping:
+            raise self._interrupted()
+
+    def _update_state(self) -> None:
+        """Take this epoch's results so far, of all workers, into the state, if all losses are finite."""
+        self._state.values = self._loop.gathered(self._results)
+        self._state.seconds = self._results.seconds
+        self._state.input_wait = self._results.input_wait
+        check_finite(self._state.values, self._state.epoch + 1)
+
+    def _save(self) -> None:
+        self._state.skipped = sorted({*self._state.skipped, *self._loop.skipped})
+        if self._cluster.chief:
+            save_state(self._folder, self._state, self._step.variables)
+        self._signals.saved()
+
+    def _interrupted(self) -> Interrupted:
+        done = len(self._state.values)
+        return Interrupted(
+            "interrupted", found=f"{self._folder} saved after epoch {self._state.epoch}"
+            + (f" and {done} steps of the next" if done else ""),
+            todo=f"go on with `histopipe train --resume --out {self._folder}`",
+        )  # fmt: skip
+
+    def _predict(self, side: Side, before_step: Callable[[], None]) -> Predictions:
+        found = self._loop.predict(self._batches[side], side, before_step=before_step)
+        return self._all_or_damaged(side, found)
+
+    def _all_or_damaged(self, title: str, found: Predictions | None) -> Predictions:
+        if found is None:
+            raise DamagedStore(
+                f"{title}: every patch is damaged",
+                found=next(iter(self._loop.skipped.values()), None),
+                todo="ingest the slides again",
+            )
+        return found
+
+    def _finish(self) -> TrainResult:
+        """Evaluate the best model on validation and test, and write the results."""
+        began = time.monotonic()
+        self._agree()  # the chief has written the best model
+        best = keras.models.load_model(self._folder / run_folder.MODEL)
+        self._step.model.serving.set_weights(best.get_weights())
+        sides: tuple[Side, ...] = ("validation", "test")
+        found = {
+            side: self._predict(side, self._stop_while_evaluating)
+            for side in sides
+            if side in self._batches
+        }
+        scores = {side: self._problem.scores(predictions) for side, predictions in found.items()}
+        host_bytes, gpu_bytes = peak_bytes()
+        seconds = sum(row["seconds"] for row in self._state.history)
+        result = TrainResult(
+            self._folder, self._state.epoch, self._state.best_epoch,
+            judge(scores, self._config.judging), seconds=seconds + time.monotonic() - began,
+            host_bytes=host_bytes, gpu_bytes=gpu_bytes,
+        )  # fmt: skip
+        if self._cluster.chief:
+            self._problem.write_more(self._folder, self._step, list(found.values()))
+            skipped = len({*self._state.skipped, *self._loop.skipped})
+            if skipped:
+                message(f"{skipped} damaged {self._config.unit} were skipped")
+            splits = self._problem.splits
+            facts = {
+                "classes": splits.classes,
+                "split_by": splits.split_by,
+                self._config.unit: splits.count(),
+                **self._problem.facts,
+                "skipped": skipped,
+                "replicas": self._step.strategy.num_replicas_in_sync,
+                "micro_batch": self._loop.micro_batch.size,
+            }
+            write_results(self._folder, scores, result, facts)
+        return result
