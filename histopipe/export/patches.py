@@ -13,12 +13,11 @@ from histopipe.dataset.arguments import check_whole
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
 from histopipe.export.formats import WRITERS, Patch
-from histopipe.features.folder import path_within
 from histopipe.runs import folder as run_folder
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import appearing, path_within, read_json
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import default_progress, message
 

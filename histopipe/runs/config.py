@@ -18,7 +18,7 @@ from histopipe.dataset.splits import SplitBy
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.thresholds import check_rule
-from histopipe.features.kinds import BagOf
+from histopipe.features import BagOf
 from histopipe.runs.setting_checks import fits, flag, like, one_of
 
 Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
