@@ -17,7 +17,7 @@ from histopipe.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from histopipe.runs.result import TrainResult
-    from histopipe.studies.fold_summary import CrossValidation
+    from histopipe.studies.cross_validation_result import CrossValidationResult
 
 
 def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -290,11 +290,11 @@ def _given() -> dict[str, Any]:
     }
 
 
-def _print_folds(result: CrossValidation, *, as_json: bool) -> None:
+def _print_folds(result: CrossValidationResult, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"folder": str(result.folder), **result.to_json()}, indent=2))
     else:
-        click.echo("\n".join(result.lines()))
+        click.echo(str(result))
         click.echo(
             f"summary.csv, summary.json, predictions, and a run for each fold: {result.folder}"
         )
