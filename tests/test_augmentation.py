@@ -18,8 +18,9 @@ from test_store import SPEC
 
 import histopipe
 from histopipe.dataset import augmentation as aug
-from histopipe.dataset.kinds import AUGMENTATIONS
-from histopipe.dataset.stain import (
+from histopipe.dataset.options import AUGMENTATIONS
+from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
+from histopipe.dataset.stain_normalisation import (
     REFERENCE,
     StainNormaliser,
     macenko,
@@ -27,7 +28,6 @@ from histopipe.dataset.stain import (
     reinhard,
     reinhard_changes,
 )
-from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.store.record import SlideState
 from histopipe.store.stains import StainFit, StainWriter

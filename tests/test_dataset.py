@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +14,27 @@ import pytest
 import simplejpeg
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_store import RECORD, SPEC, columns_of
 
-from histopipe.dataset.batches import Batches, aligned_empty
-from histopipe.dataset.dealing import ByFractions
+from histopipe.dataset.assignment import AssignByFractions
 from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.sampling import Sequential, Shuffled, make_order
-from histopipe.dataset.selection import select
-from histopipe.dataset.split_makers import make_splits
-from histopipe.dataset.splits import DROPPED, SIDES, SplitBy, read_splits, write_splits
-from histopipe.dataset.table import (
-    PatchTable,
-    SlideRows,
+from histopipe.dataset.options import SIDES, SplitBy
+from histopipe.dataset.orders import Sequential, Shuffled, make_order
+from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
+from histopipe.dataset.sample_table import (
+    SampleRows,
+    SampleTable,
     pack_keys,
     unpack_keys,
 )
+from histopipe.dataset.selection import select
+from histopipe.dataset.splits import DROPPED, read_splits, write_splits
+from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
 
 
 @given(
@@ -48,14 +54,14 @@ def test_keys_come_apart_again(parts: list[tuple[int, int, int]]) -> None:
 @given(st.lists(st.lists(st.integers(0, 50), unique=True), min_size=1, max_size=6), st.booleans())
 def test_a_table_lays_slides_end_to_end(slides: list[list[int]], chosen: bool) -> None:
     parts = [
-        SlideRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int32) if chosen else None)
+        SampleRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int32) if chosen else None)
         for i, rows in enumerate(slides)
     ]
     if not any(slides):
         with pytest.raises(NothingToDo):
-            PatchTable(parts)
+            SampleTable(parts)
         return
-    table = PatchTable(parts)
+    table = SampleTable(parts)
     expected = [
         (i % 2, i, row, i)
         for i, rows in enumerate(slides)
@@ -72,12 +78,12 @@ def store(made_store: Path) -> Any:
         yield opened
 
 
-def batches_of(store: Store, *, seed: int | None, **kwargs: Any) -> Batches:
-    table = PatchTable(select([store], labelled_only=True))
-    return Batches([store], table, order=make_order(table, seed=seed), **kwargs)
+def batches_of(store: Store, *, seed: int | None, **kwargs: Any) -> PatchBatches:
+    table = SampleTable(select([store], labelled_only=True))
+    return PatchBatches([store], table, order=make_order(table, seed=seed), **kwargs)
 
 
-def epoch_keys(batches: Batches, epoch: int) -> list[int]:
+def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
     keys = []
     for step in range(batches.steps_per_epoch):
         for replica in range(batches.replicas):
@@ -141,7 +147,9 @@ def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
 
     one_slide(tmp_path / "s.lmdb", [b"no image", b"\xff\xd8no jpeg"]).close()
     with Store(tmp_path / "s.lmdb") as store:
-        batches = Batches([store], PatchTable(select([store])), batch_size=1, order=Sequential(2))
+        batches = PatchBatches(
+            [store], SampleTable(select([store])), batch_size=1, order=Sequential(2)
+        )
         for step in (0, 1):
             with pytest.raises(DamagedStore, match=f"slide a: patch {step}: it cannot be decoded"):
                 batches.load(step)
@@ -149,9 +157,9 @@ def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
 
 def test_unreadable_patches_are_never_drawn(golden: Path) -> None:
     with Store(golden) as store:
-        table = PatchTable(select([store], classes=["normal", "tumour"], labelled_only=True))
+        table = SampleTable(select([store], classes=["normal", "tumour"], labelled_only=True))
         assert len(table) == 7
-        batches = Batches([store], table, batch_size=3, order=Shuffled(7, 1))
+        batches = PatchBatches([store], table, batch_size=3, order=Shuffled(7, 1))
         keys = np.array(epoch_keys(batches, 0), np.int64)
     _, slides, rows = unpack_keys(keys)
     assert (1, 1) not in set(zip(slides.tolist(), rows.tolist(), strict=True))
@@ -184,8 +192,8 @@ def test_patients_and_copies_never_stand_on_two_sides(
     made_store: Path, seed: int, patients: int
 ) -> None:
     with Store(made_store) as store:
-        labels: dict[str, tuple[str | None, str | None, str | None]] = {
-            record.id: (record.label, f"{record.label}-{i // 2 % patients}", None)
+        labels: dict[str, SlideLabel] = {
+            record.id: SlideLabel(record.label, f"{record.label}-{i // 2 % patients}")
             for i, record in enumerate(store.slides)
         }
         splits = make_splits(
@@ -195,27 +203,26 @@ def test_patients_and_copies_never_stand_on_two_sides(
     assert splits.leaks() == []
 
 
-def test_copies_stay_together(tmp_path: Path) -> None:
-    import dataclasses  # only here
-
-    from test_store import RECORD, SPEC, columns_of
-
-    from histopipe.store.writer import StoreWriter
-
-    with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
-        names = [f"{c}{i}" for c in "ab" for i in range(6)]
+def store_with_copies(path: Path, names: Sequence[str], copies: Collection[str]) -> Path:
+    """Slides of two patches, each of its own patient; some of them are copies of one slide."""
+    with StoreWriter(path, SPEC) as writer:
         records = [
             dataclasses.replace(
-                RECORD, id=n, label=n[0], patient=n, quickhash="same" if n in ("a0", "a1", "a5") else n,
+                RECORD, id=n, label=n[0], patient=n, quickhash="same" if n in copies else n,
                 planned=2, stored=2,
             )
             for n in names
         ]  # fmt: skip
         numbers = writer.register(records)
-        for rec in records:
-            crc = writer.put_patches(numbers[rec.id], [0, 1], [b"x", b"y"])
-            writer.complete(numbers[rec.id], rec, columns_of(crc, np.ones(2)), {})
-    with Store(tmp_path / "s.lmdb") as store:
+        for record in records:
+            crc = writer.put_patches(numbers[record.id], [0, 1], [b"x", b"y"])
+            writer.complete(numbers[record.id], record, columns_of(crc, np.ones(2)), {})
+    return path
+
+
+def test_copies_stay_together(tmp_path: Path) -> None:
+    names = [f"{c}{i}" for c in "ab" for i in range(6)]
+    with Store(store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a5"))) as store:
         for seed in range(20):
             splits = make_splits([store], split_by="slide", seed=seed)
             assert splits.leaks() == []
@@ -242,8 +249,8 @@ def test_regions_of_two_sides_keep_a_patch_apart(store: Store) -> None:
 
 
 def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
-    labels: dict[str, tuple[str | None, str | None, str | None]] = {
-        record.id: (record.label, record.id, f"{record.label}{i // 4}")
+    labels: dict[str, SlideLabel] = {
+        record.id: SlideLabel(record.label, record.id, f"{record.label}{i // 4}")
         for i, record in enumerate(store.slides)
     }
     splits = make_splits([store], split_by="site", seed=1, labelling=Labelling(labels=labels))
@@ -256,18 +263,35 @@ def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
 
 
 def test_nothing_to_split(store: Store) -> None:
-    one: dict[str, tuple[str | None, str | None, str | None]] = {
-        r.id: ("same", None, None) for r in store.slides
-    }
+    one: dict[str, SlideLabel] = {r.id: SlideLabel("same") for r in store.slides}
     with pytest.raises(NothingToDo, match=r"nothing to tell apart: found labels same.*labels\.csv"):
         make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=one))
-    few: dict[str, tuple[str | None, str | None, str | None]] = {
-        r.id: ("a" if i < 2 else "b", None, None) for i, r in enumerate(store.slides)
+    few: dict[str, SlideLabel] = {
+        r.id: SlideLabel("a" if i < 2 else "b") for i, r in enumerate(store.slides)
     }
     with pytest.raises(
         NothingToDo, match="class 'a' cannot be split: found 2 patients, expected at least 3"
     ):
         make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=few))
+
+
+def test_copies_of_a_slide_are_named_where_they_leave_a_class_too_small(tmp_path: Path) -> None:
+    """Four patients of class a, three of whom have the same slide under different ids."""
+    names = ["a0", "a1", "a2", "a3", *(f"b{i}" for i in range(6))]
+    path = store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a3"))
+    copies = r"copies of one slide count as one and stay on one side: a0 = a1 = a3\)"
+    with Store(path) as store:
+        with pytest.raises(
+            NothingToDo, match=rf"class 'a' cannot be split: found 2 patients \({copies}, expected"
+        ):
+            make_splits([store], split_by="patient", seed=1)
+        with pytest.raises(NothingToDo, match=rf"found 2 slides \({copies}"):
+            make_splits([store], split_by="slide", seed=1)
+        with pytest.raises(UsageError, match=r"at most 6: no class has more slides$"):
+            make_folds([store], 8, split_by="slide", seed=1)
+        pairs = {r.id: SlideLabel(r.label, "one" if r.id < "a4" else r.id) for r in store.slides}
+        with pytest.raises(NothingToDo, match=r"found 1 patient, expected"):  # copies are not why
+            make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=pairs))
 
 
 def test_a_side_left_empty_is_told(store: Store) -> None:
@@ -280,7 +304,7 @@ def test_a_side_left_empty_is_told(store: Store) -> None:
 @given(st.lists(st.integers(3, 40), min_size=1, max_size=4), st.integers(0, 1000))
 def test_every_stratum_is_on_every_side(sizes: list[int], seed: int) -> None:
     strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
-    sides = ByFractions((0.7, 0.15, 0.15), seed).groups(strata, "patient")
+    sides = AssignByFractions((0.7, 0.15, 0.15), seed).assign(strata, "patient", {})
     for groups in strata.values():
         count = Counter(sides[group] for group in groups)
         assert set(count) == {0, 1, 2}

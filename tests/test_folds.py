@@ -21,13 +21,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
-from histopipe.dataset.dealing import ByFolds
+from histopipe.dataset.assignment import AssignByFolds
 from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.split_makers import make_folds, make_splits
-from histopipe.dataset.splits import SplitBy
-from histopipe.dataset.table import pack_keys
+from histopipe.dataset.options import SplitBy
+from histopipe.dataset.sample_table import pack_keys
+from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.studies.trainings import share_devices
 from histopipe.training.patch_scores import patch_scores
@@ -48,11 +49,11 @@ def test_every_group_is_tested_once_and_classes_are_dealt_evenly(
     strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
     if max(sizes) < folds:
         with pytest.raises(UsageError, match=r"--folds: found \d, expected at most \d"):
-            ByFolds(0, folds, SHARES, seed).groups(strata, "patient")
+            AssignByFolds(0, folds, SHARES, seed).assign(strata, "patient", {})
         return
     tested: Counter[str] = Counter()
     for fold in range(folds):
-        sides = ByFolds(fold, folds, SHARES, seed).groups(strata, "patient")
+        sides = AssignByFolds(fold, folds, SHARES, seed).assign(strata, "patient", {})
         assert set(sides) == {group for groups in strata.values() for group in groups}
         tested.update(group for group, side in sides.items() if side == 2)
         for groups in strata.values():
@@ -67,7 +68,7 @@ def test_every_group_is_tested_once_and_classes_are_dealt_evenly(
 @given(st.integers(0, 200), st.integers(2, 8))
 def test_every_patch_is_tested_once(count: int, folds: int) -> None:
     places = np.random.default_rng(count).permutation(count)
-    sides = [ByFolds(fold, folds, SHARES, 1).places(places) for fold in range(folds)]
+    sides = [AssignByFolds(fold, folds, SHARES, 1).assign_patches(places) for fold in range(folds)]
     assert (np.sum([side == 2 for side in sides], axis=0) == 1).all()
     for side in sides:
         assert (side == 2).sum() == pytest.approx(count / folds, abs=1)
@@ -122,10 +123,10 @@ def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
                     assert gaps.min() >= width
 
 
-def labels_for(store: Store, rare: int) -> dict[str, tuple[str | None, str | None, str | None]]:
+def labels_for(store: Store, rare: int) -> dict[str, SlideLabel]:
     """A class of few slides among others."""
     return {
-        record.id: ("rare" if i < rare else "ab"[i % 2], None, None)
+        record.id: SlideLabel("rare" if i < rare else "ab"[i % 2])
         for i, record in enumerate(store.slides)
     }
 

@@ -18,7 +18,7 @@ from PIL import Image
 from test_reader import a_store, jpegs
 
 from histopipe.annotations.read import read_annotations
-from histopipe.dataset.split_makers import make_splits
+from histopipe.dataset.splitting import make_splits
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.geometry import PointL0

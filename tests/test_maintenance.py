@@ -17,8 +17,8 @@ from test_reader import a_store, flip_a_byte, jpegs
 from test_store import SPEC
 from test_verify import edited
 
-from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import write_splits
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import NothingToDo, SpecMismatch, UsageError
 from histopipe.maintenance.merge import merge
 from histopipe.maintenance.remove import remove

@@ -23,10 +23,10 @@ from test_embedding import make_onnx
 from test_reader import a_store
 
 import histopipe
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.orders import Sequential
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
-from histopipe.dataset.split_makers import make_splits
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_set import BagSet
@@ -345,7 +345,7 @@ def test_folds_searches_and_comparisons_work_as_for_patches(
 
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
     bags = BagSet(folder)
-    table = PatchTable(select([bags]))
+    table = SampleTable(select([bags]))
     return BagBatches(bags, table, batch_size=2, order=Sequential(len(table)), **settings)
 
 

@@ -18,10 +18,11 @@ from test_reader import a_store, jpegs
 
 from histopipe import load_dataset
 from histopipe.dataset.labelling import Labelling
+from histopipe.dataset.options import SIDES, SplitBy
 from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.selection import select
-from histopipe.dataset.split_makers import make_folds, make_splits
-from histopipe.dataset.splits import SIDES, SplitBy, read_splits, write_splits
+from histopipe.dataset.splits import read_splits, write_splits
+from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.splits import new_splits

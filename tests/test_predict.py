@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides, two_at_a_time
 
-from histopipe.dataset.batches import decode
+from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import PatchScores, joined_scores

@@ -26,13 +26,14 @@ from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
 import histopipe
-from histopipe.dataset.batches import Batches
+from histopipe.dataset.options import Balance
+from histopipe.dataset.orders import BlockShuffled, Sequential, make_order
+from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.read_ahead import STEPS_AHEAD, ReadAhead
-from histopipe.dataset.sampling import Balance, BlockShuffled, Sequential, make_order
+from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.selection import class_numbers, select
-from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import write_splits
-from histopipe.dataset.table import PatchTable, unpack_keys
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingest.encode import png
 from histopipe.store import environment, handle
@@ -145,13 +146,13 @@ def test_patch_sizes_that_differ_are_refused(two: list[Path], tmp_path: Path) ->
 def test_a_changed_byte_names_store_slide_and_patch(two: list[Path], at: int) -> None:
     flip_a_byte(two[0], 1, 3, at)
     with Store(two[0]) as store:
-        table = PatchTable(select([store]))
-        batches = Batches([store], table, batch_size=19, order=Sequential(19))
+        table = SampleTable(select([store]))
+        batches = PatchBatches([store], table, batch_size=19, order=Sequential(19))
         with pytest.raises(
             DamagedStore, match=r"a\.lmdb, slide t1: patch 3: it is not what was written; ingest"
         ):
             batches.load(0)
-        unchecked = Batches([store], table, batch_size=5, order=Sequential(19), check=False)
+        unchecked = PatchBatches([store], table, batch_size=5, order=Sequential(19), check=False)
         if at == -20:
             unchecked.load(3)  # or the check would show nothing
 
@@ -165,8 +166,8 @@ def test_swapped_values_are_found(two: list[Path]) -> None:
             for key, value in zip(keys, reversed(values), strict=True):
                 transaction.put(key, value, db=database)
     with Store(two[0]) as store:
-        batches = Batches(
-            [store], PatchTable(select([store])), batch_size=19, order=Sequential(19), on_error="skip"
+        batches = PatchBatches(
+            [store], SampleTable(select([store])), batch_size=19, order=Sequential(19), on_error="skip"
         )  # fmt: skip
         assert batches.load(0).weight.tolist() == [1, 0, 0] + [1] * 16
 
@@ -228,13 +229,13 @@ def test_any_interleaving_of_restarts_gives_the_same_keys(
 ) -> None:
     """Read some steps, stop anywhere, go on from the next: by the numbers, as a training that was killed would."""
     with Store(made_store) as store:
-        table = PatchTable(select([store]), max_per_slide=50, seed=9)
+        table = SampleTable(select([store]), max_per_slide=50, seed=9)
         balance: Balance = data.draw(st.sampled_from(get_args(Balance)))
         size = data.draw(st.integers(1, 70))
 
-        def fresh() -> Batches:
+        def fresh() -> PatchBatches:
             order = make_order(table, seed=9, balance=balance)
-            return Batches([store], table, batch_size=size, order=order)
+            return PatchBatches([store], table, batch_size=size, order=order)
 
         steps = min(40, 3 * fresh().steps_per_epoch)
         whole = [fresh().locate(step)[0].keys.tolist() for step in range(steps)]
@@ -387,14 +388,14 @@ def test_spawned_processes_read_too(two: list[Path]) -> None:
 FORKED = """
 import os, sys, histopipe
 from pathlib import Path
-from histopipe.dataset.batches import Batches
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.orders import Sequential
 from histopipe.dataset.selection import select
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.store.store import Store
 path, with_tensorflow = sys.argv[1], sys.argv[2] == "tensorflow"
 store = Store(Path(path))
-batches = Batches([store], PatchTable(select([store])), batch_size=4, order=Sequential(19))
+batches = PatchBatches([store], SampleTable(select([store])), batch_size=4, order=Sequential(19))
 expected = batches.load(1).image.sum()
 if with_tensorflow:
     next(iter(histopipe.load_dataset(path, batch_size=4, seed=1)))
@@ -464,7 +465,9 @@ def test_a_fork_in_the_middle_of_a_read_is_told(two: list[Path]) -> None:
 
 def test_one_environment_serves_all_threads_and_closes_last(two: list[Path]) -> None:
     with Store(two[0]) as store:
-        batches = Batches([store], PatchTable(select([store])), batch_size=19, order=Sequential(19))
+        batches = PatchBatches(
+            [store], SampleTable(select([store])), batch_size=19, order=Sequential(19)
+        )
         expected = batches.load(0).image.copy()
         results: list[bool] = []
 
@@ -517,8 +520,8 @@ def test_an_ingest_beside_a_reader(tmp_path: Path) -> None:
 def test_a_slide_replaced_beside_a_reader_is_noticed(tmp_path: Path) -> None:
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
     with StoreWriter(path, SPEC) as writer, Store(path) as store:
-        table = PatchTable(select([store]))
-        batches = Batches([store], table, batch_size=6, order=Sequential(6))
+        table = SampleTable(select([store]))
+        batches = PatchBatches([store], table, batch_size=6, order=Sequential(6))
         batches.load(0)
         writer.restart(0, store.records[0])
         with pytest.raises(DamagedStore, match="slide a1: patch 0 is missing"):
@@ -567,7 +570,7 @@ def test_extents_are_where_the_values_lie(large: Store) -> None:
     assert (np.diff(together[:, 0]) > 0).all()
 
 
-class Recorder(Batches):
+class Recorder(PatchBatches):
     """Notes what is loaded and asked for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -600,7 +603,7 @@ def drain(ahead: ReadAhead) -> None:
 
 
 def recorder(store: Store, order: Any, size: int = 8) -> Recorder:
-    return Recorder([store], PatchTable(select([store])), batch_size=size, order=order)
+    return Recorder([store], SampleTable(select([store])), batch_size=size, order=order)
 
 
 def test_steps_are_asked_for_once_and_in_time(large: Store) -> None:
@@ -623,7 +626,7 @@ def test_blocks_are_asked_for_by_the_window(large: Store) -> None:
 
 
 def test_a_store_in_memory_is_not_asked_for_and_one_on_disk_is(large: Store) -> None:
-    order = make_order(PatchTable(select([large])), seed=1)
+    order = make_order(SampleTable(select([large])), seed=1)
     (large.path / "data.mdb").read_bytes()  # into the page cache
     assert asked_by(recorder(large, order), None, range(45)) == []
     copy = shutil.copytree(large.path, large.path.parent / "cold.lmdb")
@@ -718,8 +721,8 @@ def test_a_file_that_outgrows_its_map_moves_it(
     monkeypatch.setattr(handle, "_READ_MAP", 1 << 20)
     monkeypatch.setattr(handle, "_READ_ROOM", 1)
     with Store(path) as store:
-        table = PatchTable(select([store]))
-        batches = Batches([store], table, batch_size=20, order=Sequential(20))
+        table = SampleTable(select([store]))
+        batches = PatchBatches([store], table, batch_size=20, order=Sequential(20))
         expected = batches.load(0).image.copy()
         code = (
             "import sys\n"
@@ -756,18 +759,18 @@ LEAK = r"""
 import gc, re, sys
 from pathlib import Path
 from statistics import median
-from histopipe.dataset.batches import Batches
-from histopipe.dataset.source import BatchSource
-from histopipe.dataset.sampling import Shuffled
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.tf_data import BatchFeed
+from histopipe.dataset.orders import Shuffled
 from histopipe.dataset.selection import select
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.store.store import Store
 kept, memory = [], []
 with Store(Path(sys.argv[1])) as store:
-    table = PatchTable(select([store]))
+    table = SampleTable(select([store]))
     for epoch in range(20):
-        batches = Batches([store], table, batch_size=32, order=Shuffled(len(table), 1))
-        source, steps = BatchSource(batches), batches.steps_per_epoch
+        batches = PatchBatches([store], table, batch_size=32, order=Shuffled(len(table), 1))
+        source, steps = BatchFeed(batches), batches.steps_per_epoch
         for batch in source.dataset(epoch * steps, (epoch + 1) * steps):
             if sys.argv[2] == "leaking" and len(kept) <= epoch:
                 kept.append(batch)
@@ -796,7 +799,9 @@ def test_twenty_epochs_leak_nothing_that_one_batch_an_epoch_would_show(made_stor
 
 def test_a_worker_asks_for_its_own_share_only(large: Store) -> None:
     order = Sequential(360)
-    batches = Batches([large], PatchTable(select([large])), batch_size=16, order=order, replicas=2)
+    batches = PatchBatches(
+        [large], SampleTable(select([large])), batch_size=16, order=order, replicas=2
+    )
     both, one = (batches.advise(range(3, 9), parts) for parts in ([0, 1], [1]))
     assert 0 < one < 0.6 * both
 

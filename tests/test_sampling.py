@@ -11,16 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from histopipe.dataset.order import SMALL, permuted
-from histopipe.dataset.sampling import (
-    Balance,
-    BlockShuffled,
-    Order,
-    Sequential,
-    Shuffled,
-    make_order,
-)
-from histopipe.dataset.table import PatchTable, SlideRows
+from histopipe.dataset.options import Balance
+from histopipe.dataset.orders import BlockShuffled, Order, Sequential, Shuffled, make_order
+from histopipe.dataset.permutation import SMALL, permuted
+from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine
 
@@ -39,11 +33,13 @@ def accepted(counts: np.ndarray) -> bool:
     return bool(chi2.sf(((counts - expected) ** 2 / expected).sum(), counts.size - 1) > 1e-4)
 
 
-def table_of(counts: list[int], labels: list[int], patients: list[str] | None = None) -> PatchTable:
+def table_of(
+    counts: list[int], labels: list[int], patients: list[str] | None = None
+) -> SampleTable:
     names = patients or [str(i) for i in range(len(counts))]
-    return PatchTable(
+    return SampleTable(
         [
-            SlideRows(i % 2, i, c, label, patient=name)
+            SampleRows(i % 2, i, c, label, patient=name)
             for i, (c, label, name) in enumerate(zip(counts, labels, names, strict=True))
         ]
     )
@@ -129,7 +125,7 @@ def test_orders_are_pinned() -> None:
     assert make_order(table, seed=1, balance="class")(2, five).tolist() == PINNED_CLASS
     assert make_order(table, seed=1, balance="slide")(2, five).tolist() == PINNED_SLIDE
     assert BlockShuffled(10_000, 1, 64)(2, five).tolist() == PINNED_BLOCKS
-    capped = PatchTable(table.slides, max_per_slide=2, seed=1)
+    capped = SampleTable(table.slides, max_per_slide=2, seed=1)
     assert capped.locate(np.arange(6), 2).rows.tolist() == PINNED_CAP
 
 
@@ -190,7 +186,7 @@ def test_balance_of_capped_slides(
 ) -> None:
     """Within an epoch: groups alike, no slide with more different patches than the cap, none again before all drawn."""
     labels = [data.draw(st.integers(0, 1)) for _ in counts]
-    table = PatchTable(table_of(counts, labels).slides, max_per_slide=cap, seed=seed)
+    table = SampleTable(table_of(counts, labels).slides, max_per_slide=cap, seed=seed)
     order = make_order(table, seed=seed, balance="class")
     for number in (0, 1, 5):
         located = table.locate(order(number, np.arange(len(order))), number)
@@ -216,7 +212,7 @@ def test_balance_mixes_groups_within_batches() -> None:
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 50), SEEDS)
 def test_a_cap_draws_other_patches_each_epoch(counts: list[int], cap: int, seed: int) -> None:
     slides = table_of(counts, [0] * len(counts)).slides
-    table = PatchTable(slides, max_per_slide=cap, seed=seed)
+    table = SampleTable(slides, max_per_slide=cap, seed=seed)
     assert table.counts.tolist() == [min(c, cap) for c in counts]
     seen: list[set[tuple[int, int]]] = []
     for number in range(130):
@@ -233,7 +229,7 @@ def test_a_cap_draws_other_patches_each_epoch(counts: list[int], cap: int, seed:
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
 def test_a_cap_in_sequence_is_spread_over_the_slide(count: int, cap: int) -> None:
-    rows = PatchTable([SlideRows(0, 0, count, 0)], max_per_slide=cap)
+    rows = SampleTable([SampleRows(0, 0, count, 0)], max_per_slide=cap)
     found = rows.locate(np.arange(len(rows))).rows
     assert len(set(found.tolist())) == min(count, cap)
     assert np.diff(found).max(initial=0) <= -(-count // min(count, cap))
@@ -242,7 +238,7 @@ def test_a_cap_in_sequence_is_spread_over_the_slide(count: int, cap: int) -> Non
 def test_settings_that_do_not_go_together() -> None:
     table = table_of([3, 4], [0, -1])
     for message, given_settings in (
-        ("balance: found 'site', expected none or class", {"seed": 1, "balance": "site"}),
+        ("balance: found 'site', expected 'none' or 'class'", {"seed": 1, "balance": "site"}),
         ("shuffle is off", {"seed": None, "balance": "slide"}),
         ("shuffle is off", {"seed": None, "shuffle_block": 4}),
         ("take one of them", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
@@ -252,5 +248,5 @@ def test_settings_that_do_not_go_together() -> None:
         with pytest.raises(UsageError, match=message):
             make_order(table, **given_settings)
     with pytest.raises(UsageError, match="max_per_slide: found 0"):
-        PatchTable(table.slides, max_per_slide=0)
+        SampleTable(table.slides, max_per_slide=0)
     assert isinstance(make_order(table, seed=None), Sequential)

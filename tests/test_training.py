@@ -402,16 +402,16 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_store import one_slide
 from histopipe.store.store import Store
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.orders import Sequential
 from histopipe.dataset.selection import select
-from histopipe.dataset.table import PatchTable
-from histopipe.dataset.batches import Batches
-from histopipe.dataset.source import BatchSource
+from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.tf_data import BatchFeed
 import tensorflow as tf
 path = Path(sys.argv[1])
 one_slide(path, [b"no image"] * 9).close()
 with Store(path) as store:
-    source = BatchSource(Batches([store], PatchTable(select([store])), batch_size=2, order=Sequential(9)))
+    source = BatchFeed(PatchBatches([store], SampleTable(select([store])), batch_size=2, order=Sequential(9)))
     iterator = iter(source.dataset(0, 5))
     failed = 0
     for _ in range(5):

@@ -20,7 +20,7 @@ from conftest import PROGRAMS, Run
 from test_reader import a_store, jpegs
 from test_verify import edited, pages_of, patched
 
-from histopipe.dataset.batches import decode
+from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.features.feature_file import writing
 from histopipe.features.untrusted import check_coords, check_features

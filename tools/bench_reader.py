@@ -43,11 +43,11 @@ import numpy as np
 import simplejpeg
 import tensorflow as tf
 
-from histopipe.dataset.batches import Batches, aligned_empty
-from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
+from histopipe.dataset.orders import Order, Sequential, Shuffled, make_order
+from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
-from histopipe.dataset.source import BatchSource
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp
 from histopipe.ingest.encode import png
 from histopipe.store.format import INDEX_COLUMNS
@@ -201,16 +201,16 @@ def by_threads(work: Callable[[int], None], steps: int) -> float:
     return steps * BATCH / (time.perf_counter() - begun)
 
 
-def batches_of(store: Store, order: Order | None = None, **settings: Any) -> Batches:
+def batches_of(store: Store, order: Order | None = None, **settings: Any) -> PatchBatches:
     """All patches of a store, shuffled."""
-    table = PatchTable(select([store]))
+    table = SampleTable(select([store]))
     order = order or Shuffled(len(table), 1)
-    return Batches([store], table, batch_size=BATCH, order=order, **settings)
+    return PatchBatches([store], table, batch_size=BATCH, order=order, **settings)
 
 
-def ours(batches: Batches, steps: int, **settings: Any) -> float:
+def ours(batches: PatchBatches, steps: int, **settings: Any) -> float:
     """The reader as `load_dataset` and training use it."""
-    source = BatchSource(batches)
+    source = BatchFeed(batches)
     try:
         return rate(iter(source.dataset(0, 1 << 40, **settings)), steps)
     finally:
@@ -336,8 +336,8 @@ def bench_rest(material: Material) -> None:
 
         return by_threads(work, steps)
 
-    def loads(batches: Batches, steps: int) -> float:
-        """`Batches.load` without TensorFlow."""
+    def loads(batches: PatchBatches, steps: int) -> float:
+        """`PatchBatches.load` without TensorFlow."""
 
         def work(first: int) -> None:
             for step in range(first, steps, CORES):
@@ -365,9 +365,9 @@ def bench_rest(material: Material) -> None:
 def bench_orders(material: Material) -> None:
     """Other orders, and microseconds of a step's numbers."""
     with Store(material.store("four", COHORT)) as store:
-        table = PatchTable(select([store]))
-        capped = PatchTable(select([store]), max_per_slide=5000, seed=1)
-        orders: dict[str, tuple[PatchTable, Order]] = {
+        table = SampleTable(select([store]))
+        capped = SampleTable(select([store]), max_per_slide=5000, seed=1)
+        orders: dict[str, tuple[SampleTable, Order]] = {
             "shuffled": (table, Shuffled(len(table), 1)),
             "sequential": (table, Sequential(len(table))),
             "balance=slide": (table, make_order(table, seed=1, balance="slide")),
@@ -375,17 +375,17 @@ def bench_orders(material: Material) -> None:
             "max_per_slide=5000": (capped, Shuffled(len(capped), 1)),
         }
         ways = {
-            name: functools.partial(ours, Batches([store], t, batch_size=BATCH, order=order))
+            name: functools.partial(ours, PatchBatches([store], t, batch_size=BATCH, order=order))
             for name, (t, order) in orders.items()
         }
         found = compare(ways, 60)
         for name, speed in found.items():
             t, order = orders[name]
-            batches = Batches([store], t, batch_size=BATCH, order=order)
+            batches = PatchBatches([store], t, batch_size=BATCH, order=order)
             say(f"  {name:<20}{speed:9,.0f}/s  numbers of a step {1e6 * locating(batches):.0f} µs")
 
 
-def locating(batches: Batches, steps: int = 200) -> float:
+def locating(batches: PatchBatches, steps: int = 200) -> float:
     """Seconds that finding out a step's patches takes; the median."""
     seconds = []
     for step in np.linspace(0, batches.steps_per_epoch - 1, steps).astype(int).tolist():
@@ -428,14 +428,14 @@ def cold_reader(
 def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
     """Print patches a second."""
     with Store(Path(path)) as store:
-        table = PatchTable(select([store]))
+        table = SampleTable(select([store]))
         orders: dict[str, Order] = {
             "shuffled": Shuffled(len(table), 1),
             "sequential": Sequential(len(table)),
             "blocks": make_order(table, seed=1, shuffle_block=256),
         }
         settings = {} if read_ahead == "-1" else {"read_ahead": int(read_ahead)}
-        source = BatchSource(Batches([store], table, batch_size=BATCH, order=orders[name]))
+        source = BatchFeed(PatchBatches([store], table, batch_size=BATCH, order=orders[name]))
         iterator = iter(source.dataset(0, int(steps), **settings))
         begun = time.perf_counter()
         for _ in iterator:
@@ -494,7 +494,7 @@ def bench_leak(material: Material) -> None:
             memory = []
             for epoch in range(20):
                 batches = batches_of(store)
-                source = BatchSource(batches)
+                source = BatchFeed(batches)
                 steps = batches.steps_per_epoch
                 for batch in source.dataset(epoch * steps, (epoch + 1) * steps):
                     if leaking and len(kept) <= epoch:
@@ -576,10 +576,13 @@ def scale_child(path: str) -> None:
     store = Store(Path(path))
     opened = time.perf_counter() - begun
     after = anonymous_kilobytes()
-    table = PatchTable(select([store]))
-    batches = Batches([store], table, batch_size=BATCH, order=Shuffled(len(table), 1))
+    table = SampleTable(select([store]))
+    batches = PatchBatches([store], table, batch_size=BATCH, order=Shuffled(len(table), 1))
     balanced = make_order(table, seed=1, balance="patient")
-    located = locating(batches), locating(Batches([store], table, batch_size=BATCH, order=balanced))
+    located = (
+        locating(batches),
+        locating(PatchBatches([store], table, batch_size=BATCH, order=balanced)),
+    )
     ready = anonymous_kilobytes()
     steps = np.linspace(0, batches.steps_per_epoch - 1, 300).astype(int).tolist()
     seconds: list[float] = []

@@ -24,8 +24,8 @@ import numpy as np
 from peak_memory import peaks_of
 from PIL import Image
 
-from histopipe.dataset.split_makers import make_splits
 from histopipe.dataset.splits import write_splits
+from histopipe.dataset.splitting import make_splits
 from histopipe.geometry import Mpp
 from histopipe.ingest.encode import encode
 from histopipe.store.data_file import DataFile

@@ -23,11 +23,11 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds
-from histopipe.dataset.batches import Batches
-from histopipe.dataset.sampling import make_order
+from histopipe.dataset.orders import make_order
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
-from histopipe.dataset.source import BatchSource
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
 from histopipe.training.devices import make_strategy
@@ -57,11 +57,11 @@ class Ours:
         )  # fmt: skip
         self._trainer = Trainer(
             Steps(strategy, model, optimizer, settings), seed=SEED,
-            make_batches=lambda table, order, replicas: Batches(
+            make_batches=lambda table, order, replicas: PatchBatches(
                 [store], table, batch_size=config.batch_size, order=order, replicas=replicas
             ),
         )  # fmt: skip
-        table = PatchTable(select([store]))
+        table = SampleTable(select([store]))
         self._batches = self._trainer.batches(table, make_order(table, seed=SEED))
         self._batches.steps_per_epoch = min(options.steps, self._batches.steps_per_epoch)
         self.steps = self._batches.steps_per_epoch
@@ -85,14 +85,14 @@ class Fit:
             weighted_metrics=["accuracy"],
             jit_compile=options.xla,
         )
-        table = PatchTable(select([store]))
+        table = SampleTable(select([store]))
         order = make_order(table, seed=SEED)
-        self._batches = Batches([store], table, batch_size=options.batch_size, order=order)
+        self._batches = PatchBatches([store], table, batch_size=options.batch_size, order=order)
         self.steps = min(options.steps, self._batches.steps_per_epoch)
 
     def epoch(self, number: int) -> None:
         """Train on the steps of one epoch."""
-        source = BatchSource(self._batches)
+        source = BatchFeed(self._batches)
         first = number * self._batches.steps_per_epoch
         seed = epoch_seed(SEED, number)
 

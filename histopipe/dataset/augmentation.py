@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation
+from histopipe.dataset.options import AUGMENTATIONS, Augmentation
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine
 

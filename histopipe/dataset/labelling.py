@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.labels import Labels
+from histopipe.dataset.options import LabelsFrom
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.samples import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.errors import NothingToDo
-from histopipe.store.record import SlideRecord
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 
-LabelsFrom = Literal["slide", "annotation"]
 NO_CLASS = -1
 
 
@@ -30,7 +30,7 @@ class Labelling:
         patch_filter: which patches are fit.
     """
 
-    labels: Labels | None = None
+    labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
@@ -50,7 +50,27 @@ class Candidates:
     fit: list[NDArray[np.bool_]]
 
 
-def candidates(stores: Sequence[SlideSource], labelling: Labelling) -> Candidates:
+def read_slide_labels(
+    path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
+) -> dict[str, SlideLabel]:
+    """Read the labels of slides from a CSV file.
+
+    Args:
+        path: the file.
+        sources: stores that hold the slides.
+        allow_extra: ignore rows that name no slide.
+
+    Returns:
+        Label, patient and site by slide id.
+
+    Raises:
+        UsageError: the file cannot be read or does not fit the slides.
+    """
+    names = SlideNames(record.id for source in sources for record in source.slides)
+    return read_labels(Path(path), names, allow_extra=allow_extra)
+
+
+def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
     """Every labelled slide with patches.
 
     Raises:
@@ -78,7 +98,7 @@ def candidates(stores: Sequence[SlideSource], labelling: Labelling) -> Candidate
     return Candidates(classes, slides, [fit for _, fit in found])
 
 
-def class_codes(store: SlideSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
+def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
     """(N,) the class that is drawn on each patch of a slide, a place in `classes`; -1 for none of them."""
     number = {name: place for place, name in enumerate(classes)}
     table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
@@ -86,7 +106,7 @@ def class_codes(store: SlideSource, slide: int, classes: Sequence[str]) -> NDArr
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
 
-def _drawn_classes(stores: Sequence[SlideSource]) -> tuple[str, ...]:
+def _drawn_classes(stores: Sequence[SampleSource]) -> tuple[str, ...]:
     """The classes that any patch has, sorted."""
     return tuple(
         sorted({name for store in stores for r in store.complete.values() for name in r.patch_labels})
@@ -94,15 +114,14 @@ def _drawn_classes(stores: Sequence[SlideSource]) -> tuple[str, ...]:
 
 
 def _candidate(
-    ordinal: int, store: SlideSource, number: int, labelling: Labelling, classes: Sequence[str]
+    ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
     """A slide with everything but its sides; None if it is unlabelled or empty."""
-    record: SlideRecord = store.records[number]
-    label, patient, site = (
-        (record.label, record.patient, record.site)
-        if labelling.labels is None
-        else labelling.labels.get(record.id, (None, None, None))
-    )
+    record = store.records[number]
+    given: SlideLabel | SampleGroup = record
+    if labelling.labels is not None:
+        given = labelling.labels.get(record.id, SlideLabel(None))
+    label = given.label
     codes = None
     if labelling.labels_from == "annotation":
         # Slides without annotations need not have their index read.
@@ -111,24 +130,24 @@ def _candidate(
     if not label or not record.stored:
         return None
     slide = SlideSplit(
-        ordinal, number, record.id, label, patient or record.patient or record.id,
-        site or record.site, record.content, record.planned, patches_crc(store, number),
+        ordinal, number, record.id, label, given.patient or record.patient or record.id,
+        given.site or record.site, record.content, record.planned, patches_crc(store, number),
         np.full(record.planned, DROPPED, np.int8), codes,
     )  # fmt: skip
     return slide, _fit(store, number, record, labelling.patch_filter, codes)
 
 
 def _fit(
-    store: SlideSource,
+    store: SampleSource,
     number: int,
-    record: SlideRecord,
+    record: SampleGroup,
     patch_filter: PatchFilter,
     codes: NDArray[np.int16] | None,
 ) -> NDArray[np.bool_]:
     fit = np.ones(record.planned, np.bool_)
     if codes is not None:
         fit &= codes != NO_CLASS
-    if record.unreadable:
+    if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
     if patch_filter.active:
         fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")

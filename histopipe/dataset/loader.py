@@ -6,20 +6,29 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from histopipe.dataset.arguments import check_whole, check_whole_or_none, shard_of, store_paths
-from histopipe.dataset.batches import Batches, Column, OnError
-from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.labelling import read_slide_labels
+from histopipe.dataset.options import (
+    Balance,
+    Column,
+    LabelsFrom,
+    OnError,
+    Side,
+    StainNorm,
+    check_choice,
+    check_shard,
+    check_whole,
+    check_whole_or_none,
+)
+from histopipe.dataset.orders import make_order
+from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.sampling import Balance, make_order
-from histopipe.dataset.selection import Classes, Labels, select
-from histopipe.dataset.source import BatchSource
-from histopipe.dataset.splits import Side, read_splits
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.selection import Classes, LabelById, select, store_paths
+from histopipe.dataset.splits import read_splits
+from histopipe.dataset.tf_data import BatchFeed
 from histopipe.errors import UsageError
-from histopipe.slides.tables import SlideNames, read_labels
 from histopipe.store.store import Store, check_patch_sizes
 
 if TYPE_CHECKING:
@@ -41,7 +50,7 @@ def load_dataset(
     max_per_slide: int | None = None,
     shard: tuple[int, int] = (0, 1),
     classes: Classes | None = None,
-    labels: str | Path | Labels | None = None,
+    labels: str | Path | LabelById | None = None,
     labelled_only: bool = False,
     labels_from: LabelsFrom = "slide",
     min_tissue: float = 0.0,
@@ -118,13 +127,12 @@ def load_dataset(
     check_whole_or_none(
         1, parallel_calls=parallel_calls, max_per_slide=max_per_slide, shuffle_block=shuffle_block
     )
-    index, count = shard_of(shard)
+    index, count = check_shard(shard)
     patch_filter = PatchFilter(
         min_tissue=min_tissue, min_focus=min_focus, exclude_pen=exclude_pen,
         exclude_dark=exclude_dark,
     )  # fmt: skip
-    if labels_from not in get_args(LabelsFrom):
-        raise UsageError("labels_from", found=repr(labels_from), expected="slide or annotation")
+    check_choice(LabelsFrom, labels_from=labels_from)
     if labels_from == "annotation" and labels is not None:
         raise UsageError("labels", found="labels_from='annotation'", expected="one of them")
     if splits is None and side != "train":
@@ -141,13 +149,13 @@ def load_dataset(
             splits=read_splits(Path(splits), stores) if splits is not None else None, side=side,
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
-        table = PatchTable(chosen, max_per_slide=max_per_slide, seed=seed)
-        batches = Batches(
+        table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
+        batches = PatchBatches(
             stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
             order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
             columns=columns,
         )  # fmt: skip
-        source = BatchSource(batches, parts=(index,))
+        source = BatchFeed(batches, parts=(index,))
         last_step = epochs * batches.steps_per_epoch
         if start_step > last_step:
             raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
@@ -170,7 +178,7 @@ def _normalised(
 ) -> tf.data.Dataset:
     # Late: they load TensorFlow.
     from histopipe.dataset.augmentation import to_uint8
-    from histopipe.dataset.stain import StainNormaliser
+    from histopipe.dataset.stain_normalisation import StainNormaliser
 
     normalise = StainNormaliser(stores, method)
     dataset = dataset.map(
@@ -181,9 +189,8 @@ def _normalised(
 
 
 def _labels(
-    labels: str | Path | Labels | None, stores: Sequence[Store]
+    labels: str | Path | LabelById | None, stores: Sequence[Store]
 ) -> Mapping[str, str | None] | None:
     if not isinstance(labels, str | Path):
         return labels
-    names = SlideNames(record.id for store in stores for record in store.slides)
-    return {name: row.label for name, row in read_labels(Path(labels), names).items()}
+    return {name: row.label for name, row in read_slide_labels(labels, stores).items()}

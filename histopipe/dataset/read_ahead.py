@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from histopipe.dataset.schedule import Loadable
+from histopipe.dataset.batch_sampler import BatchLoader
 
 STEPS_AHEAD = 16
 _KEPT_UP = 256
@@ -31,7 +31,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        batches: Loadable,
+        batches: BatchLoader,
         parts: Sequence[int],
         last_step: int,
         steps: int | None = None,

@@ -1,22 +1,47 @@
-"""Which slides of some stores a dataset takes, which of their patches, and under which class."""
+"""Selection: the stores, slides and patches of a dataset, and the class of each."""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.options import LabelsFrom, Side
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.slide_source import SlideSource
-from histopipe.dataset.splits import Side, SlideSplit, Splits
-from histopipe.dataset.table import MAX_STORES, UNLABELLED, SlideRows
+from histopipe.dataset.sample_table import MAX_STORES, UNLABELLED, SampleRows
+from histopipe.dataset.samples import SampleGroup, SampleSource
+from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.errors import UsageError
-from histopipe.store.record import SlideRecord
+from histopipe.store.catalog import parts_of
 
 Classes = Sequence[str] | Mapping[str, int]
-Labels = Mapping[str, str | None]
+LabelById = Mapping[str, str | None]
+
+
+def store_paths(path: Any) -> list[Path]:
+    """Return the paths of the stores in one path or several; a folder of parts stands for its parts.
+
+    Raises:
+        UsageError: no store, or a store twice.
+    """
+    if isinstance(path, str | Path):
+        return parts_of(Path(path))
+    parts = list(path) if isinstance(path, Iterable) else []
+    if not isinstance(path, Iterable) or not all(isinstance(part, str | Path) for part in parts):
+        raise UsageError("path", found=repr(path)[:80], expected="a path, or a list of paths")
+    if not parts:
+        raise UsageError("no store given")
+    paths = [store for part in parts for store in parts_of(Path(part))]
+    count = Counter(map(os.path.realpath, paths))
+    twice = [real for real, times in count.items() if times > 1]
+    if twice:
+        raise UsageError("a store is given twice", found=", ".join(twice))
+    return paths
 
 
 def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, int]:
@@ -52,16 +77,16 @@ def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, in
 
 
 def select(
-    stores: Sequence[SlideSource],
+    stores: Sequence[SampleSource],
     *,
     classes: Classes | None = None,
-    labels: Labels | None = None,
+    labels: LabelById | None = None,
     splits: Splits | None = None,
     side: Side = "train",
     labelled_only: bool = False,
     labels_from: LabelsFrom = "slide",
     patch_filter: PatchFilter | None = None,
-) -> list[SlideRows]:
+) -> list[SampleRows]:
     """The slides of a dataset, in the stores' order.
 
     Args:
@@ -107,18 +132,18 @@ def select(
         fit = _fit(stores[key[0]], key[1], rows, patch_filter)
         count = record.stored if fit is None else len(fit)
         patient = patients.get(key) or record.patient or record.id
-        chosen.append(SlideRows(*key, count, label, fit, patient))
+        chosen.append(SampleRows(*key, count, label, fit, patient))
     return chosen
 
 
-_Held = Mapping[tuple[int, int], SlideRecord]
+_Held = Mapping[tuple[int, int], SampleGroup]
 _Part = tuple[tuple[int, int], NDArray[np.int32] | None, str | None]
 """Store and slide; rows, or None for all that are readable; and the class that is drawn on them: None where the slide's counts,
 empty for none."""
 
 
 def _labels(
-    stores: Sequence[SlideSource], labels: Labels | None, splits: Splits | None, held: _Held
+    stores: Sequence[SampleSource], labels: LabelById | None, splits: Splits | None, held: _Held
 ) -> dict[tuple[int, int], str | None]:
     """The label of each slide by store and number."""
     if labels is not None:
@@ -136,18 +161,19 @@ def _labels(
     return {key: record.label for key, record in held.items()}
 
 
-def _whole(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
+def _whole(stores: Sequence[SampleSource], held: _Held) -> list[_Part]:
     return [(key, _readable(stores[key[0]], key[1]), None) for key in held]
 
 
-def _readable(store: SlideSource, slide: int) -> NDArray[np.int32] | None:
+def _readable(store: SampleSource, slide: int) -> NDArray[np.int32] | None:
     """Rows that hold a patch, or None if all do. Only a slide with damage has its index read for that."""
-    if not store.records[slide].unreadable:
+    record = store.records[slide]
+    if record.stored == record.planned:
         return None
     return np.flatnonzero(store.index(slide)["length"]).astype(np.int32)
 
 
-def _by_annotation(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
+def _by_annotation(stores: Sequence[SampleSource], held: _Held) -> list[_Part]:
     """A part for each class of each slide."""
     parts: list[_Part] = []
     for key in held:
@@ -161,7 +187,7 @@ def _by_annotation(stores: Sequence[SlideSource], held: _Held) -> list[_Part]:
 
 
 def _fit(
-    store: SlideSource,
+    store: SampleSource,
     slide: int,
     rows: NDArray[np.int32] | None,
     patch_filter: PatchFilter | None,

@@ -13,18 +13,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.options import SIDES, Side, SplitBy
+from histopipe.dataset.samples import SampleSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.files import appearing, read_json
-
-Side = Literal["train", "validation", "test"]
-SIDES: tuple[Side, ...] = ("train", "validation", "test")
-SplitBy = Literal["patient", "site", "slide", "region", "patch"]
 
 DROPPED = -1
 _MOST_PATCHES = 10**8
@@ -149,7 +146,7 @@ def write_splits(splits: Splits, path: Path) -> None:
         part.write_text(json.dumps(value, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def read_splits(path: Path, stores: Sequence[SlideSource]) -> Splits:
+def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
     """Read `splits.json` and hold it against the stores.
 
     Raises:
@@ -193,7 +190,7 @@ def trained_on(path: Path) -> set[str]:
         return set()
 
 
-def patches_crc(store: SlideSource, slide: int) -> int:
+def patches_crc(store: SampleSource, slide: int) -> int:
     """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())
 
@@ -219,7 +216,7 @@ def _from_json(value: Mapping[str, Any]) -> Splits:
     return splits
 
 
-def _check_against_stores(splits: Splits, stores: Sequence[SlideSource], path: Path) -> None:
+def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: Path) -> None:
     uuids = tuple(store.uuid for store in stores)
     if uuids != splits.uuids:
         raise DamagedStore(

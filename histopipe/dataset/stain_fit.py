@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.order import permuted
+from histopipe.dataset.permutation import permuted
 from histopipe.errors import DamagedStore, SlideError, UsageError
 from histopipe.store.stains import StainFit, StainWriter
 from histopipe.store.store import Store

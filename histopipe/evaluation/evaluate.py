@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.splits import Side
+from histopipe.dataset.options import Side
 from histopipe.errors import UsageError
 from histopipe.evaluation.metrics import Metrics, bootstrap_draws, metrics_of
 from histopipe.evaluation.scores import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.dataset.splits import SIDES, Side
+from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.system.files import appearing

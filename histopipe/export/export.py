@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from histopipe.dataset.arguments import store_paths
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.export.index import IndexFormat, IndexResult, export_index
 from histopipe.export.patches import ExportResult, PatchFormat, export_patches

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from histopipe.dataset.arguments import check_whole
+from histopipe.dataset.options import check_whole
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
 from histopipe.export.formats import WRITERS, Patch

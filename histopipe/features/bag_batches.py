@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import OnError
-from histopipe.dataset.order import permuted
-from histopipe.dataset.sampling import Order
-from histopipe.dataset.schedule import Field, Schedule
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.batch_sampler import BatchSampler, Field
+from histopipe.dataset.options import OnError
+from histopipe.dataset.orders import Order
+from histopipe.dataset.permutation import permuted
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.errors import DamagedStore
 from histopipe.features.bag_set import Bag, BagSet
 from histopipe.features.feature_file import read_features
@@ -23,7 +23,7 @@ _DRAW = 301
 _log = logging.getLogger("histopipe")
 
 
-class BagBatches(Schedule):
+class BagBatches(BatchSampler):
     """Batches of bags, in a given order.
 
     Args:
@@ -46,7 +46,7 @@ class BagBatches(Schedule):
     def __init__(
         self,
         bags: BagSet,
-        table: PatchTable,
+        table: SampleTable,
         *,
         batch_size: int,
         order: Order,

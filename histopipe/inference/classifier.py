@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.options import LabelsFrom, StainNorm
 from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.geometry import Mpp, same_scale

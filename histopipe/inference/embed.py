@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.arguments import check_whole, store_paths
-from histopipe.dataset.batches import OnError
-from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.options import OnError, StainNorm, check_whole
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import Precision, is_ours, read_header, writing
 from histopipe.features.feature_folder import feature_path, record_encoder

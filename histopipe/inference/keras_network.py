@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.schedule import replica_rows
+from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.system.progress import message

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.schedule import replica_rows
+from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.runs.config import DEVICES
 from histopipe.system.files import read_json

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.arguments import check_whole, store_paths
-from histopipe.dataset.batches import OnError
+from histopipe.dataset.options import OnError, check_whole
+from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import trained_on
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import Evaluation

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.batches import OnError
 from histopipe.dataset.labelling import class_codes
+from histopipe.dataset.options import OnError
 from histopipe.errors import SlideError, UsageError
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import Classifier, check_scale, check_store

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import aligned_empty, decode
-from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.options import StainNorm
+from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp

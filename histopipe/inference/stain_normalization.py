@@ -9,8 +9,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import to_uint8
-from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.stain import StainNormaliser, normalising_by
+from histopipe.dataset.options import StainNorm
+from histopipe.dataset.stain_normalisation import StainNormaliser, normalising_by
 from histopipe.store.stains import StainFit
 from histopipe.store.store import Store
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batches import Batches, Column, OnError
-from histopipe.dataset.kinds import StainNorm
-from histopipe.dataset.sampling import Sequential
+from histopipe.dataset.options import Column, OnError, StainNorm
+from histopipe.dataset.orders import Sequential
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
-from histopipe.dataset.table import PatchTable, SlideRows
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.patch_stream import PatchBatch
 from histopipe.inference.predictions_folder import PredictedSlide
@@ -40,7 +40,7 @@ class StoredSlide:
 
     store: Store
     number: int
-    batches: Batches
+    batches: PatchBatches
     normalize: Normalizer | None
 
     @property
@@ -101,7 +101,7 @@ class StoredSlide:
         )
 
 
-def slides_with_patches(stores: Sequence[Store]) -> list[SlideRows]:
+def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     """Return the rows of every slide that has patches.
 
     Raises:
@@ -124,7 +124,7 @@ def slides_with_patches(stores: Sequence[Store]) -> list[SlideRows]:
 
 def stored_slides(
     stores: Sequence[Store],
-    slides: Sequence[SlideRows],
+    slides: Sequence[SampleRows],
     *,
     batch_size: int,
     on_error: OnError,
@@ -148,9 +148,9 @@ def stored_slides(
         module = load_quietly("histopipe.inference.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
 
-    def prepare(rows: SlideRows) -> StoredSlide:
-        table = PatchTable([rows])
-        batches = Batches(
+    def prepare(rows: SampleRows) -> StoredSlide:
+        table = SampleTable([rows])
+        batches = PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip

@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from histopipe.dataset.arguments import store_paths
-from histopipe.dataset.splits import DROPPED, SIDES, Side, SlideSplit, read_splits
+from histopipe.dataset.options import SIDES, Side
+from histopipe.dataset.selection import store_paths
+from histopipe.dataset.splits import DROPPED, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
 from histopipe.maintenance.finding import some

@@ -97,7 +97,7 @@ class PatchDecoder:
     def __call__(self, value: memoryview) -> str | None:
         """Why a value is no patch."""
         # Late: without --full no image library is needed.
-        from histopipe.dataset.batches import decode
+        from histopipe.dataset.patch_batches import decode
 
         try:
             decode(value, np.empty((self.size, self.size, 3), np.uint8))

@@ -12,7 +12,7 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.batches import decode
+from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore
 from histopipe.measure.columns import Measured, measure_slides
 from histopipe.store.format import patch_key, value_crc

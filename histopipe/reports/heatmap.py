@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from histopipe.dataset.arguments import store_paths
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
 from histopipe.inference.predictions_folder import PredictionsFolder
 from histopipe.reports.heatmap_geojson import Objects, write_heatmap_geojson

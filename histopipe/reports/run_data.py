@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.splits import Side
+from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions_file import read_predictions

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-from histopipe.dataset.splits import SIDES, Side
+from histopipe.dataset.options import SIDES, Side
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.metrics import Bin, Metrics
 from histopipe.evaluation.roc import roc_of

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.splits import Side
+from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.evaluation.metrics import decide

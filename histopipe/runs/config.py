@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from histopipe.dataset.batches import OnError
-from histopipe.dataset.kinds import AUGMENTATIONS, Augmentation, StainNorm
-from histopipe.dataset.labelling import LabelsFrom
+from histopipe.dataset.options import (
+    AUGMENTATIONS,
+    Augmentation,
+    Balance,
+    LabelsFrom,
+    OnError,
+    SplitBy,
+    StainNorm,
+)
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.sampling import Balance
-from histopipe.dataset.splits import SplitBy
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.thresholds import check_rule

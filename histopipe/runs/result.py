@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.splits import SIDES, Side
+from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.system.files import read_json

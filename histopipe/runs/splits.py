@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from histopipe.dataset.arguments import store_paths
-from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.labels import labels_from
-from histopipe.dataset.slide_source import SlideSource
-from histopipe.dataset.split_makers import make_folds, make_splits
+from histopipe.dataset.labelling import Labelling, read_slide_labels
+from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
+from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import UsageError
 from histopipe.features.bag_set import BagSet
 from histopipe.geometry import Micrometres
@@ -23,7 +22,7 @@ from histopipe.store.store import Store, check_patch_sizes
 @contextmanager
 def opened_sources(
     config: TrainConfig, splits: str | Path | None = None
-) -> Iterator[Sequence[SlideSource]]:
+) -> Iterator[Sequence[SampleSource]]:
     """What a training learns from: its stores, or its bags.
 
     Args:
@@ -52,7 +51,7 @@ def opened_sources(
 
 
 def run_splits(
-    config: TrainConfig, sources: Sequence[SlideSource], folder: Path, *, resume: bool
+    config: TrainConfig, sources: Sequence[SampleSource], folder: Path, *, resume: bool
 ) -> Splits:
     """The run's splits: read if it goes on, else as its settings say."""
     return (
@@ -60,7 +59,7 @@ def run_splits(
     )
 
 
-def new_splits(config: TrainConfig, sources: Sequence[SlideSource]) -> Splits:
+def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     """Splits as the settings say: read if they are given, else made.
 
     Raises:
@@ -89,7 +88,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SlideSource]) -> Splits:
     return splits
 
 
-def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SlideSource]) -> None:
+def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSource]) -> None:
     """Refuse settings that splits which are given do not keep to.
 
     Raises:
@@ -114,7 +113,7 @@ def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SlideSou
 
 
 def new_folds(
-    config: TrainConfig, sources: Sequence[SlideSource], folds: int
+    config: TrainConfig, sources: Sequence[SampleSource], folds: int
 ) -> tuple[Splits, ...]:
     """Splits for each fold of a cross-validation, as the settings say."""
     return make_folds(
@@ -128,11 +127,11 @@ def new_folds(
     )
 
 
-def _labelling(config: TrainConfig, sources: Sequence[SlideSource]) -> Labelling:
+def _labelling(config: TrainConfig, sources: Sequence[SampleSource]) -> Labelling:
     """Where labels come from: bags were made with theirs."""
     labels = None
-    if config.mil is None:
-        labels = labels_from(config.labels, sources, allow_extra=config.allow_extra_rows)
+    if config.mil is None and config.labels is not None:
+        labels = read_slide_labels(config.labels, sources, allow_extra=config.allow_extra_rows)
     return Labelling(
         labels=labels, labels_from=config.labels_from, patch_filter=config.patch_filter
     )

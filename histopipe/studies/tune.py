@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from histopipe.dataset.splits import DROPPED, SIDES, Splits, write_splits
+from histopipe.dataset.options import SIDES
+from histopipe.dataset.splits import DROPPED, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig

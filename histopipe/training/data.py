@@ -7,17 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.options import Side
+from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.selection import select
-from histopipe.dataset.slide_source import SlideSource
-from histopipe.dataset.splits import Side, Splits, site_by_label
-from histopipe.dataset.stain import StainNormaliser
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.splits import Splits, site_by_label
+from histopipe.dataset.stain_normalisation import StainNormaliser
 from histopipe.runs.config import TrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 
 
-def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, unit: str) -> None:
+def tell_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
     """What the model will see, before the long wait.
 
     Args:
@@ -48,14 +49,14 @@ def tell_splits(splits: Splits, sources: Sequence[SlideSource], holders: str, un
 
 
 def patch_table(
-    config: TrainConfig, sources: Sequence[SlideSource], splits: Splits, side: Side
-) -> PatchTable | None:
+    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits, side: Side
+) -> SampleTable | None:
     """The patches, or bags, of one side; None for a test set that was not asked for. Only training is capped."""
     if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
         return None
     cap = config.max_per_slide if side == "train" and config.mil is None else 0
     chosen = select(sources, splits=splits, side=side)
-    return PatchTable(chosen, max_per_slide=cap or None, seed=config.seed)
+    return SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
 
 
 def stain_normaliser(config: TrainConfig, stores: Sequence[Store]) -> StainNormaliser | None:

@@ -18,10 +18,10 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import epoch_seed
-from histopipe.dataset.sampling import Order, Sequential
-from histopipe.dataset.schedule import replica_rows
-from histopipe.dataset.source import BatchSource
-from histopipe.dataset.table import PatchTable
+from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.dataset.orders import Order, Sequential
+from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.progress import default_progress
 from histopipe.training.collectives import gathered
@@ -63,7 +63,7 @@ class Trainer:
         self,
         steps: Steps,
         *,
-        make_batches: Callable[[PatchTable, Order, int], Any],
+        make_batches: Callable[[SampleTable, Order, int], Any],
         seed: int,
         micro_batch: Callable[[int], MicroBatch] = MicroBatch,
         cluster: Cluster | None = None,
@@ -78,7 +78,7 @@ class Trainer:
         self.micro_batch = micro_batch(steps.whole(self._rows))
         self.skipped: dict[int, str] = {}
 
-    def batches(self, table: PatchTable, order: Order) -> Any:
+    def batches(self, table: SampleTable, order: Order) -> Any:
         """Batches of a table, in a part for each replica."""
         return self._make_batches(table, order, self._replicas)
 
@@ -120,7 +120,7 @@ class Trainer:
         self._run(batches, epoch * batches.steps_per_epoch, step, title, tally, granted=granted)
 
     def predict(
-        self, table: PatchTable, title: str, *, between: Callable[[], None] = _nothing
+        self, table: SampleTable, title: str, *, between: Callable[[], None] = _nothing
     ) -> Predictions | None:
         """Predictions of every patch in the table's order, by the model as it is saved; None if all are damaged.
 
@@ -244,7 +244,7 @@ class Trainer:
         From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options
         say, and was seen to wait 2 to 7 s for that tuner's sleep at the end of an epoch.
         """
-        source = BatchSource(batches, self._own)
+        source = BatchFeed(batches, self._own)
         parts = iter(source.dataset(first, last))
         try:
             for _ in range(first, last):

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from histopipe.dataset.slide_source import SlideSource
+from histopipe.dataset.sample_table import unpack_keys
+from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.splits import Splits
-from histopipe.dataset.table import unpack_keys
 from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.training.tally import Predictions
 
 
 def patch_scores(
     predictions: Predictions,
-    sources: Sequence[SlideSource],
+    sources: Sequence[SampleSource],
     splits: Splits,
     *,
     level: Level = "patch",

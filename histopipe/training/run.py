@@ -14,8 +14,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.sampling import make_order
-from histopipe.dataset.splits import Side
+from histopipe.dataset.options import Side
+from histopipe.dataset.orders import make_order
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.evaluation.predictions_file import write_predictions

@@ -16,8 +16,8 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
-from histopipe.dataset.kinds import Augmentation
-from histopipe.dataset.stain import StainNormaliser
+from histopipe.dataset.options import Augmentation
+from histopipe.dataset.stain_normalisation import StainNormaliser
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
 from histopipe.training.loss_scale import LossScale

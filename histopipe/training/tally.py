@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.schedule import Schedule
+from histopipe.dataset.batch_sampler import BatchSampler
 from histopipe.errors import UsageError
 
 
@@ -78,7 +78,7 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: Schedule,
+    batches: BatchSampler,
     first: int,
     values: NDArray[np.float32],
     *,

@@ -9,11 +9,12 @@ from typing import Any, Protocol, cast
 
 import tensorflow as tf
 
-from histopipe.dataset.batches import Batches
-from histopipe.dataset.sampling import Order
-from histopipe.dataset.slide_source import SlideSource
-from histopipe.dataset.splits import SIDES, Side, Splits
-from histopipe.dataset.table import PatchTable, unpack_keys
+from histopipe.dataset.options import SIDES, Side
+from histopipe.dataset.orders import Order
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sample_table import SampleTable, unpack_keys
+from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.splits import Splits
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.scores import PatchScores
 from histopipe.features.bag_batches import BagBatches
@@ -36,7 +37,7 @@ class Task(Protocol):
     """What a training learns from and with."""
 
     splits: Splits
-    tables: dict[Side, PatchTable]
+    tables: dict[Side, SampleTable]
     unit: str
     """What a batch is of, in words."""
     holders: str
@@ -44,7 +45,7 @@ class Task(Protocol):
     facts: Mapping[str, Any]
     """What those must know who use the model, for `metrics.json`."""
 
-    def batches(self, table: PatchTable, order: Order, replicas: int) -> Any:
+    def batches(self, table: SampleTable, order: Order, replicas: int) -> Any:
         """Batches of a table, in a part for each replica."""
 
     def steps(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> Steps:
@@ -57,7 +58,7 @@ class Task(Protocol):
         """What else there is to say of the best model's predictions, into the run's folder."""
 
 
-def task_of(config: TrainConfig, sources: Sequence[SlideSource], splits: Splits) -> Task:
+def task_of(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Task:
     """The task that settings describe.
 
     Args:
@@ -87,9 +88,9 @@ class PatchTask:
         }
         self.tables = _tables(config, stores, splits)
 
-    def batches(self, table: PatchTable, order: Order, replicas: int) -> Batches:
+    def batches(self, table: SampleTable, order: Order, replicas: int) -> PatchBatches:
         """Batches of a table, in a part for each replica."""
-        return Batches(
+        return PatchBatches(
             self._stores, table, order=order, batch_size=self._config.batch_size,
             replicas=replicas, on_error=self._config.on_error,
         )  # fmt: skip
@@ -129,7 +130,7 @@ class BagTask:
             message(note)
         self.tables = _tables(config, [bags], splits)
 
-    def batches(self, table: PatchTable, order: Order, replicas: int) -> BagBatches:
+    def batches(self, table: SampleTable, order: Order, replicas: int) -> BagBatches:
         """Batches of a table, in a part for each replica; only in training, bags are capped."""
         config = self._config
         most = config.max_per_slide if table is self.tables["train"] else 0
@@ -162,8 +163,8 @@ class BagTask:
 
 
 def _tables(
-    config: TrainConfig, sources: Sequence[SlideSource], splits: Splits
-) -> dict[Side, PatchTable]:
+    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits
+) -> dict[Side, SampleTable]:
     found = {side: patch_table(config, sources, splits, side) for side in SIDES}
     tables = {side: table for side, table in found.items() if table is not None}
     for side in ("train", "validation"):

@@ -26,7 +26,7 @@ from pydicom.encaps import encapsulate
 from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorage
 
 from histopipe.annotations.read import read_annotations
-from histopipe.dataset.batches import decode
+from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import read_splits, recorded_numbers, trained_on
 from histopipe.demo.pyramid_tiff import Page, write_pyramid
 from histopipe.errors import HistopipeError

@@ -16,10 +16,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.batches import Batches
-from histopipe.dataset.sampling import make_order
+from histopipe.dataset.orders import make_order
+from histopipe.dataset.patch_batches import PatchBatches
+from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
-from histopipe.dataset.table import PatchTable
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
@@ -77,7 +77,7 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
     config = TrainConfig(
         batch_size=BATCH, dropout=0.3, augment=("flips", "colour"), epochs=7, **CASES[case]
     )
-    table = PatchTable(select([store]))
+    table = SampleTable(select([store]))
     keras.utils.set_random_seed(config.seed)
     with strategy.scope():
         if config.model == "batch-norm":
@@ -95,7 +95,7 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
     )  # fmt: skip
     trainer = Trainer(
         Steps(strategy, model, optimizer, settings), seed=config.seed,
-        make_batches=lambda table, order, replicas: Batches(
+        make_batches=lambda table, order, replicas: PatchBatches(
             [store], table, batch_size=BATCH, order=order, replicas=replicas
         ),
         cluster=cluster, micro_batch=lambda rows: MicroBatch(-(-rows // config.accumulate)),

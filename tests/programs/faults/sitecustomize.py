@@ -22,7 +22,7 @@ PLACES = {
     "predict": ("histopipe.training.steps", "Steps", "_predict_step"),
     "fetch": ("histopipe.training.loop", "Trainer", "_on_host"),
     "place": ("histopipe.training.loop", "Trainer", "_one_a_replica"),
-    "read": ("histopipe.dataset.batches", "Batches", "load"),
+    "read": ("histopipe.dataset.patch_batches", "PatchBatches", "load"),
     "save": ("histopipe.training.run", None, "save_state"),
     "keep": ("histopipe.training.checkpoint", None, "_keep"),
     "write": ("histopipe.training.checkpoint", None, "_name"),

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from histopipe.dataset.batch_sampler import BatchLoader
 from histopipe.dataset.read_ahead import ReadAhead
-from histopipe.dataset.schedule import Loadable
 from histopipe.errors import UsageError
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_sources: weakref.WeakSet[BatchSource] = weakref.WeakSet()
+_sources: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
 
 
 @atexit.register
@@ -27,7 +27,7 @@ def _settle_all() -> None:
         source.settle()
 
 
-class BatchSource:
+class BatchFeed:
     """Serves batches to tf.data and remembers what went wrong.
 
     An exception inside a tf.data function loses its type, and the iterator would go on behind it with a batch missing. So
@@ -38,7 +38,7 @@ class BatchSource:
         parts: which parts of each step, in turn; all of them if not given.
     """
 
-    def __init__(self, batches: Loadable, parts: Sequence[int] | None = None) -> None:
+    def __init__(self, batches: BatchLoader, parts: Sequence[int] | None = None) -> None:
         self.batches = batches
         self.parts = tuple(parts if parts is not None else range(batches.replicas))
         self.failure: Exception | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.order import permuted
+from histopipe.dataset.permutation import permuted
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.system.hashing import combine
 
@@ -19,7 +19,7 @@ _CAP_DRAW = 201
 
 
 @dataclass(frozen=True, slots=True)
-class SlideRows:
+class SampleRows:
     """One slide's part in a dataset.
 
     Attributes:
@@ -40,7 +40,7 @@ class SlideRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class SampleLocations:
     """Where patches are; (N,) each.
 
     Attributes:
@@ -59,7 +59,7 @@ class Located:
         return pack_keys(self.stores, self.slides, self.rows)
 
 
-class PatchTable:
+class SampleTable:
     """All patches of a dataset, numbered through. Its memory is a row a slide, and 4 bytes for each chosen row.
 
     Args:
@@ -79,7 +79,7 @@ class PatchTable:
 
     def __init__(
         self,
-        slides: Sequence[SlideRows],
+        slides: Sequence[SampleRows],
         *,
         max_per_slide: int | None = None,
         seed: int | None = None,
@@ -105,7 +105,7 @@ class PatchTable:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def locate(self, numbers: NDArray[np.int64], epoch: int = 0) -> Located:
+    def locate(self, numbers: NDArray[np.int64], epoch: int = 0) -> SampleLocations:
         """Where patches of these numbers are; with a cap that depends on the epoch."""
         place = np.searchsorted(self._ends, numbers, side="right")
         rows = numbers - self.starts[place]
@@ -115,7 +115,7 @@ class PatchTable:
             chosen, here = self.slides[i].rows, place == i
             assert chosen is not None  # noqa: S101 - `_chosen` says so
             rows[here] = chosen[rows[here]]
-        return Located(self._stores[place], self._numbers[place], rows, self._labels[place])
+        return SampleLocations(self._stores[place], self._numbers[place], rows, self._labels[place])
 
     def _drawn(
         self, place: NDArray[np.int64], rows: NDArray[np.int64], epoch: int

@@ -6,23 +6,21 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from histopipe.dataset.sampling import Order
-from histopipe.dataset.schedule import Field, Schedule
-from histopipe.dataset.table import PatchTable, unpack_keys
+from histopipe.dataset.batch_sampler import BatchSampler, Field
+from histopipe.dataset.options import Column, OnError, check_choice
+from histopipe.dataset.orders import Order
+from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.picture import decode_picture
 from histopipe.store.reading import Reading
 from histopipe.store.store import Store
-
-OnError = Literal["raise", "skip"]
-Column = Literal["x_l0", "y_l0", "slide"]
 
 _log = logging.getLogger("histopipe")
 _WARNINGS = 10
@@ -49,7 +47,7 @@ class Batch:
     columns: dict[Column, NDArray[Any]] = field(default_factory=dict)
 
 
-class Batches(Schedule):
+class PatchBatches(BatchSampler):
     """Batches of a table of patches, in a given order.
 
     Args:
@@ -69,7 +67,7 @@ class Batches(Schedule):
         UsageError: a setting is none of those allowed.
 
     Example:
-        >>> batches = Batches(stores, table, batch_size=64, order=Sequential(len(table)))  # doctest: +SKIP
+        >>> batches = PatchBatches(stores, table, batch_size=64, order=Sequential(len(table)))  # doctest: +SKIP
         >>> batches.load(step=0).image.shape  # doctest: +SKIP
         (64, 256, 256, 3)
     """
@@ -81,7 +79,7 @@ class Batches(Schedule):
     def __init__(
         self,
         stores: Sequence[Store],
-        table: PatchTable,
+        table: SampleTable,
         *,
         batch_size: int,
         order: Order,
@@ -91,8 +89,7 @@ class Batches(Schedule):
         check: bool = True,
     ) -> None:
         super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
-        if on_error not in get_args(OnError):
-            raise UsageError("on_error", found=repr(on_error), expected="'raise' or 'skip'")
+        check_choice(OnError, on_error=on_error)
         if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
             expected = f"a list of some of {', '.join(get_args(Column))}"
             raise UsageError("columns", found=repr(columns), expected=expected)

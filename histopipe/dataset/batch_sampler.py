@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.sampling import Order
-from histopipe.dataset.table import Located, PatchTable
+from histopipe.dataset.orders import Order
+from histopipe.dataset.sample_table import SampleLocations, SampleTable
 from histopipe.errors import UsageError
 
 
-class Schedule:
+class BatchSampler:
     """A table of items in an order, cut into steps and these into a part for each replica.
 
     Args:
@@ -27,7 +27,7 @@ class Schedule:
     """
 
     def __init__(
-        self, table: PatchTable, *, batch_size: int, order: Order, replicas: int = 1
+        self, table: SampleTable, *, batch_size: int, order: Order, replicas: int = 1
     ) -> None:
         if batch_size < replicas:
             raise UsageError(
@@ -41,7 +41,9 @@ class Schedule:
         """Which rows of every batch are a replica's."""
         return replica_rows(self.batch_size, self.replicas, replica)
 
-    def locate(self, step: int, replica: int | None = None) -> tuple[Located, NDArray[np.float32]]:
+    def locate(
+        self, step: int, replica: int | None = None
+    ) -> tuple[SampleLocations, NDArray[np.float32]]:
         """Which items a step has, or a replica's part of it, and their weights (B,), without reading any.
 
         Args:
@@ -74,8 +76,8 @@ class Field:
     ragged: bool = False
 
 
-class Loadable(Protocol):
-    """Batches that can be loaded, as `BatchSource` serves them."""
+class BatchLoader(Protocol):
+    """Batches that can be loaded, as `BatchFeed` serves them."""
 
     fields: tuple[Field, ...]
     parallel_calls: int | None
@@ -90,7 +92,7 @@ class Loadable(Protocol):
     order: Order
 
     def rows(self, replica: int) -> range:
-        """As `Schedule.rows`."""
+        """As `BatchSampler.rows`."""
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
         """The fields of a step's part."""

@@ -1,6 +1,6 @@
-"""How fast each stage of reading is by itself: disk, LMDB, decoder, and the reader that joins them.
+"""Throughput of each stage of reading: disk, LMDB, decoder, and the whole reader.
 
-Every rate is in patches a second.
+Rates are patches per second.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from histopipe.dataset.batches import Batches, decode
-from histopipe.dataset.sampling import Shuffled
+from histopipe.dataset.orders import Shuffled
+from histopipe.dataset.patch_batches import PatchBatches, decode
+from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.selection import select
-from histopipe.dataset.source import BatchSource
-from histopipe.dataset.table import PatchTable, unpack_keys
+from histopipe.dataset.tf_data import BatchFeed
 from histopipe.store.store import Store
 
 _SEED = 1
@@ -25,13 +25,13 @@ _BLOCK = 4096
 _LONGEST_RUN = 1 << 40
 
 
-def sample(stores: Sequence[Store], batch_size: int) -> Batches:
-    """Shuffled batches of all patches of stores."""
-    table = PatchTable(select(stores))
-    return Batches(stores, table, batch_size=batch_size, order=Shuffled(len(table), _SEED))
+def sample_batches(stores: Sequence[Store], batch_size: int) -> PatchBatches:
+    """Return shuffled batches of all patches of stores."""
+    table = SampleTable(select(stores))
+    return PatchBatches(stores, table, batch_size=batch_size, order=Shuffled(len(table), _SEED))
 
 
-def measure_disk(batches: Batches, seconds: float, threads: int) -> float | None:
+def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float | None:
     """Reading values past the page cache, by so many threads; None where the filesystem cannot do that (tmpfs)."""
     extents, values = _extents(batches, int(2000 * seconds))
     if not extents:
@@ -63,7 +63,7 @@ def measure_disk(batches: Batches, seconds: float, threads: int) -> float | None
     return reads * values / len(extents)  # neighbours were joined to one reading
 
 
-def measure_lmdb(batches: Batches, seconds: float) -> float:
+def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
     """Looking values up and touching their pages in the page cache, one thread."""
     keys = _keys(batches, 64)
 
@@ -79,7 +79,7 @@ def measure_lmdb(batches: Batches, seconds: float) -> float:
     return _timed([look], seconds)
 
 
-def measure_decode(batches: Batches, seconds: float, threads: int) -> float:
+def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float:
     """Decoding values at hand into one reused buffer a thread: what no reader on these cores can exceed."""
     values = [
         batches.stores[o].value(s, r)
@@ -99,9 +99,9 @@ def measure_decode(batches: Batches, seconds: float, threads: int) -> float:
     return _timed([worker(thread) for thread in range(threads)], seconds)
 
 
-def measure_reader(batches: Batches, seconds: float, parallel_calls: int) -> float:
+def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -> float:
     """The whole reader through tf.data, its first batches not counted."""
-    source = BatchSource(batches)
+    source = BatchFeed(batches)
     try:
         steps = iter(source.dataset(0, _LONGEST_RUN, parallel_calls=parallel_calls))
         for _ in range(2 * parallel_calls + 2):
@@ -115,7 +115,7 @@ def measure_reader(batches: Batches, seconds: float, parallel_calls: int) -> flo
         source.settle()
 
 
-def _keys(batches: Batches, steps: int) -> list[tuple[int, list[int], list[int]]]:
+def _keys(batches: PatchBatches, steps: int) -> list[tuple[int, list[int], list[int]]]:
     """Store, slides and rows of a sample, store by store."""
     found = []
     for step in range(min(steps, batches.steps_per_epoch)):
@@ -126,7 +126,7 @@ def _keys(batches: Batches, steps: int) -> list[tuple[int, list[int], list[int]]
     return found
 
 
-def _extents(batches: Batches, most: int) -> tuple[list[tuple[str, int, int]], int]:
+def _extents(batches: PatchBatches, most: int) -> tuple[list[tuple[str, int, int]], int]:
     """File, offset and length of values, in the order of batches, and how many values these are."""
     found, values = [], 0
     for ordinal, slides, rows in _keys(batches, -(-most // batches.batch_size)):

@@ -7,17 +7,16 @@ patches. That is what makes any step reachable at once, and workers and restarts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.order import permuted
-from histopipe.dataset.table import PatchTable, SlideRows
+from histopipe.dataset.options import Balance, check_choice
+from histopipe.dataset.permutation import permuted
+from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine
-
-Balance = Literal["none", "class", "slide", "patient"]
 
 Numbers = NDArray[np.int64]
 
@@ -129,7 +128,7 @@ class Balanced:
 
     window = 0
 
-    def __init__(self, table: PatchTable, groups: NDArray[np.int64], seed: int) -> None:
+    def __init__(self, table: SampleTable, groups: NDArray[np.int64], seed: int) -> None:
         self._seed, self._capped = seed, table.capped
         self._slides = np.argsort(groups, kind="stable")
         counts = table.counts[self._slides]
@@ -159,7 +158,7 @@ class Balanced:
 
 
 def make_order(
-    table: PatchTable,
+    table: SampleTable,
     *,
     seed: int | None,
     balance: Balance = "none",
@@ -176,8 +175,7 @@ def make_order(
     Raises:
         UsageError: settings that do not go together, or a slide without a label in a balance of classes.
     """
-    if balance not in get_args(Balance):
-        raise UsageError("balance", found=repr(balance), expected=" or ".join(get_args(Balance)))
+    check_choice(Balance, balance=balance)
     if seed is None and (balance != "none" or shuffle_block is not None):
         raise UsageError(
             "balance and shuffle_block are ways of shuffling, and shuffle is off",
@@ -197,7 +195,7 @@ def make_order(
     return Shuffled(len(table), seed)
 
 
-def _groups(slides: Sequence[SlideRows], balance: Balance) -> NDArray[np.int64]:
+def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]:
     """(S,) each slide's group, numbered from 0."""
     unlabelled = sum(slide.label < 0 for slide in slides)
     if balance == "class" and unlabelled:

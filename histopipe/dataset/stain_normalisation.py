@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import from_density, to_density
-from histopipe.dataset.kinds import StainNorm
+from histopipe.dataset.options import StainNorm
 from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.store.stains import StainFit

@@ -1,0 +1,71 @@
+"""Choices and checks of the options of a dataset. Imports nothing heavy, so that `--help` can list the choices."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+from histopipe.errors import UsageError
+
+Side = Literal["train", "validation", "test"]
+SplitBy = Literal["patient", "site", "slide", "region", "patch"]
+LabelsFrom = Literal["slide", "annotation"]
+Balance = Literal["none", "class", "slide", "patient"]
+Augmentation = Literal["flips", "crop", "stain", "colour"]
+StainNorm = Literal["none", "reinhard", "macenko"]
+OnError = Literal["raise", "skip"]
+Column = Literal["x_l0", "y_l0", "slide"]
+
+SIDES: tuple[Side, ...] = get_args(Side)
+AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
+"""In the order in which they are applied."""
+
+_MAX_COUNT = (1 << 40) - 1
+_MAX_SEED = (1 << 63) - 1
+
+
+def check_whole(least: int, **values: Any) -> None:
+    """Check that arguments are whole numbers.
+
+    Args:
+        least: smallest number allowed.
+        values: the arguments by name; a `seed` may be larger than other numbers.
+
+    Raises:
+        UsageError: an argument is not a whole number, or out of range.
+    """
+    for name, value in values.items():
+        most = _MAX_SEED if name == "seed" else _MAX_COUNT
+        if type(value) is not int or not least <= value <= most:
+            expected = f"a whole number, {least} to {most:,}"
+            raise UsageError(name, found=repr(value), expected=expected)
+
+
+def check_whole_or_none(least: int, **values: Any) -> None:
+    """Check as `check_whole`, and allow None."""
+    check_whole(least, **{name: value for name, value in values.items() if value is not None})
+
+
+def check_choice(choices: Any, **values: Any) -> None:
+    """Check that arguments are among the choices of a `Literal`.
+
+    Raises:
+        UsageError: an argument is not.
+    """
+    for name, value in values.items():
+        if value not in get_args(choices):
+            expected = " or ".join(map(repr, get_args(choices)))
+            raise UsageError(name, found=repr(value), expected=expected)
+
+
+def check_shard(shard: Any) -> tuple[int, int]:
+    """Return index and count of a shard.
+
+    Raises:
+        UsageError: it is not (index, count) with an index from 0 to count - 1.
+    """
+    match shard:
+        case (int(index), int(count)) if 0 <= index < count and bool not in map(type, shard):
+            return index, count
+    raise UsageError(
+        "shard", found=repr(shard), expected="(index, count), index from 0 to count - 1"
+    )

@@ -1,0 +1,188 @@
+"""Benchmark of what feeds a training: disk, LMDB, decoder, reader and device, one by one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset import throughput
+from histopipe.dataset.options import check_whole
+from histopipe.dataset.selection import store_paths
+from histopipe.errors import UsageError
+from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.progress import Progress, default_progress
+from histopipe.system.tensorflow import load_quietly
+
+_DISK_THREADS = 16
+_GOOD_ENOUGH = 0.95
+"""Share of the best rate that a smaller setting must reach to be recommended."""
+_SLOW_READER = 0.7
+_MIN_SECONDS, _MAX_SECONDS = 0.1, 3600
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Throughput of each stage in patches per second.
+
+    Attributes:
+        disk: random reads past the page cache; None where the filesystem does not support them.
+        lmdb: values looked up in the page cache by one thread.
+        decode: values decoded by one thread per core: the upper limit of the reader.
+        reader: the whole reader, by parallel calls.
+        device: training steps, by batch size; empty if no model was given.
+        store_bytes: size of the stores on disk, bytes.
+        memory_bytes: available memory, bytes.
+        batch_size: patches per batch of the reader.
+        cores: cores of this process.
+    """
+
+    disk: float | None
+    lmdb: float
+    decode: float
+    reader: dict[int, float]
+    device: dict[int, float]
+    store_bytes: int
+    memory_bytes: int
+    batch_size: int
+    cores: int
+
+    @property
+    def parallel_calls(self) -> int:
+        """Recommended number of parallel calls of the reader."""
+        return _smallest_good(self.reader)
+
+    @property
+    def advice(self) -> list[str]:
+        """The bottleneck and recommended settings, as lines of text."""
+        calls = self.parallel_calls
+        batch = _smallest_good(self.device) if self.device else None
+        stages = {"reader": self.reader[calls]}
+        if self.disk is not None:
+            stages["disk"] = self.disk
+        if batch is not None:
+            stages["device"] = self.device[batch]
+        slowest = min(stages, key=lambda stage: stages[stage])
+        figures = ", ".join(f"{stage} {rate:,.0f}" for stage, rate in stages.items())
+        advice = [f"bottleneck: the {slowest} ({figures} patches/s)"]
+        if slowest == "disk":
+            advice.append(
+                "the store fits into free memory, so only the first epoch waits for the disk"
+                if self.store_bytes < self.memory_bytes
+                else "--shuffle-block 256 reads neighbours together; a local SSD is faster"
+            )
+        if slowest == "reader":
+            share = self.reader[calls] / self.decode
+            slow = "" if _SLOW_READER < share <= 1.1 else ": check whether other programs run"
+            advice.append(f"the reader reaches {share:.2f} of the decode rate of these cores{slow}")
+        if batch is None:
+            advice.append("--model NAME also measures the device")
+        size = "" if batch is None else f"--batch-size {batch}, "
+        return [*advice, f"recommended: {size}parallel_calls={calls}"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON-ready dictionary."""
+        return {**asdict(self), "advice": self.advice}
+
+    def __str__(self) -> str:
+        """Return a table of the stages, and the advice."""
+        rows: list[tuple[str, float | None, str]] = [
+            ("disk", self.disk, f"{_DISK_THREADS} threads, past the page cache"),
+            ("LMDB", self.lmdb, "one thread, in the page cache"),
+            ("decode", self.decode, f"{self.cores} threads, the upper limit of these cores"),
+        ]
+        for calls, rate in self.reader.items():
+            note = f"{calls} parallel calls, {rate / self.decode:.0%} of the decode rate"
+            rows.append(("reader", rate, note))
+        rows += [("device", r, f"training steps of {n} patches") for n, r in self.device.items()]
+        lines = [f"{'stage':<10} {'patches/s':>12}"]
+        for stage, rate_or_none, note in rows:
+            figure = "not measured" if rate_or_none is None else f"{rate_or_none:,.0f}"
+            lines.append(f"{stage:<10} {figure:>12}  {note}".rstrip())
+        return "\n".join([*lines, "", *self.advice])
+
+    __repr__ = __str__
+
+
+def bench(
+    stores: str | Path | Sequence[str | Path],
+    *,
+    batch_size: int = 64,
+    seconds: float = 2.0,
+    model: str | None = None,
+    devices: str = "auto",
+    progress: Progress | None = None,
+) -> BenchResult:
+    """Measure disk, LMDB, decoder, reader and, with a model, the device.
+
+    Args:
+        stores: a store, or several whose patches are of one size.
+        batch_size: patches per batch.
+        seconds: time for each of about eight stages, 0.1 to 3600.
+        model: also measure training steps of this model, as `histopipe train --model` takes it.
+        devices: devices for the model, as `histopipe train --devices` takes them.
+        progress: shows the stages; None for `default_progress()`.
+
+    Raises:
+        UsageError: an option is out of range, or there is no such model or device.
+        NothingToDo: no store, or no patch.
+        MachineShort: TensorFlow is missing, or a batch does not fit into memory.
+
+    Example:
+        >>> bench("patches.lmdb").parallel_calls  # doctest: +SKIP
+        4
+    """
+    check_whole(1, batch_size=batch_size)
+    if not isinstance(seconds, int | float) or not _MIN_SECONDS <= seconds <= _MAX_SECONDS:
+        raise UsageError("seconds", found=seconds, expected=f"{_MIN_SECONDS} to {_MAX_SECONDS}")
+    paths = store_paths(stores)
+    cores = len(os.sched_getaffinity(0))
+    calls = sorted({max(1, cores // 2), cores, cores + 2})
+    total = 3 + len(calls) + (model is not None)
+    progress = progress or default_progress()
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Store(path)) for path in paths]
+        check_patch_sizes(opened)
+        bar = stack.enter_context(progress.bar("bench", unit="stages", total=total))
+        batches = throughput.sample_batches(opened, batch_size)
+        disk = throughput.measure_disk(batches, seconds, _DISK_THREADS)
+        bar.advance()
+        lmdb = throughput.measure_lmdb(batches, seconds)
+        bar.advance()
+        decode = throughput.measure_decode(batches, seconds, cores)
+        bar.advance()
+        load_quietly("tensorflow")
+        reader = {}
+        for count in calls:
+            reader[count] = throughput.measure_reader(batches, seconds, count)
+            bar.advance()
+        device = {}
+        if model is not None:
+            # Late: it loads Keras.
+            from histopipe.training.measure import measure_device
+
+            sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
+            device = measure_device(opened, model, sizes, devices, seconds)
+            bar.advance()
+    return BenchResult(
+        disk, lmdb, decode, reader, device,
+        store_bytes=sum((path / "data.mdb").stat().st_blocks * 512 for path in paths),
+        memory_bytes=_available_memory(), batch_size=batch_size, cores=cores,
+    )  # fmt: skip
+
+
+def _smallest_good(rates: dict[int, float]) -> int:
+    """Return the smallest setting whose rate is close to the best."""
+    best = max(rates.values())
+    return min(setting for setting, rate in rates.items() if rate >= _GOOD_ENOUGH * best)
+
+
+def _available_memory() -> int:
+    for entry in Path("/proc/meminfo").read_text().splitlines():
+        name, value, *_ = entry.split()
+        if name == "MemAvailable:":
+            return int(value) << 10
+    return 0
