@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from histopipe.reports.report import report
     from histopipe.runs.train import train
     from histopipe.store.store import Store, StoreSet, open_store
-    from histopipe.studies.comparison import compare
+    from histopipe.studies.compare import compare
     from histopipe.studies.cross_validation import cross_validate
     from histopipe.studies.tune import tune
 
@@ -65,7 +65,7 @@ _HOME = {
     "StoreSet": "histopipe.store.store",
     "annotate": "histopipe.measure.annotate",
     "compact": "histopipe.maintenance.compact",
-    "compare": "histopipe.studies.comparison",
+    "compare": "histopipe.studies.compare",
     "cross_validate": "histopipe.studies.cross_validation",
     "embed": "histopipe.inference.embed",
     "heatmap": "histopipe.reports.heatmap",

@@ -17,7 +17,7 @@ from sklearn import metrics as sk
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.metrics import bootstrap_draws, interval_of
 from histopipe.evaluation.predictions_file import read_predictions, write_predictions
-from histopipe.studies.comparison import compare
+from histopipe.studies.compare import compare
 
 ARGUMENTS = (
     "--epochs",
@@ -105,7 +105,7 @@ def test_what_was_tested_on_others_is_not_compared(runs: Path) -> None:
     found = compare([runs / "a", runs / "c", runs / "d"])
     assert found.differences == ({}, {})
     assert [note.split(":")[0] for note in found.notes[0]] == ["patch", "slide", "patient"]
-    assert "tested on others (40 and 120, 40 of them the same)" in found.notes[1][0]
+    assert "tested on different items (40 and 120, 40 in common)" in found.notes[1][0]
     assert found.settings["folds"] == (None, None, 2)
 
 
@@ -127,7 +127,7 @@ def test_the_same_patients_in_other_folds_are_compared(
     )
     other = compare([runs / "d", tmp_path / "e"], resamples=50)
     assert other.differences == ({},)
-    assert "slide: tested on others (12 and 12, 6 of them the same)" in other.notes[0]
+    assert "slide: tested on different items (12 and 12, 6 in common)" in other.notes[0]
 
 
 def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_pat
     splits = json.loads((copy / "splits.json").read_text())
     (copy / "splits.json").write_text(json.dumps(splits | {"stores": ["another"]}))
     found = compare([runs / "a", copy])
-    assert found.notes[0] == ("patches of other stores",)
+    assert found.notes[0] == ("patches of different stores",)
     assert "slide_mean" in found.differences[0] and "patch" not in found.differences[0]
 
 
@@ -156,7 +156,7 @@ def test_the_command_tells_all_of_it(run: Run, runs: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert any(line.split() == ["optimizer", "adam", "sgd"] for line in lines)
-    assert f"{runs / 'b'} less {runs / 'a'}:" in lines
+    assert f"{runs / 'b'} minus {runs / 'a'}:" in lines
     assert any(line.startswith("  slide mean") and "[" in line for line in lines)
     as_json = json.loads(run("compare", runs / "a", runs / "b", "--json", "--resamples", 50).stdout)
     assert as_json["differences"][0]["patch"]["auc"]["difference"] == pytest.approx(
@@ -166,8 +166,8 @@ def test_the_command_tells_all_of_it(run: Run, runs: Path) -> None:
 
 def test_what_cannot_be_compared_is_told(run: Run, runs: Path, tmp_path: Path) -> None:
     for arguments, message in {
-        (runs / "a",): "expected two different ones or more",
-        (runs / "a", runs / "a"): "expected two different ones or more",
+        (runs / "a",): "expected two or more different runs",
+        (runs / "a", runs / "a"): "expected two or more different runs",
         (runs / "a", tmp_path): "holds no finished run",
     }.items():
         done = run("compare", *arguments)

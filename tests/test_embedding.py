@@ -24,7 +24,7 @@ from test_reader import a_store, flip_a_byte, jpegs
 import histopipe
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.features.feature_file import read_coords, read_features, read_header, writing
-from histopipe.features.folder import feature_files, feature_path
+from histopipe.features.feature_folder import feature_files, feature_path
 from histopipe.store.store import Store
 
 NETWORK = ["--model", "mobilenet", "--weights", "none"]
@@ -186,7 +186,7 @@ def test_onnx_files_get_the_pixels_that_their_json_asks_for(
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
-        (None, "encoder.json is missing: an ONNX file does not say how pixels become its input"),
+        (None, "encoder.json is missing: an ONNX file does not describe its preprocessing"),
         ("{", "encoder.json cannot be read"),
         ([], "encoder.json: mean, size, std"),
         (TOLD | {"std": [1, 0, 1]}, "encoder.json: std"),
@@ -275,21 +275,21 @@ def test_files_that_do_not_belong_are_made_again_or_refused(
         assert a.uuid != b.uuid
     changed = histopipe.embed(other, model=onnx_file, out=folder)
     assert changed.done == ("n1",)
-    assert "the store holds other patches of this slide now" in capsys.readouterr().err
+    assert "the patches in the store have changed" in capsys.readouterr().err
     # Another encoder, another precision, another tool's file.
-    with pytest.raises(UsageError, match="holds features that were made otherwise"):
+    with pytest.raises(UsageError, match="holds features made with other settings"):
         histopipe.embed(other, model=onnx_file, out=folder, precision="float16")
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:
         file["features"] = np.zeros((9, 8), np.float32)
-    with pytest.raises(UsageError, match="files that `histopipe embed` did not make: found n1"):
+    with pytest.raises(UsageError, match="files that were not made by `histopipe embed`: found n1"):
         histopipe.embed(other, model=onnx_file, out=tmp_path / "g")
     assert len(list((tmp_path / "g").iterdir())) == 1
     # The same encoder by another name.
     for suffix in (".onnx", ".json"):
         shutil.copy(onnx_file.with_suffix(suffix), tmp_path / f"copy{suffix}")
     assert histopipe.embed(other, model=tmp_path / "copy.onnx", out=folder).done == ()
-    with pytest.raises(UsageError, match="slides of one id in several stores"):
+    with pytest.raises(UsageError, match="slides with the same id in several stores"):
         histopipe.embed([first, other], model=onnx_file, out=tmp_path / "h")
 
 
@@ -347,7 +347,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.inference.keras_encoder import KerasEncoder
+    from histopipe.inference.keras_network import KerasEncoder
 
     whole = KerasEncoder._piece
 
@@ -360,7 +360,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
     histopipe.embed(small_store, out=tmp_path / "a", **arguments)
     monkeypatch.setattr(KerasEncoder, "_piece", short)
     histopipe.embed(small_store, out=tmp_path / "b", **arguments)
-    assert "going on with 2 patches a device at once" in capsys.readouterr().err
+    assert "continuing with 2 patches per device at once" in capsys.readouterr().err
     for slide, values in features_of(tmp_path / "a").items():
         found = features_of(tmp_path / "b")[slide]
         np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)

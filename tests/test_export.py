@@ -19,8 +19,8 @@ from test_store import RECORD, SPEC
 
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.export import index
-from histopipe.export.index import export_index
-from histopipe.export.patches import export_patches
+from histopipe.export.export import export
+from histopipe.export.patches import ExportResult
 from histopipe.store.format import value_crc
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -31,6 +31,13 @@ SLIDES = {"n1": (0, 12), "t1": (12, 7), "dir/t2": (19, 12)}
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return a_store(tmp_path / "a.lmdb", {name: jpegs(*place) for name, place in SLIDES.items()})
+
+
+def exported(store: Path, *, out: Path, to: Any, **options: Any) -> ExportResult:
+    """What the export of patches returns."""
+    result = export(store, out, to=to, **options)
+    assert isinstance(result, ExportResult)
+    return result
 
 
 def values_of(path: Path) -> dict[tuple[str, int], bytes]:
@@ -49,7 +56,9 @@ def test_the_index_has_a_row_a_patch(
     monkeypatch.setattr(index, "_GROUP_ROWS", 10)
     other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
     out = tmp_path / f"index.{kind}"
-    assert export_index([store, other], out=out) == 36
+    result = export([store, other], out, index=kind)
+    assert result.to_json() == {"file": str(out), "rows": 36}
+    assert f"{result}" == f"36 patches: {out}"
     table = pd.read_csv(out) if kind == "csv" else pd.read_parquet(out)
     assert len(table) == 36
     assert not table.duplicated(["store", "slide", "patch"]).any()
@@ -68,14 +77,14 @@ def test_the_index_has_a_row_a_patch(
                 np.testing.assert_allclose(part["tissue"], columns["tissue"], rtol=1e-5)
     assert table["annotation"].isna().all()
     with pytest.raises(UsageError, match="exists"):
-        export_index(store, out=out)
+        export(store, out, index=kind)
     assert not list(tmp_path.glob("part-*"))
 
 
 def test_tfrecords_have_what_slideflow_looks_for(store: Path, tmp_path: Path) -> None:
     import tensorflow as tf
 
-    result = export_patches(store, out=tmp_path / "out", to="tfrecord")
+    result = exported(store, out=tmp_path / "out", to="tfrecord")
     assert (result.files, result.patches) == (3, 31)
     wanted = {
         "slide": tf.io.FixedLenFeature([], tf.string),
@@ -121,13 +130,13 @@ def samples_of(folder: Path) -> dict[tuple[str, int], bytes]:
 
 
 def test_tar_files_hold_each_patch_once(store: Path, tmp_path: Path) -> None:
-    result = export_patches(store, out=tmp_path / "out", to="webdataset", shard_patches=10)
+    result = exported(store, out=tmp_path / "out", to="webdataset", shard_patches=10)
     assert (result.files, result.patches) == (4, 31)
     assert samples_of(tmp_path / "out") == values_of(store)
 
 
 def test_folders_are_classes(store: Path, tmp_path: Path) -> None:
-    export_patches(store, out=tmp_path / "out", to="folder")
+    exported(store, out=tmp_path / "out", to="folder")
     found = {}
     for path in (tmp_path / "out").rglob("*.jpg"):
         label, slide, name = path.relative_to(tmp_path / "out").parts
@@ -147,7 +156,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
     store: Path, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    export_patches(store, out=whole, to=to, shard_patches=10)
+    exported(store, out=whole, to=to, shard_patches=10)
     count = 0
 
     def stopping(*arguments: Any) -> int:
@@ -159,7 +168,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
 
     monkeypatch.setattr("histopipe.export.patches.value_crc", stopping)
     with pytest.raises(Interrupted, match=r"1 of \d files complete"):
-        export_patches(store, out=parts, to=to, shard_patches=10)
+        exported(store, out=parts, to=to, shard_patches=10)
     monkeypatch.undo()
     assert not list(parts.rglob("*part-*"))
     # What a kill leaves, where a file or a folder was under way.
@@ -170,32 +179,32 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
         (left / "1_1.jpg").write_text("x")
     elif to == "tfrecord":
         left.write_text("x")
-    again = export_patches(store, out=parts, to=to, shard_patches=10)
+    again = exported(store, out=parts, to=to, shard_patches=10)
     assert again.kept == 1
     assert files_of(parts) == files_of(whole)
 
 
 def test_what_is_not_the_same_export_is_refused(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    export_patches(store, out=out, to="folder")
-    with pytest.raises(UsageError, match="holds an export of something else: found another to"):
-        export_patches(store, out=out, to="tfrecord")
+    exported(store, out=out, to="folder")
+    with pytest.raises(UsageError, match="holds another export: found another to"):
+        exported(store, out=out, to="tfrecord")
     other = a_store(tmp_path / "b.lmdb", {"n1": jpegs(60, 3)})
     with pytest.raises(UsageError, match="found another store"):
-        export_patches(other, out=out, to="folder")
-    export_patches(store, out=tmp_path / "w", to="webdataset")
+        exported(other, out=out, to="folder")
+    exported(store, out=tmp_path / "w", to="webdataset")
     with StoreWriter(store, SPEC) as writer:
         number = next(n for n, r in writer.records().items() if r.id == "n1")
         writer.update(number, dataclasses.replace(writer.records()[number], label="t"))
     for folder, to in ((out, "folder"), (tmp_path / "w", "webdataset")):
         with pytest.raises(UsageError, match="ingested, labelled or removed since"):
-            export_patches(store, out=folder, to=to)  # type: ignore[arg-type]  # both are
+            exported(store, out=folder, to=to)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("mine")
     with pytest.raises(UsageError, match="not empty"):
-        export_patches(store, out=tmp_path / "full", to="folder")
+        exported(store, out=tmp_path / "full", to="folder")
     with pytest.raises(NothingToDo):
-        export_patches(a_store(tmp_path / "c.lmdb", {}), out=tmp_path / "none", to="folder")
+        exported(a_store(tmp_path / "c.lmdb", {}), out=tmp_path / "none", to="folder")
 
 
 def test_damaged_patches_are_left_out_and_told(tmp_path: Path, run: Run) -> None:
@@ -211,19 +220,19 @@ def test_names_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"n/../../../x": jpegs(0, 2)})
     for to in ("tfrecord", "webdataset", "folder"):
         with pytest.raises(DamagedStore, match=r"slide 0: its id.*expected a name"):
-            export_patches(store, out=tmp_path / to, to=to)
+            exported(store, out=tmp_path / to, to=to)
         assert not (tmp_path / to).exists()
 
 
 def test_slides_within_slides_keep_theirs(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a/b": jpegs(0, 3), "a": jpegs(5, 4)})
     for to in ("folder", "tfrecord"):
-        result = export_patches(store, out=tmp_path / to, to=to)
+        result = exported(store, out=tmp_path / to, to=to)
         assert (result.files, result.patches) == (2, 7)
     assert len(list((tmp_path / "folder").rglob("*.jpg"))) == 7
     same = a_store(tmp_path / "t.lmdb", {"a/b": jpegs(0, 3), "a__b": jpegs(5, 4)})
-    with pytest.raises(UsageError, match="two slides would share a file"):
-        export_patches(same, out=tmp_path / "x", to="folder")
+    with pytest.raises(UsageError, match="two slides would use the same file"):
+        exported(same, out=tmp_path / "x", to="folder")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")

@@ -30,7 +30,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
-from histopipe.studies.places import share_devices
+from histopipe.studies.trainings import share_devices
 from histopipe.training.predictions import Predictions, patch_scores
 
 SHARES = (0.7, 0.15, 0.15)
@@ -363,7 +363,7 @@ def test_told_to_stop_it_ends_every_fold_and_goes_on(
     child.send_signal(number)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
-    assert "go on with `histopipe train --resume --out cv`" in said
+    assert "continue with `histopipe train --resume --out cv`" in said
     assert processes_in(tmp_path) == []
     assert {row["status"] for row in table(tmp_path / "cv")[:3]} == {"not done"}
     if number == signal.SIGTERM:
@@ -446,7 +446,7 @@ def test_judged_otherwise_all_folds_are_judged_anew(run: Run, whole: Path, tmp_p
         "train", "--resume", "--out", folder, "--positive", "n", "--threshold", "sensitivity:0.9"
     )
     assert done.returncode == 0, done.stderr
-    assert "begins" not in done.stderr and "going on" not in done.stderr
+    assert "starts" not in done.stderr and "resumes" not in done.stderr
     for number in (1, 2, 3):
         metrics = json.loads((folder / f"fold-{number}" / "metrics.json").read_text())
         before = json.loads((whole / f"fold-{number}" / "metrics.json").read_text())
@@ -538,7 +538,7 @@ def test_the_recorded_configuration_runs_the_same_again(
 
 
 def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("histopipe.studies.places.count_gpus", lambda: 5)
+    monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 5)
     assert share_devices("auto", 1) == ["auto"]
     assert share_devices("auto", 2) == ["gpu:0,2,4", "gpu:1,3"]
     assert share_devices("gpu", 5) == [f"gpu:{n}" for n in range(5)]
@@ -546,5 +546,5 @@ def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share_devices("cpu:2", 3) == ["cpu:2"] * 3
     with pytest.raises(UsageError, match="--parallel-folds: found 3, expected at most one"):
         share_devices("gpu:3,4", 3)
-    monkeypatch.setattr("histopipe.studies.places.count_gpus", lambda: 0)
+    monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 0)
     assert share_devices("auto", 3) == ["auto"] * 3

@@ -22,21 +22,24 @@ from histopipe.dataset.splitting import make_splits
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.geometry import PointL0
-from histopipe.inference.predictions_folder import PredictionFolder
-from histopipe.inference.slide_info import SlideFacts
-from histopipe.reports.heat import SlideHeat, ranks
-from histopipe.reports.heat_geojson import write_heat_geojson
-from histopipe.reports.heat_png import draw_heat, scale_bar_um
-from histopipe.reports.heat_tiff import coloured, write_heat_tiff
+from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.reports.heatmap_geojson import write_heatmap_geojson
+from histopipe.reports.heatmap_images import (
+    coloured,
+    scale_bar_um,
+    write_heatmap_png,
+    write_heatmap_tiff,
+)
+from histopipe.reports.patch_values import PatchValues, ranks
 from histopipe.slides.slide import Slide
 from histopipe.store.store import Store
 
 
-def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **more: Any) -> SlideHeat:  # fmt: skip
+def heat_of(corners: list[tuple[int, int]], values: list[float], side: float, **more: Any) -> PatchValues:  # fmt: skip
     x, y = (np.array([c[i] for c in corners], np.int64) for i in (0, 1))
     facts: dict[str, Any] = {"bounds": (0, 0, 640, 480), "mpp": 0.5} | more
     names = np.array(["b" if v >= 0.5 else "a" for v in values], object)
-    return SlideHeat("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
+    return PatchValues("s", "probability of b", x, y, side, np.array(values, np.float32), names, **facts)  # fmt: skip
 
 
 CELLS = st.lists(
@@ -84,7 +87,7 @@ def test_the_pyramid_opens_as_a_slide_of_the_same_scale(tmp_path: Path) -> None:
     corners = [(x, y) for y in range(100, 4100, 64) for x in range(200, 8200, 64)]
     values = [(i % 101) / 100 for i in range(len(corners))]
     heat = heat_of(corners, values, 64, bounds=(100, 50, 9000, 5000), mpp=0.25)
-    pixel = write_heat_tiff(heat, tmp_path / "heat.tiff")
+    pixel = write_heatmap_tiff(heat, tmp_path / "heat.tiff")
     assert pixel == 4
     with Slide(tmp_path / "heat.tiff") as slide:
         info = slide.info
@@ -105,7 +108,7 @@ def test_objects_are_read_back_where_the_patches_are(tmp_path: Path) -> None:
     corners = [(200, 200), (264, 200), (328, 200), (500, 400), (600, 100)]
     heat = heat_of(corners, [0.9, 0.8, 0.2, 0.7, 0.1], 64, bounds=(100, 50, 600, 500))
     path = tmp_path / "cells.geojson"
-    assert write_heat_geojson(heat, path, objects="cells", threshold=0.5) == 5
+    assert write_heatmap_geojson(heat, path, objects="cells", threshold=0.5) == 5
     features = json.loads(path.read_text())["features"]
     assert features[0]["geometry"]["coordinates"][0][0] == [100, 150], "from the bounds on"
     assert [f["properties"]["classification"]["name"] for f in features] == [
@@ -117,7 +120,7 @@ def test_objects_are_read_back_where_the_patches_are(tmp_path: Path) -> None:
     ]
     assert features[1]["properties"]["measurements"]["probability of b"] == pytest.approx(0.8)
     path = tmp_path / "contours.geojson"
-    assert write_heat_geojson(heat, path, objects="contours", threshold=0.5) == 2
+    assert write_heatmap_geojson(heat, path, objects="contours", threshold=0.5) == 2
     outlines = read_annotations(path)
     assert not outlines.notes
     areas = sorted((it.area for it in outlines.found), key=lambda area: float(area.area))
@@ -130,14 +133,16 @@ def test_objects_are_read_back_where_the_patches_are(tmp_path: Path) -> None:
 
 def test_the_picture_is_of_the_whole_slide_with_the_patches_in_it(tmp_path: Path) -> None:
     background = np.full((48, 64, 3), 200, np.uint8)
-    draw_heat(heat_of([(0, 0), (320, 240)], [1.0, 0.0], 64), background, tmp_path / "heat.png")
+    write_heatmap_png(
+        heat_of([(0, 0), (320, 240)], [1.0, 0.0], 64), background, tmp_path / "heat.png"
+    )
     with Image.open(tmp_path / "heat.png") as image:
         pixels = np.asarray(image.convert("RGB")).astype(int)
     yellow, purple = (np.array(colormaps["viridis"](v)[:3]) * 255 for v in (1.0, 0.0))
     for colour in (yellow, purple):
         over = 0.55 * colour + 0.45 * 200
         assert (np.abs(pixels - over).max(axis=2) < 4).mean() > 0.004
-    draw_heat(heat_of([(0, 0)], [1.0], 64, mpp=None), None, tmp_path / "without.png")
+    write_heatmap_png(heat_of([(0, 0)], [1.0], 64, mpp=None), None, tmp_path / "without.png")
     assert (tmp_path / "without.png").stat().st_size > 1000
     assert sorted(p.name for p in tmp_path.iterdir()) == ["heat.png", "without.png"]
 
@@ -157,9 +162,9 @@ def scores_of_slide(slide: str, count: int, **more: Any) -> PatchScores:
 @pytest.fixture
 def predictions(tmp_path: Path) -> Path:
     """A folder of predictions of two slides, one in a sub-folder, and one without patches."""
-    folder = PredictionFolder(tmp_path / "predictions")
+    folder = PredictionsFolder(tmp_path / "predictions")
     for name, count in (("x/one", 9), ("two", 4), ("empty", 0)):
-        facts = SlideFacts(
+        facts = PredictedSlide(
             slide=name, patient=name, label=None, width=640, height=64, bounds=[0, 0, 640, 64],
             mpp=0.5, mpp_source=None, size_l0=64.0, stride_l0=64.0, source="", patches=count,
         )  # fmt: skip
@@ -172,7 +177,7 @@ def test_every_slide_gets_every_file(predictions: Path, tmp_path: Path, run: Run
     done = run("heatmap", predictions, "--to", "png,tiff,geojson", "--json")
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["files"]) == {"x/one", "two"}
-    assert "two: no picture of it is at hand" in done.stderr
+    assert "two: no image of the slide found" in done.stderr
     found = {
         str(p.relative_to(tmp_path / "heatmaps")) for p in (tmp_path / "heatmaps").rglob("*.*")
     }

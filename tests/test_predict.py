@@ -21,9 +21,8 @@ from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_split
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import PatchScores, joined_scores
 from histopipe.inference.predict import predict
-from histopipe.inference.predictions_folder import PredictionFolder
-from histopipe.inference.slide_files import SlideFiles
-from histopipe.inference.slide_info import SlideFacts
+from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.slide_tiler import SlideTiler
 from histopipe.slides.discovery import discover
 from histopipe.store.store import Store
 from histopipe.tiling.spec import TilingSpec
@@ -153,12 +152,12 @@ def test_what_was_interrupted_goes_on(
     assert 3 <= len(done) < 12, told
     if signal_number == signal.SIGINT:
         assert process.returncode == 130
-        assert "the same command goes on with the others" in told
+        assert "run the same command again to do the others" in told
     # What was written half is not taken for whole.
     (out / "patches" / f"{done[0]}.json").unlink()
     again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert again.returncode == 0, again.stderr
-    assert f"{len(done) - 1} there before" in again.stdout
+    assert f"{len(done) - 1} already done" in again.stdout
     assert patch_files(out) == _without_labels(predicted["slides"])
 
 
@@ -216,12 +215,12 @@ def test_what_cannot_be_predicted_is_told(
         assert run("ingest", slide, "--out", f"{name}.lmdb", *flags).returncode == 0
         refused(2, message, trained, f"{name}.lmdb", "--out", "a")
     assert run("predict", trained, slide, "--out", "b").returncode == 0
-    refused(2, "holds predictions that were made otherwise", trained, slide, "--out", "b", "--overlap", "64")  # fmt: skip
+    refused(2, "holds predictions made with other settings", trained, slide, "--out", "b", "--overlap", "64")  # fmt: skip
 
 
 def test_slides_that_were_trained_on_are_told(trained: Path, made_store: Path, run: Run) -> None:
     done = run("predict", trained, made_store, "--out", "out")
-    assert "of these slides took part in the training" in done.stderr
+    assert "of these slides were used in the training" in done.stderr
 
 
 ROUTES: dict[str, tuple[dict[str, Any], str]] = {
@@ -247,16 +246,16 @@ def test_pixels_are_those_of_a_store_by_every_route(
     assert run("ingest", folder, *flags).returncode == 0
     failures: dict[str, str] = {}
     with (
-        SlideFiles(spec, batch_size=7, stain_norm="none", default_mpp=0.25, workers=1) as files,  # type: ignore[arg-type]
+        SlideTiler(spec, batch_size=7, stain_norm="none", default_mpp=0.25, workers=1) as files,  # type: ignore[arg-type]
         Store(tmp_path / "patches.lmdb") as store,
     ):
-        (slide,) = files.planned(discover([folder]), failures.__setitem__)
+        (slide,) = files.slides(discover([folder]), failures.__setitem__)
         assert store.records[0].route == route
-        pieces = [slide.load(step) for step in range(slide.steps)]
+        batches = [slide.load(step) for step in range(slide.steps)]
         pixels = {
             tuple(corner): image
-            for piece in pieces
-            for corner, image in zip(piece.corners[piece.real].tolist(), piece.images[piece.real], strict=True)
+            for batch in batches
+            for corner, image in zip(batch.corners[batch.valid].tolist(), batch.images[batch.valid], strict=True)
         }  # fmt: skip
         index = store.index(0)
         assert len(pixels) == store.records[0].stored >= 4
@@ -289,14 +288,14 @@ def test_facts_of_strangers_are_held_against_what_is_expected(tmp_path: Path) ->
     }  # fmt: skip
     path = tmp_path / "a.json"
     path.write_text(json.dumps(facts))
-    assert SlideFacts.read(path).size_l0 == 4
+    assert PredictedSlide.read(path).size_l0 == 4
     for change in ({"bounds": [1, 2]}, {"width": "x"}, {"more": 1}, {"slide": None, "width": None}):
         path.write_text(json.dumps(facts | change))
         with pytest.raises(DamagedStore, match=r"a\.json is damaged"):
-            SlideFacts.read(path)
+            PredictedSlide.read(path)
     path.write_text("[1]")
     with pytest.raises(DamagedStore):
-        SlideFacts.read(path)
+        PredictedSlide.read(path)
 
 
 def test_joined_predictions_keep_whose_they_are() -> None:
@@ -329,7 +328,7 @@ def test_labels_may_come_later(trained: Path, made: Path, tmp_path: Path) -> Non
     labels = tmp_path / "labels.csv"
     labels.write_text("slide,label,patient\nslide-000,normal,A\nslide-001,tumour,A\n")
     again = predict(trained, folder, out=out, labels=labels)
-    assert (len(again.kept), again.done) == (2, [])
+    assert (len(again.kept), again.done) == (2, ())
     assert [row["label"] for row in rows_of(out / "slides.csv")] == ["normal", "tumour"]
     assert [row["patient"] for row in rows_of(out / "patients.csv")] == ["A"]
     predict(trained, folder, out=fresh, labels=labels)
@@ -382,7 +381,7 @@ def test_nothing_else_is_written_over(trained: Path, made: Path, tmp_path: Path,
     slide = next(made.glob("*.svs"))
     done = run("predict", copy, slide, "--out", copy)
     assert done.returncode == 2
-    assert "holds something else than predictions" in done.stderr
+    assert "holds files that are not predictions" in done.stderr
     assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
 
 
@@ -397,10 +396,11 @@ def test_scales_that_no_slide_has_are_refused(
 def test_flags_for_slides_are_refused_for_stores(
     trained: Path, made_store: Path, tmp_path: Path
 ) -> None:
-    for options, name in (
-        ({"tiling": {"overlap": 64}}, "--overlap"),
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"overlap": 64}, "--overlap"),
         ({"workers": 9}, "--workers"),
-    ):
+    ]
+    for options, name in cases:
         with pytest.raises(UsageError, match=f"{name}: found a store"):
             predict(trained, made_store, out=tmp_path / "out", **options)
 
@@ -418,10 +418,10 @@ def test_test_slides_with_patches_left_out_were_not_trained_on(tmp_path: Path) -
 
 
 def test_a_slide_may_be_called_as_a_part_file_is(tmp_path: Path) -> None:
-    folder = PredictionFolder(tmp_path)
+    folder = PredictionsFolder(tmp_path)
     empty = np.zeros(0, np.int32)
     for name in ("part-x", "x"):
-        facts = SlideFacts(
+        facts = PredictedSlide(
             slide=name, patient=name, label=None, width=9, height=9, bounds=[0, 0, 9, 9], mpp=None,
             mpp_source=None, size_l0=4.0, stride_l0=4.0, source="",
         )  # fmt: skip

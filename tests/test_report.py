@@ -108,7 +108,7 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def store_report(thousand: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from histopipe.reports.report import report
 
-    return report(thousand, out=tmp_path_factory.mktemp("report") / "store.html")
+    return report(thousand, out=tmp_path_factory.mktemp("report") / "store.html").file
 
 
 def test_a_thousand_slides_sort_and_filter(browser: webdriver.Chrome, store_report: Path) -> None:
@@ -200,14 +200,14 @@ def test_light_dark_and_paper(browser: webdriver.Chrome, run_report: Path) -> No
 def run_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from histopipe.reports.report import report
 
-    return report(trained, out=tmp_path_factory.mktemp("report") / "run.html")
+    return report(trained, out=tmp_path_factory.mktemp("report") / "run.html").file
 
 
 def test_a_run_is_told_whole(browser: webdriver.Chrome, run_report: Path, trained: Path) -> None:
     visit(browser, run_report)
     names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
     assert names == [
-        "Summary", "Figures", "Curves", "ROC and calibration", "Confusion", "Slides", "Patches", "Heatmaps",
+        "Summary", "Metrics", "Curves", "ROC and calibration", "Confusion", "Slides", "Patches", "Heatmaps",
         "Splits", "Configuration", "Environment", "Not measured",
     ]  # fmt: skip
     metrics = json.loads((trained / "metrics.json").read_text())
@@ -224,8 +224,8 @@ def test_a_run_is_told_whole(browser: webdriver.Chrome, run_report: Path, traine
     for low, high in intervals:
         assert f"[{low:.3f}, {high:.3f}]" in text
     for part in (
-        "split by patient", "How good the model is on slides of another hospital", metrics["tensorflow"],
-        "patients: too few for intervals", "most surely found",
+        "split by patient", "Performance on slides of another hospital", metrics["tensorflow"],
+        "patients: too few for intervals", "most certain, correct",
     ):  # fmt: skip
         assert part.lower() in text.lower(), part
     confusion = browser.find_element(By.CSS_SELECTOR, "table.confusion").text

@@ -113,7 +113,7 @@ def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
         with pytest.raises(UsageError, match="--storage cannot be opened: found"):
             open_storage(url, tmp_path).get_all_studies()
     for path in (tmp_path, tmp_path / "none" / "study.journal"):
-        with pytest.raises(UsageError, match="found a folder, or none to put it in"):
+        with pytest.raises(UsageError, match="found a folder, or a file in a missing folder"):
             open_storage(str(path), tmp_path)
 
 
@@ -203,10 +203,10 @@ def test_a_torn_last_line_of_the_journal_costs_itself_only(tmp_path: Path) -> No
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from histopipe.studies.storage import KernelLock
-KernelLock(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-time.sleep(60)
+from histopipe.system.locks import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
 """
 
 
@@ -281,7 +281,7 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     begun = [
         line.split()[1]
         for line in said.splitlines()
-        if line.startswith("trial") and "begins" in line
+        if line.startswith("trial") and "starts" in line
     ]
     ended = [line.split()[1].rstrip(":") for line in said.splitlines() if ": validation" in line]
     out, told = survivor.communicate(timeout=300)
@@ -319,7 +319,7 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     again = subprocess.run(
         [*command, "--json"], cwd=tmp_path, text=True, capture_output=True, check=True
     )
-    assert "begins" not in again.stderr
+    assert "starts" not in again.stderr
     assert [trial["value"] for trial in json.loads(again.stdout)["trials"]] == [
         float(row["value"]) for row in found
     ]
@@ -375,11 +375,11 @@ def test_told_to_stop_it_goes_on_with_the_same_trial(
     child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
-    assert "the same command goes on with it" in said
+    assert "the same command continues it" in said
     assert processes_in(tmp_path) == []
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
-    assert "trial 0 of 2 goes on" in done.stderr and "resuming" in done.stderr
+    assert "trial 0 of 2 resumes" in done.stderr and "resuming" in done.stderr
     assert [row["state"] for row in rows(tmp_path / "search")] == ["done", "done"]
 
 
@@ -399,7 +399,7 @@ def test_a_search_that_cannot_work_is_given_up(run: Run, small_store: Path, spac
     )
     assert done.returncode == 2, done.stderr
     assert "nonsense" in done.stderr.splitlines()[-1]
-    assert done.stderr.count("begins") == 3
+    assert done.stderr.count("starts") == 3
     missing = run("tune", small_store, "--space", "none.toml", "--out", "x")
     assert missing.returncode == 2 and "none.toml cannot be read" in missing.stderr
 

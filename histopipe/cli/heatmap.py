@@ -1,8 +1,7 @@
-"""`histopipe heatmap`: predictions or attention over their slides."""
+"""`histopipe heatmap`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,57 +14,56 @@ from histopipe.errors import ExitCode
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.argument("place", type=click.Path(path_type=Path), metavar="PREDICTIONS")
+@click.argument("predictions", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), default="heatmaps", help="Folder for the files.")  # fmt: skip
-@click.option("--slide", multiple=True, help="Only this one; may be given several times.")
-@click.option("--class", "class_name", help="Whose probability.  [default: the last class by name]")
+@click.option("--slide", multiple=True, help="Draw this slide only; repeatable.")
+@click.option(
+    "--class",
+    "class_name",
+    help="Class whose probability is drawn.  [default: the last class by name]",
+)
 @click.option(
     "--to",
     "formats",
     type=Names(),
     default="png",
-    help="png: over the thumbnail; tiff: a pyramid; geojson: objects for QuPath; or several, as png,tiff.",
+    help="png: over the slide's thumbnail; tiff: pyramid; geojson: objects for QuPath; or several: png,tiff.",
 )
 @click.option(
     "--store",
     "stores",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Of the patches.  [default: the run's own]",
+    help="Store of the patches; repeatable.  [default: the run's]",
 )
 @click.option(
     "--slides",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Files or folder of the slides, for a finer picture than the store's thumbnail.",
+    help="Slide files, or a folder of them, for finer images than the thumbnails.",
 )
 @click.option(
     "--objects",
     type=click.Choice(["cells", "contours"]),
     default="cells",
-    help="Of GeoJSON: each patch, or outlines around those from --threshold on.",
+    help="GeoJSON objects: each patch, or contours around patches from --threshold on.",
 )
-@click.option("--threshold", type=float, default=0.5, help="Of --objects contours.")
-@click.option("--json", "as_json", is_flag=True, help="What was drawn as JSON.")
+@click.option("--threshold", type=float, default=0.5, help="Threshold of --objects contours.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 @untrusted_option("stores")
-def command(place: Path, out: Path, as_json: bool, **flags: Any) -> None:
-    """Draw PREDICTIONS, a folder of `histopipe predict` or of a finished run, over their slides.
+def command(predictions: Path, as_json: bool, **options: Any) -> None:
+    """Draw heatmaps of PREDICTIONS, a folder of `histopipe predict` or of a finished run, over the slides.
 
-    Of a run, these are its validation and test patches; of one that learnt from bags, their attention. Files are called as slides
-    are. In QuPath, open the TIFF beside the slide, or drag the GeoJSON onto it.
+    For a run, its validation and test patches are drawn; for a model of bags, the attention. Files are named after their slides. In
+    QuPath, open the TIFF file next to the slide, or drag the GeoJSON file onto it.
 
     \b
     Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
     """  # fmt: skip
     from histopipe.reports.heatmap import heatmap  # late: `--help` needs no matplotlib
 
-    result = heatmap(place, out=out, **flags)
-    if as_json:
-        click.echo(json.dumps(dataclasses.asdict(result), indent=2, ensure_ascii=False))
-    else:
-        count = sum(map(len, result.files.values()))
-        click.echo(f"{count} files of {len(result.files)} slides: {out}")
-        for name, reason in sorted(result.failed.items()):
-            click.echo(f"failed: {name}: {reason}")
+    result = heatmap(predictions, **options)
+    text = json.dumps(result.to_json(), indent=2, ensure_ascii=False) if as_json else str(result)
+    click.echo(text)
     if result.failed:
         click.get_current_context().exit(ExitCode.PARTLY if result.files else ExitCode.NOTHING)

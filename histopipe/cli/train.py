@@ -18,7 +18,7 @@ from histopipe.studies.settings import FoldSettings
 
 if TYPE_CHECKING:
     from histopipe.runs.result import TrainResult
-    from histopipe.studies.fold_summary import CrossValidation
+    from histopipe.studies.cross_validation_result import CrossValidationResult
 
 _CLASSES = (*CONFIGS, FoldSettings)
 
@@ -97,11 +97,11 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     _print(train(out=folder, resume=resume, **one), as_json=as_json)
 
 
-def _print_folds(result: CrossValidation, *, as_json: bool) -> None:
+def _print_folds(result: CrossValidationResult, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"folder": str(result.folder), **result.to_json()}, indent=2))
     else:
-        click.echo("\n".join(result.lines()))
+        click.echo(str(result))
         click.echo(
             f"summary.csv, summary.json, predictions, and a run for each fold: {result.folder}"
         )

@@ -1,10 +1,10 @@
-"""`histopipe tune`: search for settings."""
+"""`histopipe tune`."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,9 +14,6 @@ from histopipe.errors import ExitCode
 from histopipe.runs.task_config import read_config
 from histopipe.studies.settings import StudySettings
 
-if TYPE_CHECKING:
-    from histopipe.studies.tune_result import TuneResult
-
 
 @click.command(cls=GroupedCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("stores", nargs=-1, type=click.Path())
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     "--space",
     type=click.Path(path_type=Path),
     required=True,
-    help="TOML file: one setting per line, with a range, a list of values, or one value.",
+    help="Search space, TOML: a range, a list of values, or one value per setting.",
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the search.")
 @click.option(
@@ -46,10 +43,10 @@ def command(
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Search for the settings with the best validation metric, by training on STORES (default: patches.lmdb).
+    """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
 
-    The same command again continues the search. Started several times at once, on one machine or on several that share --out, the
-    processes share the trials. The search never uses test patches: `histopipe train --config OUT/best.toml` evaluates on them.
+    The same command continues the search. Several processes, on one machine or on several with the same --out, share the trials. No
+    trial sees the test patches: evaluate the best settings with `histopipe train --config OUT/best.toml`.
 
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
@@ -61,18 +58,8 @@ def command(
     if devices is not None:
         settings["devices"] = devices
     result = tune(stores or None, space=space, out=out, **given_settings(StudySettings), **settings)
-    _print(result, as_json=as_json)
-
-
-def _print(result: TuneResult, *, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(result.to_json(), indent=2))
-    else:
-        click.echo("\n".join(result.lines()))
-    failed = [trial for trial in result.trials if trial.state not in ("done", "pruned")]
+    click.echo(json.dumps(result.to_json(), indent=2) if as_json else str(result))
     if result.best is None:
         click.get_current_context().exit(ExitCode.NOTHING)
-    if not as_json:
-        click.echo(f"the best: histopipe train --config {result.folder}/best.toml")
-    if failed:
+    if any(trial.state not in ("done", "pruned") for trial in result.trials):
         click.get_current_context().exit(ExitCode.PARTLY)

@@ -67,7 +67,7 @@ def _check(paths: list[Path]) -> None:
 
 def _check_hdf5(features: str | Path | None, coords: str | Path | None) -> None:
     # Late: as above.
-    from histopipe.features.trust import check_coords, check_features
+    from histopipe.features.untrusted import check_coords, check_features
 
     if features is not None:
         check_features(Path(features))

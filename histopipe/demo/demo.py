@@ -22,9 +22,9 @@ from histopipe.ingest.ingest import ingest
 from histopipe.measure.quality import quality
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
-from histopipe.reports.pictures import plan_picture
+from histopipe.reports.page_images import plan_image
 from histopipe.reports.report import report
-from histopipe.reports.run_facts import read_run
+from histopipe.reports.run_data import read_run
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
 from histopipe.store.picture import decode_picture
@@ -136,7 +136,7 @@ def demo(
         out / "predictions", out=out / "heatmaps", slides=[new], formats=["png", "tiff", "geojson"]
     )
     step(6, "write reports")
-    reports = report(store), report(run)
+    reports = report(store).file, report(run).file
     _pictures(out / "pictures", store, run, out / "heatmaps")
     return DemoResult(
         slides=labelled,
@@ -180,7 +180,7 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
         side = (record.read_size or 0) * (record.downsample or 0)
     tissue = None if mask is None else decode_picture(mask, record.id, mode="L")
-    picture = plan_picture(thumbnail, tissue, corners, side, record.bounds)
+    picture = plan_image(thumbnail, tissue, corners, side, record.bounds)
     with appearing(folder / "ingest.png") as part:
         Image.fromarray(picture).convert("P", palette=Image.Palette.ADAPTIVE).save(
             part, "PNG", optimize=True

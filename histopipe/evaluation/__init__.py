@@ -1,1 +1,1 @@
-"""How good predictions are: of patches, slides and patients, with intervals. Arrays in, frozen values out; no model is needed."""
+"""Evaluate predictions of patches, slides and patients. Pure functions: arrays in, frozen dataclasses out."""

@@ -1,4 +1,4 @@
-"""Predictions of patches judged as what they are, and as those of slides and patients."""
+"""Evaluate predictions at the levels of patches, slides and patients."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ LEVELS: tuple[tuple[Level, Aggregation], ...] = (
     *(("slide", how) for how in AGGREGATIONS),
     *(("patient", how) for how in AGGREGATIONS),
 )
-"""What is judged; patches are not aggregated."""
+"""Levels and aggregations of an evaluation; patches are not aggregated."""
 
 
 def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
-    """What can be judged by predictions of one level: that, and what is above it. A few slides are put together by their mean alone."""
+    """Return the levels that predictions of a level can be evaluated at. Slides are aggregated to patients by their mean only."""
     if level == "patch":
         return LEVELS
     return tuple(
@@ -41,14 +41,14 @@ def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeSettings:
-    """What an evaluation goes by.
+    """Settings of an evaluation.
 
     Attributes:
-        positive: the positive class of two; None for the last in their order.
-        threshold: how its threshold is chosen, as `choose_threshold`.
-        top_k: patches of "top_k".
-        resamples: of the patients, for intervals; 0 for none.
-        seed: of these.
+        positive: positive class of two; None for the last by name.
+        threshold: rule for its threshold; see `choose_threshold`.
+        top_k: number of patches of "top_k".
+        resamples: number of bootstrap resamples of the patients; 0 for no intervals.
+        seed: seed of the resamples.
     """
 
     positive: str | None = None
@@ -60,11 +60,11 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """How good predictions are.
+    """Metrics of predictions at each level.
 
     Attributes:
-        patch: of the patches; None where whole slides or patients were predicted.
-        slide, patient: of slides and patients, by how their patches' probabilities were put together.
+        patch: metrics of patches; None if slides or patients were predicted.
+        slide, patient: metrics of slides and patients, by aggregation.
     """
 
     patch: Metrics | None
@@ -73,24 +73,24 @@ class Evaluation:
 
     @property
     def finest(self) -> Metrics:
-        """Of what was predicted: patches, slides or patients."""
+        """Metrics of the lowest level: patches, slides or patients."""
         return self.patch or self.slide.get("mean") or self.patient["mean"]
 
     def named(self) -> Iterator[tuple[str, Metrics]]:
-        """("patch", …), ("slide_mean", …) and so on."""
+        """Yield metrics by level: ("patch", …), ("slide_mean", …) and so on."""
         for level, how in LEVELS:
             metrics = self.at(level, how)
             if metrics is not None:
                 yield name_of(level, how), metrics
 
     def at(self, level: Level, how: Aggregation) -> Metrics | None:
-        """Of one level; None where nothing could be judged."""
+        """Return the metrics of a level; None if it was not evaluated."""
         if level == "patch":
             return self.patch
         return (self.slide if level == "slide" else self.patient).get(how)
 
     def to_json(self) -> dict[str, Any]:
-        """For a JSON file."""
+        """Return a JSON-ready dict."""
         return {
             **({"patch": self.patch.to_json()} if self.patch else {}),
             "slide": {how: metrics.to_json() for how, metrics in self.slide.items()},
@@ -99,7 +99,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
-        """What `to_json` wrote."""
+        """Read what `to_json` returned."""
         slide, patient = (
             {how: Metrics.from_json(it) for how, it in value[level].items()}
             for level in ("slide", "patient")
@@ -109,16 +109,16 @@ class Evaluation:
 
 
 Thresholds = Mapping[str, tuple[float | None, str | None]]
-"""By name of the level: threshold, and what to know about it."""
+"""Threshold and note by name of the level."""
 
 
 def name_of(level: Level, how: Aggregation) -> str:
-    """`patch`, `slide_mean`, …"""
+    """Return the name of a level: `patch`, `slide_mean`, …"""
     return level if level == "patch" else f"{level}_{how}"
 
 
 def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None:
-    """The number of the positive class; None for more than two.
+    """Return the number of the positive class; None for more than two classes.
 
     Raises:
         UsageError: there is no such class, or there are more than two.
@@ -126,8 +126,8 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
     if positive is not None and (positive not in classes or len(classes) != 2):
         raise UsageError(
             "--positive", found=repr(positive),
-            expected=f"{' or '.join(classes)}" if len(classes) == 2 else "nothing: "
-            f"there are {len(classes)} classes, each judged against the rest",
+            expected=f"{' or '.join(classes)}" if len(classes) == 2 else "no positive class: "
+            f"there are {len(classes)} classes, each evaluated against the rest",
         )  # fmt: skip
     if len(classes) != 2:
         return None
@@ -135,7 +135,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
 
 
 def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thresholds:
-    """A threshold for every level, on validation data; none for more than two classes."""
+    """Choose a threshold for every level on validation data; none for more than two classes."""
     positive = positive_class(validation.classes, settings.positive)
     if positive is None:
         return {}
@@ -147,21 +147,21 @@ def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thres
 
 
 def judge(scores: Mapping[Side, PatchScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
-    """How good a model's predictions of each side are, with thresholds chosen on validation."""
+    """Evaluate predictions of each split, with thresholds chosen on validation."""
     thresholds = choose_thresholds(scores["validation"], settings)
     return {side: evaluate([(patches, thresholds)], settings) for side, patches in scores.items()}
 
 
 Part = tuple[PatchScores, Thresholds]
-"""Predictions of one model, with its thresholds. Those of a cross-validation are several."""
+"""Predictions of one model, with its thresholds. A cross-validation has several."""
 
 
 def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
-    """Judge predictions at every level, those of several models together.
+    """Evaluate predictions at every level, those of several models together.
 
     Args:
-        parts: each with at least one patch; of the same classes, and one numbering of patients.
-        settings: which class is positive, how slides are put together, how often patients are resampled.
+        parts: each with at least one patch; of the same classes and numbering of patients.
+        settings: settings of the evaluation.
     """
     first, _ = parts[0]
     positive = positive_class(first.classes, settings.positive)
@@ -180,7 +180,7 @@ def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
 def joined(
     parts: Sequence[Part], level: Level, how: Aggregation, settings: JudgeSettings
 ) -> tuple[Scores, float | NDArray[np.float64] | None, tuple[str, ...]]:
-    """Scores of all parts at one level, each item as part << 32 | item; their thresholds; and what to know about these."""
+    """Return the scores of all parts at one level, with items numbered part << 32 | item; their thresholds; and notes."""
     positive = positive_class(parts[0][0].classes, settings.positive) or 0
     each = [scores_of(p, level, how, top_k=settings.top_k, positive=positive) for p, _ in parts]
     chosen = [thresholds.get(name_of(level, how), (None, None)) for _, thresholds in parts]
@@ -201,7 +201,7 @@ def joined(
 
 
 def evaluation_of(found: Mapping[str, Metrics]) -> Evaluation:
-    """Metrics by name of their level, put in their places."""
+    """Create an evaluation from metrics by name of their level."""
     slide, patient = (
         {how: found[f"{level}_{how}"] for how in AGGREGATIONS if f"{level}_{how}" in found}
         for level in ("slide", "patient")

@@ -1,4 +1,4 @@
-"""What is said of a set of scores: figures with intervals, confusion, calibration."""
+"""Metrics of scores: values with confidence intervals, confusion matrix, calibration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST_LOST = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ClassMetrics:
-    """One class against the rest: how many there are, and what is known of them; None where that is not defined."""
+    """Metrics of one class against the rest; None if undefined."""
 
     count: int
     auc: float | None
@@ -35,12 +35,12 @@ class ClassMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """Scores of about the same probability.
+    """Scores of similar probability, for a reliability diagram.
 
     Attributes:
-        low, high: of the probability.
-        count: how many.
-        probability, observed: their mean probability, and the share that it came true for; None for none.
+        low, high: range of the probability.
+        count: number of scores.
+        probability, observed: mean probability, and observed share; None if there is no score.
     """
 
     low: float
@@ -52,24 +52,25 @@ class Bin:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """How good scores of patches, slides or patients are. None where a figure is not defined, as the AUC of one class.
+    """Metrics of patches, slides or patients. None if a metric is undefined, such as the AUC of one class.
 
     Attributes:
-        count, patients: what was judged, and of how many patients.
-        auc: area under the ROC curve; of more than two classes the mean over one against the rest.
-        balanced_accuracy: mean sensitivity of the classes that are there.
-        accuracy: share that was decided right.
-        f1, sensitivity, specificity: of the positive class; of more than two classes the mean over those that are there.
-        brier: mean squared error of the positive class's probability; of more than two, summed over classes.
-        log_loss: mean of -ln of the probability of what is so.
-        calibration_error: mean difference of probability and share observed, over the bins of `reliability`.
-        threshold: of two classes, the probability from which on the positive one is decided for; None for the likeliest class, or
-            where several thresholds had a part.
-        intervals: 95 % by figure, from resampling patients; without those that few patients or classes leave undefined.
+        count: number of patches, slides or patients.
+        patients: number of their patients.
+        auc: area under the ROC curve; for more than two classes, the mean of each class against the rest.
+        balanced_accuracy: mean sensitivity of the classes that occur.
+        accuracy: share of correct decisions.
+        f1, sensitivity, specificity: of the positive class; for more than two classes, the mean of those that occur.
+        brier: mean squared error of the probability of the positive class; for more than two classes, summed over classes.
+        log_loss: mean of -ln of the probability of the true class.
+        calibration_error: mean difference between probability and observed share, over the bins of `reliability`.
+        threshold: probability of the positive class of two from which on it is decided; None for the most probable class, or
+            if several thresholds were used.
+        intervals: 95 % confidence intervals by metric, from resampling patients; only where defined.
         confusion: rows are labels, columns decisions.
-        classes: by name.
-        reliability: of the positive class's probability; of more than two, of the likeliest's.
-        notes: what to know about these.
+        classes: metrics by class name.
+        reliability: bins of the probability of the positive class; for more than two classes, of the most probable one.
+        notes: remarks.
     """
 
     count: int
@@ -91,15 +92,15 @@ class Metrics:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For a JSON file; `from_json` reads it."""
+        """Return a JSON-ready dict; `from_json` reads it."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Metrics:
-        """What `to_json` wrote.
+        """Read what `to_json` returned.
 
         Raises:
-            KeyError, TypeError: it is something else.
+            KeyError, TypeError: the value is something else.
         """
         return cls(
             **{
@@ -116,7 +117,7 @@ class Metrics:
 def decide(
     scores: Scores, positive: int | None, threshold: float | NDArray[np.float64] | None
 ) -> NDArray[np.intp]:
-    """(N,) the class that is decided for: the positive one from a threshold on, or the likeliest."""
+    """Return (N,) decided class numbers: the positive class from a threshold on, or the most probable class."""
     if positive is None or threshold is None:
         return np.asarray(np.argmax(scores.probability, axis=1), np.intp)
     return np.where(scores.probability[:, positive] >= threshold, positive, 1 - positive)
@@ -131,15 +132,15 @@ def metrics_of(
     draws: NDArray[np.float64],
     notes: tuple[str, ...] = (),
 ) -> Metrics:
-    """Everything about a set of scores.
+    """Compute all metrics of scores.
 
     Args:
         scores: at least one.
-        classes: names, by number.
+        classes: class names, by number.
         positive: number of the positive class; None for more than two.
-        threshold: of its probability; several are one for each score.
+        threshold: threshold of its probability, or one per score.
         draws: (R, P) how often each patient was drawn, from `bootstrap_draws`.
-        notes: what to know about the scores.
+        notes: remarks on the scores.
     """
     statistics = Statistics(scores, decide(scores, positive, threshold), positive)
     whole = np.ones((1, statistics.patients))
@@ -147,7 +148,7 @@ def metrics_of(
     patients = len(np.unique(scores.patient))
     intervals, lost = _intervals(statistics, draws[:, : statistics.patients], patients)
     reliability = _reliability(scores, positive)
-    told = [*notes, *_notes(scores, classes, patients if len(draws) else None, lost)]
+    remarks = [*notes, *_notes(scores, classes, patients if len(draws) else None, lost)]
     return Metrics(
         count=len(scores.label), patients=patients, **figures,
         calibration_error=_calibration_error(reliability),
@@ -156,25 +157,25 @@ def metrics_of(
         confusion=tuple(
             tuple(int(n) for n in row) for row in statistics.confusion(whole)[0].tolist()
         ),
-        classes=_by_class(statistics, classes, whole), reliability=reliability, notes=tuple(told),
+        classes=_by_class(statistics, classes, whole), reliability=reliability, notes=tuple(remarks),
     )  # fmt: skip
 
 
 def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
-    """(R, P) how often each patient is drawn when as many are drawn as there are, with replacement."""
+    """Return (R, P) how often each patient is drawn in a bootstrap: as many draws as patients, with replacement."""
     rng = np.random.default_rng(seed)
     share = np.full(patients, 1 / patients)
     return rng.multinomial(patients, share, size=resamples).astype(np.float64)
 
 
 def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
-    """The 95 % interval from the values of resamples; None if fewer than half of them are defined.
+    """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
 
-    Percentiles, moved out as a t interval is wider than a normal one: plain ones are too narrow for few patients.
+    These are percentiles, expanded as a t interval is wider than a normal one: plain percentiles are too narrow for few patients.
 
     Args:
-        values: (R,), NaN where not defined.
-        patients: how many were resampled, at least two.
+        values: (R,) values, NaN if undefined.
+        patients: number of patients, at least two.
 
     Source:
         T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded percentile".
@@ -193,7 +194,7 @@ def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
 def _intervals(
     statistics: Statistics, draws: NDArray[np.float64], patients: int
 ) -> tuple[dict[str, tuple[float, float]], float]:
-    """Intervals by figure, and the share of resamples that left some figure undefined."""
+    """Return intervals by metric, and the share of resamples for which a metric is undefined."""
     if not len(draws) or patients < 2:
         return {}, 0.0
     figures = statistics.figures(draws)

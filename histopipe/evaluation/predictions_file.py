@@ -1,4 +1,4 @@
-"""`predictions.csv`: one row a patch, by slide id and level-0 corner; or one a slide or patient, if bags were predicted."""
+"""Read and write `predictions.csv`: one row per patch, with slide id and corner; or per slide or patient, for models of bags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.system.files import appearing
 
-_FACTS: Mapping[Level, tuple[str, ...]] = {
+_COLUMNS: Mapping[Level, tuple[str, ...]] = {
     "patch": ("slide", "patient", "x_l0", "y_l0", "label", "predicted"),
     "slide": ("slide", "patient", "label", "predicted"),
     "patient": ("patient", "label", "predicted"),
@@ -32,8 +32,8 @@ def write_predictions(
     """Write predictions by one rename.
 
     Args:
-        path: where to.
-        parts: each with columns that are the same in all its rows, such as the side; at least one.
+        path: the file.
+        parts: at least one; each with columns that have the same value in all its rows, such as the split.
         hidden: see `appearing`.
     """
     with (
@@ -42,17 +42,21 @@ def write_predictions(
     ):
         writer = csv.writer(file)
         header: list[str] = []
-        for facts, scores in parts:
+        for common, scores in parts:
             if not header:
-                header = [*facts, *_FACTS[scores.level], *(f"p_{name}" for name in scores.classes)]
+                header = [
+                    *common,
+                    *_COLUMNS[scores.level],
+                    *(f"p_{name}" for name in scores.classes),
+                ]
                 writer.writerow(header)
-            writer.writerows(_rows(facts, scores))
+            writer.writerows(_rows(common, scores))
 
 
-def _rows(facts: Mapping[str, object], scores: PatchScores) -> Iterable[list[object]]:
+def _rows(common: Mapping[str, object], scores: PatchScores) -> Iterable[list[object]]:
     likeliest = scores.probability.argmax(axis=1)
     for i in range(len(scores.label)):
-        told = {
+        columns = {
             "slide": scores.slides[scores.slide[i]],
             "patient": scores.patients[scores.patient[i]],
             "x_l0": scores.x_l0[i],
@@ -61,40 +65,40 @@ def _rows(facts: Mapping[str, object], scores: PatchScores) -> Iterable[list[obj
             "predicted": scores.classes[likeliest[i]],
         }
         yield [
-            *facts.values(), *(told[name] for name in _FACTS[scores.level]),
-            # Nine digits: a float32 comes back as it was.
+            *common.values(), *(columns[name] for name in _COLUMNS[scores.level]),
+            # Nine digits: enough to read back the same float32.
             *(f"{p:.9g}" for p in scores.probability[i].tolist()),
         ]  # fmt: skip
 
 
 def read_predictions(path: Path) -> dict[Side, PatchScores]:
-    """What `write_predictions` wrote for a run, by side.
+    """Read the predictions of a run by split.
 
     Raises:
         UsageError: there is no such file.
-        DamagedStore: it is not one of predictions.
+        DamagedStore: the file is damaged.
     """
     with _opened(path) as reader:
         level, classes = _level_and_classes(next(reader), ("split",))
-        columns: dict[str, _Columns] = {}
+        columns: dict[str, _Rows] = {}
         for row in reader:
             side = row[0]
             if side not in columns:
-                columns[side] = _Columns(level, classes)
+                columns[side] = _Rows(level, classes)
             columns[side].add(row[1:])
         return {side: columns[side].scores() for side in SIDES if side in columns}
 
 
 def read_slide_predictions(path: Path) -> PatchScores:
-    """What `write_predictions` wrote without further columns: of one slide, or of several.
+    """Read predictions without further columns, of one slide or several.
 
     Raises:
         UsageError: there is no such file.
-        DamagedStore: it is not one of predictions.
+        DamagedStore: the file is damaged.
     """
     with _opened(path) as reader:
         level, classes = _level_and_classes(next(reader), ())
-        columns = _Columns(level, classes)
+        columns = _Rows(level, classes)
         for row in reader:
             columns.add(row)
         return columns.scores()
@@ -102,7 +106,7 @@ def read_slide_predictions(path: Path) -> PatchScores:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
-    """The rows of a CSV; whatever is wrong with it is told with its name."""
+    """Yield the rows of a CSV file. Errors name the file."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             yield csv.reader(file)
@@ -117,19 +121,19 @@ def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
 def _level_and_classes(
     header: Sequence[str], before: tuple[str, ...]
 ) -> tuple[Level, tuple[str, ...]]:
-    for level, facts in _FACTS.items():
-        known = (*before, *facts)
+    for level, columns in _COLUMNS.items():
+        known = (*before, *columns)
         if tuple(header[: len(known)]) == known:
             return level, tuple(name.removeprefix("p_") for name in header[len(known) :])
     raise ValueError(f"columns {', '.join(header)}")
 
 
-class _Columns:
-    """Rows on their way into arrays."""
+class _Rows:
+    """Collect rows into arrays."""
 
     def __init__(self, level: Level, classes: Sequence[str]) -> None:
         self._level, self._classes = level, tuple(classes)
-        self._facts = _FACTS[level]
+        self._names = _COLUMNS[level]
         self._numbers = {name: number for number, name in enumerate(classes)}
         self._slides: dict[str, int] = {}
         self._patients: dict[str, int] = {}
@@ -137,16 +141,16 @@ class _Columns:
         self._probabilities = array("f")
 
     def add(self, row: Sequence[str]) -> None:
-        told = dict(zip(self._facts, row, strict=False))
-        probabilities = row[len(self._facts) :]
+        values = dict(zip(self._names, row, strict=False))
+        probabilities = row[len(self._names) :]
         if len(probabilities) != len(self._classes):
             raise ValueError(f"{len(probabilities)} probabilities for {len(self._classes)} classes")
         self._codes.append(
-            self._slides.setdefault(told.get("slide", told["patient"]), len(self._slides))
+            self._slides.setdefault(values.get("slide", values["patient"]), len(self._slides))
         )
-        self._codes.append(self._patients.setdefault(told["patient"], len(self._patients)))
-        self._codes.append(self._numbers[told["label"]] if told["label"] else -1)
-        self._places.extend((int(told.get("x_l0", 0)), int(told.get("y_l0", 0))))
+        self._codes.append(self._patients.setdefault(values["patient"], len(self._patients)))
+        self._codes.append(self._numbers[values["label"]] if values["label"] else -1)
+        self._places.extend((int(values.get("x_l0", 0)), int(values.get("y_l0", 0))))
         self._probabilities.extend(map(float, probabilities))
 
     def scores(self) -> PatchScores:

@@ -1,4 +1,4 @@
-"""ROC curves with a band from resampling patients."""
+"""ROC curves with confidence bands from resampling patients."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GRID = np.linspace(0, 1, 101)
 
 @dataclass(frozen=True, slots=True)
 class Roc:
-    """A class against the rest.
+    """ROC curve of one class against the rest.
 
     Attributes:
-        false_positive, true_positive: (K,) rates at falling thresholds, from (0, 0) to (1, 1).
+        false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
         grid: (G,) false positive rates of the band.
-        low, high: (G,) 95 % of the true positive rate there; None with a single patient, or a class that is missing.
+        low, high: (G,) 95 % band of the true positive rate; None for a single patient, or if most resamples lack a class.
     """
 
     false_positive: NDArray[np.float64]
@@ -33,13 +33,13 @@ class Roc:
 
 
 def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | None:
-    """The curve of one class; None where all scores are of it, or none.
+    """Return the curve of one class; None if all scores, or none, are of this class.
 
     Args:
-        scores: of patches, slides or patients.
-        number: of the class.
-        patients: how many there are.
-        seed: of the resamples.
+        scores: scores of patches, slides or patients.
+        number: number of the class.
+        patients: number of patients.
+        seed: seed of the resamples.
     """
     positive = scores.label == number
     if positive.all() or not positive.any():
@@ -47,7 +47,7 @@ def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | No
     order = np.argsort(-scores.probability[:, number], kind="stable")
     positive, patient = positive[order], scores.patient[order]
     values = scores.probability[order, number]
-    # Ties go together: the curve is drawn from the end of each to the end of the next.
+    # Equal scores form one step of the curve.
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
     everyone = _rates(positive, ends, np.ones(len(values)))
     low = high = None
@@ -73,7 +73,7 @@ def _rates(
 def _at(
     grid: NDArray[np.float64], false_rate: NDArray[np.float64], true_rate: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """True positive rates at given false positive ones: of a vertical step, its upper end."""
+    """Return true positive rates at false positive rates; the upper end of vertical steps."""
     last = np.searchsorted(false_rate, grid, side="right") - 1
     following = np.minimum(last + 1, len(false_rate) - 1)
     width = false_rate[following] - false_rate[last]

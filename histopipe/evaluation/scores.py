@@ -1,4 +1,4 @@
-"""Predictions as columns: of patches, and of what these are aggregated to."""
+"""Predictions as columns: of patches, and aggregated to slides and patients."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 @dataclass(frozen=True, slots=True)
 class PatchScores:
-    """What a model says of patches; or, if it looks at bags of them, of whole slides or patients.
+    """Predictions of patches; or of slides or patients, if the model takes bags.
 
     Attributes:
-        classes: names, by number.
-        slides, patients: names, by number.
-        slide, patient: (N,) int32, whose patch it is.
-        x_l0, y_l0: (N,) int64, its corner in level-0 pixels; 0 for what is no patch.
+        classes: class names, by number.
+        slides, patients: slide ids and patients, by number.
+        slide, patient: (N,) int32, slide and patient of each row.
+        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is no patch.
         label: (N,) int32 class numbers, -1 for none.
         probability: (N, C) float32.
-        level: what a row is of; a patient's row has the patient's name for its slide, too.
+        level: what a row is; in a patient's row, the slide is the patient, too.
     """
 
     classes: tuple[str, ...]
@@ -42,14 +42,14 @@ class PatchScores:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a model says of patches, slides or patients.
+    """Predictions of patches, slides or patients, ready to be evaluated.
 
     Attributes:
         label: (N,) int32 class numbers.
         probability: (N, C) float64.
-        patient: (N,) int32, whose it is: what is resampled together.
-        item: (N,) int64, which patch, slide or patient it is of.
-        left_out: slides or patients whose patches have several labels, and so have none themselves.
+        patient: (N,) int32; the unit of resampling.
+        item: (N,) int64, number of the patch, slide or patient.
+        left_out: number of slides or patients without a label because their patches have several.
     """
 
     label: NDArray[np.int32]
@@ -60,7 +60,7 @@ class Scores:
 
 
 def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
-    """The same predictions, with one numbering of all their patients."""
+    """Return the same predictions, with one numbering of all patients."""
     names = tuple(sorted({name for part in parts for name in part.patients}))
     number = {name: i for i, name in enumerate(names)}
     renumbered = []
@@ -71,7 +71,7 @@ def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
 
 
 def joined_scores(parts: Sequence[PatchScores]) -> PatchScores:
-    """Predictions of several slides, or sets of them, as one. At least one, of the same classes and level."""
+    """Concatenate predictions; at least one, all of the same classes and level."""
     slides = sorted({name for part in parts for name in part.slides})
     number = {name: i for i, name in enumerate(slides)}
     renumbered = [
@@ -92,17 +92,17 @@ def joined_scores(parts: Sequence[PatchScores]) -> PatchScores:
 def scores_of(
     patches: PatchScores, level: Level, how: Aggregation, *, top_k: int, positive: int
 ) -> Scores:
-    """Scores of patches as they are, or of slides or patients from all of their patches together.
+    """Return the scores of patches, or aggregate them to slides or patients.
 
-    "mean": of the probabilities. "top_k": of two classes, the mean of the `top_k` highest probabilities of the positive one; of
-    more, that of each class, made to add up to 1. "majority": the share of patches that each class is the likeliest of.
+    "mean": mean probability. "top_k": for two classes, the mean of the `top_k` highest probabilities of the positive class; for
+    more, the same for each class, scaled to a sum of 1. "majority": share of patches for which a class is the most probable.
 
     Args:
-        patches: of one or more slides.
-        level: what is scored.
-        how: not for patches.
-        top_k: patches, at most.
-        positive: number of the positive class, where there are two.
+        patches: predictions of one or more slides.
+        level: level of the scores.
+        how: aggregation; ignored for patches.
+        top_k: maximum number of patches of "top_k".
+        positive: number of the positive class of two.
     """
     if level == "patch":
         probability = patches.probability.astype(np.float64)
@@ -130,7 +130,7 @@ def scores_of(
 
 
 def _group_means(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArray[np.float64]:
-    """(G, C) means of the runs of (N, C) rows that begin at `starts`."""
+    """Return (G, C) means of the groups of (N, C) rows that begin at `starts`."""
     sizes = np.diff(starts, append=len(values))
     return np.asarray(np.add.reduceat(values, starts, axis=0) / sizes[:, None], np.float64)
 
@@ -138,7 +138,7 @@ def _group_means(values: NDArray[np.float64], starts: NDArray[np.intp]) -> NDArr
 def _highest(
     probability: NDArray[np.float64], starts: NDArray[np.intp], top_k: int, positive: int
 ) -> NDArray[np.float64]:
-    """(G, C) means of the highest values of each run and class."""
+    """Return (G, C) means of the highest values of each group and class."""
     ends = np.append(starts[1:], len(probability))
     top = np.array(
         [

@@ -1,7 +1,7 @@
-"""The figures of a set of scores, for any number of weightings of its patients at once: all 1 for the figures themselves, how often each was drawn for a bootstrap.
+"""Metrics of scores for many weightings of the patients at once, as a bootstrap needs them.
 
-Equal to scikit-learn's, which would take a sort for each of a thousand resamples: here everything but the ROC curve is summed up by patient
-first, and the scores are sorted once.
+Results are equal to those of scikit-learn, which would sort the scores for each resample. Here everything but the ROC curve is
+summed by patient first, and scores are sorted once. Weights of 1 give the metrics themselves.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class _Curve:
     """One class against the rest, sorted by its probability.
 
     Attributes:
-        patient: (N,) of the sorted scores.
+        patient: (N,) patients of the sorted scores.
         positive: (N,) bool.
-        ties: where each run of equal scores begins.
+        ties: start of each group of equal scores.
     """
 
     patient: NDArray[np.int32]
@@ -42,7 +42,7 @@ class _Curve:
         return cls(scores.patient[order], (scores.label == number)[order], ties)
 
     def area(self, weights: NDArray[np.float64]) -> float:
-        """Area under the ROC curve for (P,) weights: how often a positive is above a negative; ties count half."""
+        """Return the area under the ROC curve for (P,) weights; ties count half."""
         weight = weights[self.patient]
         ours = np.add.reduceat(weight * self.positive, self.ties)
         others = np.add.reduceat(weight * ~self.positive, self.ties)
@@ -52,12 +52,12 @@ class _Curve:
 
 @dataclass(slots=True)
 class Statistics:
-    """Figures of scores as functions of (R, P) weights of the patients.
+    """Metrics of scores as functions of (R, P) weights of the patients.
 
     Args:
-        scores: of patches, slides or patients.
-        decided: (N,) class numbers that were decided for.
-        positive: number of the positive class where there are two; None averages over the classes that are there.
+        scores: scores of patches, slides or patients.
+        decided: (N,) decided class numbers.
+        positive: number of the positive class of two; None averages over the classes that occur.
     """
 
     scores: Scores
@@ -90,24 +90,24 @@ class Statistics:
         }
 
     def confusion(self, weights: Weights) -> Values:
-        """(R, C, C): rows are labels, columns decisions."""
+        """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
         return np.asarray(np.einsum("rp,pld->rld", weights, self._confusion), np.float64)
 
     def areas(self, weights: Weights) -> Values:
-        """(R, C) areas under the ROC curve of each class against the rest; NaN where there is none."""
+        """Return (R, C) areas under the ROC curve of each class against the rest; NaN if undefined."""
         areas = np.full((len(weights), self._confusion.shape[1]), np.nan)
         for number, curve in self._curves.items():
             areas[:, number] = [curve.area(row) for row in weights]
         return areas
 
     def figures(self, weights: Weights) -> dict[str, Values]:
-        """(R,) of each figure; NaN where it is not defined."""
+        """Return (R,) values of each metric; NaN if undefined."""
         confusion = self.confusion(weights)
         with np.errstate(invalid="ignore", divide="ignore"):
             return {
                 "auc": self._auc(weights),
                 "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
-                # A class that is not there at all is not counted; one that a resample lacks makes it NaN.
+                # A class that never occurs is not counted; a class that a resample lacks makes it NaN.
                 "balanced_accuracy": sensitivity(confusion)[:, self._present].mean(axis=1),
                 "f1": self._of_positive(_f1(confusion)),
                 "sensitivity": self._of_positive(sensitivity(confusion)),
@@ -118,7 +118,7 @@ class Statistics:
 
     @property
     def _present(self) -> NDArray[np.bool_]:
-        """(C,) which classes are there."""
+        """(C,) which classes occur."""
         return np.asarray(self._confusion.sum(axis=(0, 2)) > 0, np.bool_)
 
     def _auc(self, weights: Weights) -> Values:
@@ -129,7 +129,7 @@ class Statistics:
         return np.asarray(self.areas(weights)[:, list(self._curves)].mean(axis=1), np.float64)
 
     def _of_positive(self, by_class: Values) -> Values:
-        """Of the positive class; of several, the mean over those that are there."""
+        """Return values of the positive class; for more than two classes, the mean over those that occur."""
         if self.positive is not None:
             return by_class[:, self.positive]
         return np.asarray(by_class[:, self._present].mean(axis=1), np.float64)
@@ -145,13 +145,13 @@ def _correct(confusion: Values) -> Values:
 
 
 def sensitivity(confusion: Values) -> Values:
-    """(R, C) share of each class that was decided for; NaN where it is not there."""
+    """Return (R, C) sensitivity of each class; NaN if the class does not occur."""
     with np.errstate(invalid="ignore"):
         return np.asarray(_correct(confusion) / confusion.sum(axis=2), np.float64)
 
 
 def specificity(confusion: Values) -> Values:
-    """(R, C) share of the others that was not taken for each class; NaN where there are no others."""
+    """Return (R, C) specificity of each class; NaN if there is no other class."""
     others = confusion.sum(axis=(1, 2))[:, None] - confusion.sum(axis=2)
     taken = confusion.sum(axis=1) - _correct(confusion)
     with np.errstate(invalid="ignore"):
@@ -159,14 +159,14 @@ def specificity(confusion: Values) -> Values:
 
 
 def _f1(confusion: Values) -> Values:
-    """(R, C) harmonic mean of precision and sensitivity; NaN where a class neither is there nor was decided for."""
+    """Return (R, C) F1 scores; NaN if a class neither occurs nor was decided."""
     return np.asarray(
         2 * _correct(confusion) / (confusion.sum(axis=1) + confusion.sum(axis=2)), np.float64
     )
 
 
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:
-    """Area under the ROC curve, averaged over the classes that are there and are not all; None where there are not two.
+    """Return the area under the ROC curve, averaged over the classes that occur; None if there are fewer than two.
 
     Args:
         label: (N,) int32 class numbers.

@@ -1,4 +1,4 @@
-"""Evaluations as lines of text."""
+"""Evaluations as tables of text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from histopipe.evaluation.scores import Aggregation
 
 WITH_INTERVALS = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
 PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}
-"""The figures of a table, and what they are called there."""
+"""Metrics in a table, with their titles."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of equally many cells as lines: the first column to the left, the others to the right."""
+    """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  ".join(
@@ -27,12 +27,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A figure, or a hyphen where it is not defined."""
+    """Return a number as text, or a hyphen for None."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def with_interval(metrics: Metrics, name: str) -> str:
-    """`0.912 [0.87, 0.95]`."""
+    """Return a metric with its interval: `0.912 [0.87, 0.95]`."""
     text = number(getattr(metrics, name))
     if name not in metrics.intervals:
         return text
@@ -41,12 +41,12 @@ def with_interval(metrics: Metrics, name: str) -> str:
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
-    """A table with a line a level; below it what to know about them."""
+    """Return a table with a line per level, and notes below it."""
     rows = [[title, "n", *WITH_INTERVALS.values(), *PLAIN.values()]]
     notes: dict[str, list[str]] = {}
     for name, metrics in evaluation.named():
         level, _, how = name.partition("_")
-        # Of bags, there is one way to put them together.
+        # Bags have one aggregation only.
         label = name.replace("_", " ", 1) if evaluation.patch else level
         if level == "patient" and metrics == evaluation.slide.get(cast(Aggregation, how)):
             continue
@@ -56,10 +56,10 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         for note in metrics.notes:
             notes.setdefault(note, []).append(label)
     levels = len(rows) - 1
-    told = [
+    lines = [
         f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
         for note, where in notes.items()
     ]
     if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
-        told.append("  patients: the same as slides, each has one")
-    return aligned(rows) + told
+        lines.append("  patients: the same as slides, each has one")
+    return aligned(rows) + lines

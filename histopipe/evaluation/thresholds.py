@@ -1,4 +1,4 @@
-"""From which probability on a patch, slide or patient is taken for positive: chosen on validation data, never on test data."""
+"""Decision thresholds of the positive class, chosen on validation data only."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from histopipe.evaluation.scores import Scores
 RULE = re.compile(
     r"youden|(?P<of>sensitivity|specificity)[:=](?P<least>0?\.\d+|1(\.0*)?)|(?P<fixed>0?\.\d+)"
 )
-"""What `--threshold` may be."""
+"""Values of `--threshold`."""
 EVEN = 0.5
 FALLBACK = f"threshold {EVEN}"
-"""How a note begins that says why none was chosen."""
+"""Start of the note that gives the reason why no threshold could be chosen."""
 
 
 def check_rule(rule: str) -> None:
-    """Whether a rule can be followed.
+    """Check a rule.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: it is not a rule.
     """
     if RULE.fullmatch(rule) is None:
         raise UsageError(
@@ -33,21 +33,21 @@ def check_rule(rule: str) -> None:
 
 
 def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
-    """The threshold of a rule, and what to know about it.
+    """Choose a threshold by a rule. Return it with a note, if there is one.
 
-    "youden" is where sensitivity + specificity is highest, "sensitivity:S" the highest threshold that still finds the share S of
-    positives, "specificity:S" the lowest that still passes the share S of negatives. It lies half way between the last score that is
-    taken for positive and the next one, since other data comes close to either.
+    "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
+    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the next one,
+    since scores of other data may be close to either.
 
     Args:
-        scores: of validation data.
+        scores: scores of validation data.
         positive: number of the positive class.
-        rule: as `--threshold`.
+        rule: value of `--threshold`.
 
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
     """
-    # Late: half a second that `--help` must not take.
+    # Late: takes half a second, too long for `--help`.
     from sklearn.metrics import roc_curve
 
     match = RULE.fullmatch(rule)
@@ -72,7 +72,7 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:
-    """A threshold that takes the first of falling, different scores for positive."""
+    """Return a threshold for which the first `positives` of decreasing scores are positive."""
     if positives == 0:
         return float(np.nextafter(scores[0], np.inf))
     last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0

@@ -1,1 +1,1 @@
-"""What a store holds, for other tools: a table of its patches, and the patches themselves."""
+"""Export stores to the formats of other tools: tables of patches, and the patches themselves."""

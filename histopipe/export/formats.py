@@ -1,4 +1,4 @@
-"""How patches are written for others: each a function of a path and patches."""
+"""Formats of exported patches: one function per format."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _JPEG_START = b"\xff\xd8"
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A patch on its way out.
+    """A patch to be exported.
 
     Attributes:
-        record: its slide's.
-        row: its number there.
-        value: its file, JPEG or PNG.
+        record: record of its slide.
+        row: its number in the slide.
+        value: its JPEG or PNG file.
         index: its row of the index.
     """
 
@@ -37,21 +37,21 @@ class Patch:
 
     @property
     def suffix(self) -> str:
-        """Of its file."""
+        """Suffix of its file."""
         return "jpg" if self.value[:2] == _JPEG_START else "png"
 
     @property
     def corner(self) -> tuple[int, int]:
-        """Top left, level-0 pixels."""
+        """Top left corner, level-0 pixels."""
         return int(self.index["x_l0"]), int(self.index["y_l0"])
 
     @property
     def side_l0(self) -> int:
-        """Its side in level-0 pixels; 0 where unknown."""
+        """Side in level-0 pixels; 0 if unknown."""
         return round((self.record.read_size or 0) * (self.record.downsample or 0))
 
-    def facts(self) -> dict[str, Any]:
-        """What is known of it, for JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return slide, position and measurements as a JSON-ready dict."""
         x, y = self.corner
         record = self.record
         known = {
@@ -59,12 +59,12 @@ class Patch:
             "patch": self.row, "x_l0": x, "y_l0": y, "size_l0": self.side_l0, "mpp": record.patch_mpp,
             "tissue": float(self.index["tissue"]), "focus": float(self.index["focus"]),
         }  # fmt: skip
-        # NaN is no JSON.
+        # JSON has no NaN.
         return {name: None if value != value else value for name, value in known.items()}  # noqa: PLR0124
 
 
 def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
-    """TFRecords of `slide`, `image_raw`, `loc_x`, `loc_y`, as slideflow reads them: the centre, in level-0 pixels."""
+    """Write TFRecords of `slide`, `image_raw`, `loc_x`, `loc_y` (centre, level-0 pixels), as slideflow reads them."""
     tf = load_quietly("tensorflow")
 
     def texts(value: bytes) -> Any:
@@ -87,25 +87,25 @@ def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
 
 
 def write_tar(path: Path, patches: Iterable[Patch]) -> None:
-    """A tar file with `SLIDE/ROW.jpg` and `SLIDE/ROW.json` of each patch: a sample a patch to webdataset."""
+    """Write a tar file with `SLIDE/ROW.jpg` and `SLIDE/ROW.json` for each patch: one webdataset sample per patch."""
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         for patch in patches:
             name = f"{patch.record.id}/{patch.row:06d}"
-            told = json.dumps(patch.facts(), ensure_ascii=False).encode()
-            for suffix, value in ((patch.suffix, patch.value), ("json", told)):
+            description = json.dumps(patch.to_json(), ensure_ascii=False).encode()
+            for suffix, value in ((patch.suffix, patch.value), ("json", description)):
                 entry = tarfile.TarInfo(f"{name}.{suffix}")
                 entry.size = len(value)
                 archive.addfile(entry, io.BytesIO(value))
 
 
 def write_folder(path: Path, patches: Iterable[Patch]) -> None:
-    """A folder with `X_Y.jpg` of each patch, by its corner in level-0 pixels; `X_Y_ROW.jpg` for one more of a corner."""
-    shutil.rmtree(path, ignore_errors=True)  # what a kill has left
+    """Write a folder with `X_Y.jpg` for each patch, by its corner in level-0 pixels; `X_Y_ROW.jpg` if the corner is taken."""
+    shutil.rmtree(path, ignore_errors=True)  # left by a killed process
     path.mkdir(parents=True)
     for patch in patches:
         x, y = patch.corner
         file = path / f"{x}_{y}.{patch.suffix}"
-        if file.exists():  # imported coordinates may come twice
+        if file.exists():  # imported coordinates may repeat
             file = path / f"{x}_{y}_{patch.row}.{patch.suffix}"
         file.write_bytes(patch.value)
 

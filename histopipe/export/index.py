@@ -1,23 +1,23 @@
-"""A store's patches as a table, one row each, written slide by slide: CSV, or Parquet."""
+"""Export the index of stores as a table, CSV or Parquet, with one row per patch."""
 
 from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.selection import store_paths
 from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
-from histopipe.system.filesystems import is_full_disk
-from histopipe.system.progress import Bar, default_progress
+from histopipe.system.progress import Bar, Progress
 
 IndexFormat = Literal["csv", "parquet"]
 
@@ -36,75 +36,83 @@ _OF_PATCH = (
     "annotation",
 )
 _GROUP_ROWS = 100_000
-"""Rows of a Parquet row group, at least: what readers take at once."""
+"""Minimum number of rows of a Parquet row group, which readers load at once."""
 
 Columns = dict[str, Any]
 
 
-def export_index(
-    stores: str | Path | Sequence[str | Path], *, out: str | Path, kind: IndexFormat | None = None
-) -> int:
-    """Write a row for every patch of the complete slides of stores.
+@dataclass(frozen=True, repr=False)
+class IndexResult:
+    """Result of exporting an index.
 
-    Columns: `store` (path), `slide`, `patient`, `site`, `label` of its slide; `patch`, its number there; `x_l0`, `y_l0` its corner
-    and `size_l0` its side in level-0 pixels; `x_level`, `y_level` and `level` as it was read; `mpp` as stored; `tissue` and `focus`,
-    empty where not measured; `bytes` as stored, 0 for a patch that could not be read; `annotation`, its own class.
+    Attributes:
+        file: the table.
+        rows: number of its rows, one per patch.
+    """
+
+    damaged: ClassVar[tuple[str, ...]] = ()
+
+    file: Path
+    rows: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {"file": str(self.file), "rows": self.rows}
+
+    def __repr__(self) -> str:
+        return f"{self.rows:,} patches: {self.file}"
+
+
+def export_index(
+    stores: Sequence[Path], *, out: Path, kind: IndexFormat, progress: Progress
+) -> IndexResult:
+    """Write a table with a row for every patch of the complete slides of stores.
+
+    Columns: `store` (path), `slide`, `patient`, `site`, `label` of the slide; `patch`, the number of the patch in the slide; `x_l0`,
+    `y_l0` its corner and `size_l0` its side in level-0 pixels; `x_level`, `y_level` and `level` where it was read; `mpp` as stored;
+    `tissue` and `focus`, empty if not measured; `bytes` as stored, 0 if it could not be read; `annotation`, its own class.
 
     Args:
-        stores: a store, or several.
+        stores: the stores.
         out: the file.
-        kind: "csv" or "parquet"; by the file's suffix if not given.
-
-    Returns:
-        How many rows.
+        kind: "csv" or "parquet".
+        progress: shows the progress.
 
     Raises:
-        UsageError: neither CSV nor Parquet, or the file is there.
+        UsageError: unknown format, or the file exists.
         NothingToDo: no store, or no patch.
         MachineShort: pyarrow, which writes Parquet, is not installed.
     """
-    path = Path(out)
-    kind = kind or path.suffix.removeprefix(".")  # type: ignore[assignment]  # checked below
+    path = out
     if kind not in get_args(IndexFormat):
         raise UsageError("--index", found=repr(kind), expected=" or ".join(get_args(IndexFormat)))
     if path.exists():
         raise UsageError(f"{path} exists", todo="remove it, or choose another --out")
     with run_folder.writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    opened = [Store(one) for one in store_paths(stores)]
-    try:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Store(one)) for one in stores]
         count = sum(r.planned for store in opened for r in store.complete.values())
         if not count:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        progress = default_progress().bar(
-            "exporting",
-            unit="slides",
-            total=sum(len(store.complete) for store in opened),
-            detail=True,
+        total = sum(len(store.complete) for store in opened)
+        bar = stack.enter_context(
+            progress.bar("exporting", unit="slides", total=total, detail=True)
         )
-        try:
-            with appearing(path) as part:
-                write = _write_csv if kind == "csv" else _write_parquet
-                write(part, _slides(opened, progress))
-        except OSError as error:
-            if not is_full_disk(error):
-                raise
-            raise MachineShort(f"the disk that holds {path} is full", todo="make room") from error
-        finally:
-            progress.close()
-    finally:
-        for store in opened:
-            store.close()
-    return count
+        stack.enter_context(run_folder.roomy(path.parent))
+        with appearing(path) as part:
+            write = _write_csv if kind == "csv" else _write_parquet
+            write(part, _slides(opened, bar))
+    return IndexResult(path, count)
 
 
-def _slides(stores: Sequence[Store], progress: Bar) -> Iterator[tuple[Columns, Columns]]:
-    """Of each slide: what its rows have in common, and the columns in which they differ, (N,) each."""
+def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Columns]]:
+    """Yield for each slide the values that all its rows share, and the (N,) columns in which they differ."""
     for store in stores:
         for number, record in store.complete.items():
             if record.planned:
                 yield _common(store, record), _columns(store, number, record)
-            progress.advance()
+            bar.advance()
 
 
 def _common(store: Store, record: SlideRecord) -> Columns:
@@ -115,7 +123,7 @@ def _common(store: Store, record: SlideRecord) -> Columns:
 def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
     index, count = store.index(number), record.planned
     side = round((record.read_size or 0) * (record.downsample or 0))
-    names = np.array([*store.classes, None], object)  # none comes for -1, and for what is not there
+    names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
     labels = np.clip(index["label"], -1, len(store.classes))
     found = {
         "patch": np.arange(count, dtype=np.int32),
@@ -139,7 +147,7 @@ def _write_csv(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
 
 
 def _cells(values: NDArray[Any]) -> list[Any]:
-    """Values as they are written: what is not known is empty."""
+    """Return values as texts; unknown ones are empty."""
     if values.dtype.kind == "f":
         return ["" if v != v else f"{v:.6g}" for v in values.tolist()]  # noqa: PLR0124 - NaN
     return ["" if v is None else v for v in values.tolist()]
@@ -152,13 +160,13 @@ def _write_parquet(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> Non
     except ImportError as error:
         raise MachineShort(
             "Parquet needs pyarrow, which is not installed", found=str(error),
-            todo="pip install 'histopipe[parquet]', or take --index csv",
+            todo="pip install 'histopipe[parquet]', or use --index csv",
         ) from error  # fmt: skip
     writer, waiting = None, []
     for common, columns in slides:
         count = len(columns["patch"])
         arrays = {
-            # One text and so many references to it.
+            # Each text is stored once.
             **{
                 name: pa.array(np.full(count, value, object), pa.string()).dictionary_encode()
                 for name, value in common.items()

@@ -1,4 +1,4 @@
-"""A store's patches for other tools, as the files they are: nothing is decoded, nothing encoded anew."""
+"""Export the patches of a store as files of other tools. The image files are copied, not decoded."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ from histopipe.dataset.options import check_whole
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
 from histopipe.export.formats import WRITERS, Patch
-from histopipe.features.folder import path_within
 from histopipe.runs import folder as run_folder
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import appearing, path_within, read_json
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.progress import default_progress, message
+from histopipe.system.progress import Progress
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
-_PIN = "export.json"
+_SETTINGS = "export.json"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ExportResult:
-    """What an export came to.
+    """Result of exporting patches.
 
     Attributes:
-        folder: where the files are.
-        files: written in this run.
-        kept: that were there already.
-        patches: written in this run.
-        damaged: what was left out, and why, in words.
+        folder: folder of the files.
+        files: number of files written in this run.
+        kept: number of files written before.
+        patches: number of patches written in this run.
+        damaged: patches that were left out, with the reason.
     """
 
     folder: Path
@@ -45,93 +44,109 @@ class ExportResult:
     damaged: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For a program."""
-        names = ("files", "kept", "patches", "damaged")
-        return {"folder": str(self.folder), **{name: getattr(self, name) for name in names}}
+        """Return a JSON-ready dict."""
+        return {
+            "folder": str(self.folder),
+            "files": self.files,
+            "kept": self.kept,
+            "patches": self.patches,
+            "damaged": list(self.damaged),
+        }
+
+    def __repr__(self) -> str:
+        count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
+        return "\n".join([f"{count}: {self.folder}", *(f"left out: {it}" for it in self.damaged)])
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
-    """What is written at once: whole, or not there."""
+class _File:
+    """A file, or folder of a slide, to be written.
+
+    Attributes:
+        path: its path.
+        rows: slide numbers, and the rows of each.
+    """
 
     path: Path
     rows: Sequence[tuple[int, range]]
-    """Slide numbers, and the rows of each."""
 
 
 def export_patches(
-    store: str | Path, *, out: str | Path, to: PatchFormat, shard_patches: int = 10_000
+    store: Path, *, out: Path, to: PatchFormat, shard_patches: int, progress: Progress
 ) -> ExportResult:
-    """Write every patch of a store's complete slides; what is there already is kept.
+    """Export every patch of the complete slides of a store. Existing files are kept.
 
     Args:
         store: the store.
         out: the folder.
-        to: "tfrecord": a file a slide, with slideflow's feature names. "webdataset": tar files of `shard_patches` patches, each a
-            JPEG or PNG and a JSON file. "folder": the patches as files, by label and slide.
-        shard_patches: of a tar file.
+        to: see `export`.
+        shard_patches: number of patches per tar file.
+        progress: shows the progress.
 
     Raises:
-        UsageError: the folder holds another export, or the store is another one by now.
+        UsageError: the folder holds another export, or the store has changed.
         NothingToDo: no store, or no patch.
-        MachineShort: the disk is full, or something is not installed.
-        Interrupted: told to stop; what was complete stays.
+        MachineShort: the disk is full, or a library is not installed.
+        Interrupted: by Ctrl-C or SIGTERM; complete files stay.
     """
     if to not in get_args(PatchFormat):
         raise UsageError("--to", found=repr(to), expected=" or ".join(get_args(PatchFormat)))
     check_whole(1, shard_patches=shard_patches)
-    folder = Path(out)
-    with Store(Path(store)) as opened, run_folder.held(folder):
+    folder = out
+    with Store(store) as opened, run_folder.held(folder):
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        units = list(_units(folder, slides, to, shard_patches))
-        if len({unit.path for unit in units}) < len(units):
+        files = list(_files(folder, slides, to, shard_patches))
+        if len({file.path for file in files}) < len(files):
             raise UsageError(
-                "two slides would share a file", todo="take --to webdataset, or rename one"
+                "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        _pin(folder, opened, slides, to, shard_patches)
-        return _Export(opened, folder, WRITERS[to]).run(units)
+        _record_settings(folder, opened, slides, to, shard_patches)
+        return _Export(opened, folder, WRITERS[to], progress).run(files)
 
 
 class _Export:
-    def __init__(self, store: Store, folder: Path, write: Callable[..., None]) -> None:
+    def __init__(
+        self, store: Store, folder: Path, write: Callable[..., None], progress: Progress
+    ) -> None:
         self._store, self._folder, self._write = store, folder, write
+        self._progress = progress
         self._damaged: list[str] = []
         self._patches = 0
 
-    def run(self, units: Sequence[_Unit]) -> ExportResult:
-        missing = [unit for unit in units if not unit.path.exists()]
-        progress = default_progress().bar(
-            "exporting", unit="files", total=len(units), done=len(units) - len(missing), detail=True
+    def run(self, files: Sequence[_File]) -> ExportResult:
+        missing = [file for file in files if not file.path.exists()]
+        kept = len(files) - len(missing)
+        bar = self._progress.bar(
+            "exporting", unit="files", total=len(files), done=kept, detail=True
         )
         try:
-            for unit in missing:
-                unit.path.parent.mkdir(parents=True, exist_ok=True)
-                with appearing(unit.path, hidden=True) as part:
-                    self._write(part, self._patches_of(unit))
-                progress.advance()
+            for file in missing:
+                file.path.parent.mkdir(parents=True, exist_ok=True)
+                with appearing(file.path, hidden=True) as part:
+                    self._write(part, self._patches_of(file))
+                bar.advance()
         except KeyboardInterrupt:
-            done = sum(unit.path.exists() for unit in units)
+            done = sum(file.path.exists() for file in files)
             raise Interrupted(
-                "interrupted", found=f"{done} of {len(units)} files complete",
-                todo="the same command goes on with the others",
+                "interrupted", found=f"{done} of {len(files)} files complete",
+                todo="run the same command again to write the others",
             ) from None  # fmt: skip
         except Exception as error:
             if not is_full_disk(error):
                 raise
             raise MachineShort(
                 f"the disk that holds {self._folder} is full",
-                todo="make room; the same command goes on with the files that are missing",
+                todo="make room, and run the same command again to write the missing files",
             ) from error
         finally:
-            progress.close()
-        kept = len(units) - len(missing)
+            bar.close()
         return ExportResult(self._folder, len(missing), kept, self._patches, tuple(self._damaged))
 
-    def _patches_of(self, unit: _Unit) -> Iterator[Patch]:
-        """Patches of a unit that are what was written; others are told and left out."""
-        for number, rows in unit.rows:
+    def _patches_of(self, file: _File) -> Iterator[Patch]:
+        """Yield the patches of a file. Damaged patches are reported and left out."""
+        for number, rows in file.rows:
             record, index = self._store.records[number], self._store.index(number)
             lengths, crcs = index["length"], index["crc"]
             for row in rows:
@@ -146,24 +161,24 @@ class _Export:
                     problem = str(error)
                 if problem is not None:
                     self._damaged.append(f"{record.id}: patch {row}: {problem}")
-                    message(f"left out: {self._damaged[-1]}")
+                    self._progress.message(f"left out: {self._damaged[-1]}")
                     continue
                 self._patches += 1
                 yield Patch(record, row, value, {name: index[name][row] for name in Patch.COLUMNS})
 
 
-def _units(
+def _files(
     folder: Path, slides: dict[int, SlideRecord], to: PatchFormat, shard_patches: int
-) -> Iterator[_Unit]:
+) -> Iterator[_File]:
     if to == "tfrecord":
         for number, record in slides.items():
             path = path_within(folder, f"{record.id}.tfrecords")
-            yield _Unit(path, [(number, range(record.planned))])
+            yield _File(path, [(number, range(record.planned))])
         return
     if to == "folder":
         for number, record in slides.items():
             path = path_within(folder, f"{_flat(record.label or 'unlabelled')}/{_flat(record.id)}")
-            yield _Unit(path, [(number, range(record.planned))])
+            yield _File(path, [(number, range(record.planned))])
         return
     for record in slides.values():
         path_within(folder, record.id)  # as a name in the tar file
@@ -171,13 +186,13 @@ def _units(
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
         path = folder / f"patches-{shard:06d}.tar"
-        yield _Unit(path, list(_rows_between(slides, first, last)))
+        yield _File(path, list(_rows_between(slides, first, last)))
 
 
 def _rows_between(
     slides: dict[int, SlideRecord], first: int, last: int
 ) -> Iterator[tuple[int, range]]:
-    """The rows of slides that patches `first` to `last` - 1 of all of them end to end are."""
+    """Yield the rows of slides that are patches `first` to `last` - 1 of all slides in sequence."""
     begin = 0
     for number, record in slides.items():
         rows = range(max(first - begin, 0), min(last - begin, record.planned))
@@ -187,19 +202,19 @@ def _rows_between(
 
 
 def _flat(name: str) -> str:
-    """A slide's id or a label as the name of one folder: those who read such trees take the first one for the class."""
+    """Return a slide id or a label as the name of one folder: readers take the first level of folders for the class."""
     return name.replace("/", "__")
 
 
-def _pin(
+def _record_settings(
     folder: Path, store: Store, slides: dict[int, SlideRecord], to: str, shard_patches: int
 ) -> None:
-    """Write down what is exported, or hold it against what was begun there.
+    """Record what is exported, or compare it with the recorded export.
 
     Raises:
-        UsageError: something else was.
+        UsageError: another store or format was exported, or slides have changed.
     """
-    path = folder / _PIN
+    path = folder / _SETTINGS
     crcs = {
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
         for number, record in slides.items()
@@ -214,12 +229,12 @@ def _pin(
             before: dict[str, int] = there["slides"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedStore(f"{path} is damaged", found=str(error)) from error
-        # Where slides share files, one more moves all that follow.
+        # In tar files, one more slide moves all patches that follow.
         same = before == crcs if to == "webdataset" else before.items() <= crcs.items()
         if differing or not same:
-            what = ", ".join(differing) or "slides of it were ingested, labelled or removed since"
+            what = ", ".join(differing) or "slides were ingested, labelled or removed since"
             raise UsageError(
-                f"{folder} holds an export of something else", found=f"another {what}" if differing else what,
+                f"{folder} holds another export", found=f"another {what}" if differing else what,
                 todo="choose another --out",
             )  # fmt: skip
     elif any(folder.iterdir()):

@@ -1,1 +1,8 @@
-"""Features of patches on disk: one HDF5 file a slide, and the bags that multiple-instance learning makes of them."""
+"""Feature files, and bags of them for multiple-instance learning."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+BagOf = Literal["slide", "patient"]
+"""What a bag holds the patches of. Here, because settings use it and must load without h5py."""

@@ -1,4 +1,4 @@
-"""Batches of bags: whole bags end to end, none filled up to the length of another."""
+"""PatchBatches of bags: whole bags end to end, none filled up to the length of another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger("histopipe")
 
 
 class BagBatches(BatchSampler):
-    """Batches of bags, in a given order.
+    """PatchBatches of bags, in a given order.
 
     Args:
         bags: where they are.

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.features import BagOf
 from histopipe.features.feature_file import FeatureHeader, read_header
-from histopipe.features.folder import feature_files
-from histopipe.features.kinds import BagOf
+from histopipe.features.feature_folder import feature_files
 from histopipe.ingest.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.store.record import SlideRecord, SlideState

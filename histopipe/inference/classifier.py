@@ -1,4 +1,4 @@
-"""A run's model, with all that its predictions go by."""
+"""The model of a finished run on patches, with all settings that its predictions depend on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from histopipe.dataset.options import LabelsFrom, StainNorm
 from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.geometry import Mpp, same_scale
-from histopipe.inference.stream import Network
+from histopipe.inference.patch_stream import Network
 from histopipe.runs import folder as run_folder
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.result import METRICS, TrainResult, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
 
@@ -26,17 +27,17 @@ class Classifier:
     """A finished run on patches, ready to predict.
 
     Attributes:
-        folder: the run's.
-        network: patches to probabilities, on the devices asked for.
-        classes: names, by number.
-        patch_size: side of the patches that it takes.
-        spec: how the patches that it was trained on were made; None where the run does not say.
-        patch_mpp: their scale; None where that is not known.
-        stain_norm: what their stain was made to be.
-        labels_from: what its classes are of.
-        judging: what it was judged by.
-        thresholds: as they were chosen on validation.
-        sha256: of its weights.
+        folder: folder of the run.
+        network: maps patches to probabilities, on the devices asked for.
+        classes: class names; their order is that of the probabilities.
+        patch_size: side of the patches in pixels.
+        spec: tiling of the training's patches; None if the run does not record it.
+        patch_mpp: scale of these patches; None if unknown.
+        stain_norm: stain normalization of these patches.
+        labels_from: whether classes are of slides or of annotated patches.
+        judging: evaluation settings of the run.
+        thresholds: chosen on its validation patches.
+        sha256: of the weights.
     """
 
     folder: Path
@@ -53,12 +54,12 @@ class Classifier:
 
 
 def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifier:
-    """The model of a run's folder.
+    """Load the model of a run onto its devices.
 
     Args:
-        folder: the run's.
+        folder: folder of the run.
         devices: as for training.
-        batch_size: patches at once, over all devices.
+        batch_size: patches per batch, over all devices.
 
     Raises:
         UsageError: there is no finished run, or its model takes bags of features.
@@ -71,35 +72,61 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     if not isinstance(config, PatchTrainConfig):
         raise UsageError(
             f"the model of {folder} takes bags of features, not patches",
-            todo="its predictions and attention are in its folder; other slides are predicted by training with "
+            todo="see the predictions and attention in its folder; to predict other slides, train with "
             "them as test slides (--splits)",
         )  # fmt: skip
-    facts = read_json(folder / METRICS)
-    forward = load_quietly("histopipe.inference.forward")
-    network = forward.Forward(
-        lambda: forward.trained_model(folder), devices=devices, batch_size=batch_size
+    metrics = read_json(folder / METRICS)
+    keras_network = load_quietly("histopipe.inference.keras_network")
+    network = keras_network.KerasNetwork(
+        lambda: keras_network.load_run_model(folder), devices=devices, batch_size=batch_size
     )
     return Classifier(
-        folder, network, tuple(facts["classes"]), network.patch_size,
-        facts.get("spec"), facts.get("patch_mpp"), config.stain_norm, config.labels_from,
-        config.judging, _thresholds(result), network.sha256,
+        folder, network, tuple(metrics["classes"]), network.patch_size, metrics.get("spec"),
+        metrics.get("patch_mpp"), config.stain_norm, config.labels_from, config.judging,
+        _thresholds(result), network.sha256,
     )  # fmt: skip
 
 
 def check_scale(record: SlideRecord, classifier: Classifier) -> None:
-    """Refuse a slide whose patches, of a pyramid level taken as it is, have another scale than the training's.
+    """Refuse a slide whose patches have another scale than those of the training.
+
+    This can happen where patches were read from a pyramid level without scaling.
 
     Raises:
-        ScaleError: they have.
+        ScaleError: the scales differ.
     """
     found, expected = record.patch_mpp, classifier.patch_mpp
     if found is None or expected is None or same_scale(Mpp(found), Mpp(expected)):
         return
     raise ScaleError(
         f"{record.id}: patches of another scale than the model of {classifier.folder} was trained on",
-        found=f"{found:g} µm a pixel", expected=f"{expected:g}",
-        todo="train on patches by --mpp, which finds the level of each slide",
+        found=f"{found:g} µm per pixel", expected=f"{expected:g}",
+        todo="train on patches made with --mpp, which finds the level of each slide",
     )  # fmt: skip
+
+
+def check_store(store: Store, classifier: Classifier) -> None:
+    """Refuse a store whose patches have another size or scale than those of the training.
+
+    Raises:
+        UsageError, ScaleError: size or scale differ.
+    """
+    if store.patch_size != classifier.patch_size:
+        raise UsageError(
+            f"{store.path}: patches of another size than the model of {classifier.folder} takes",
+            found=f"{store.patch_size} pixels", expected=f"{classifier.patch_size}",
+        )  # fmt: skip
+    for record in store.complete.values() if store.spec.get("level") is not None else ():
+        check_scale(record, classifier)
+    names = ("mpp", "level")
+    spec = classifier.spec
+    if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
+        raise UsageError(
+            f"{store.path}: patches of another scale than the model of {classifier.folder} was trained on",
+            found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
+            expected=", ".join(f"{name} {spec.get(name)}" for name in names),
+            todo="ingest the slides with the settings of the training",
+        )  # fmt: skip
 
 
 def _thresholds(result: TrainResult) -> Thresholds:

@@ -1,24 +1,49 @@
-"""Every patch of a store through an encoder, slide by slide, into a folder of feature files."""
+"""Compute features of every patch of stores, one HDF5 file per slide."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from histopipe.dataset.options import OnError, StainNorm, check_whole
-from histopipe.dataset.sample_table import SampleRows
-from histopipe.dataset.selection import select, store_paths
-from histopipe.errors import NothingToDo, UsageError
-from histopipe.features.feature_file import Precision
-from histopipe.features.folder import pin_encoder
-from histopipe.inference.embed_result import EmbedResult
-from histopipe.inference.embedding import Embedding
-from histopipe.inference.encoder import load_encoder
+from histopipe.dataset.selection import store_paths
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.features.feature_file import Precision, is_ours, read_header, writing
+from histopipe.features.feature_folder import feature_path, record_encoder
+from histopipe.inference.encoder import Encoder, load_encoder
+from histopipe.inference.patch_stream import Results
+from histopipe.inference.slide_run import SlideRun, SlideRunResult
+from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
-from histopipe.store.store import Store, check_patch_sizes
+from histopipe.slides.scale import MAGNIFICATION_MPP
+from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
+from histopipe.system.progress import Progress, default_progress
+
+_USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
+_MAGNIFICATION_TOLERANCE = 0.15
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class EmbedResult(SlideRunResult):
+    """Result of `embed`.
+
+    Attributes:
+        dimension: number of features per patch.
+    """
+
+    dimension: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {**SlideRunResult.to_json(self), "dimension": self.dimension}
+
+    def __repr__(self) -> str:
+        return self.summary("embedded", f"patches of {self.dimension} features")
 
 
 def embed(
@@ -32,28 +57,34 @@ def embed(
     devices: str = "auto",
     stain_norm: StainNorm | None = None,
     on_error: OnError = "raise",
+    progress: Progress | None = None,
 ) -> EmbedResult:
-    """Compute the features of every patch of stores; slides that `out` holds already are kept.
+    """Compute the features of every patch of stores. Slides that are already in `out` are kept.
 
     Args:
-        stores: a store, or several, whose patches are of one size.
-        model: a run's folder, an ONNX file, or the name of a network of `keras.applications`.
-        out: the folder for the files, one a slide, named by its id.
-        weights: of a named network: "imagenet" if not given, "none", or a file.
+        stores: one store or several, with patches of one size.
+        model: the folder of a run, an ONNX file, or the name of a network of `keras.applications`.
+        out: folder for the feature files `SLIDE.h5`.
+        weights: of a named network: "imagenet" (default), "none", or a file.
         precision: "float32", or "float16" for half the size.
-        batch_size: patches at once, over all devices.
+        batch_size: patches per batch, over all devices.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        stain_norm: give every slide one stain first; as the run was trained, or "none", if not given.
-        on_error: "skip" leaves out patches that are damaged in the store; with "raise" their slides fail.
+        stain_norm: method of stain normalization; by default that of the run, else "none".
+        on_error: "skip" leaves out damaged patches; with "raise" their slides fail.
+        progress: shows the progress; `default_progress()` if None.
+
+    Returns:
+        Which slides were embedded, kept or failed.
 
     Raises:
-        UsageError: the encoder cannot be used, or the folder holds features of another.
+        UsageError: the encoder cannot be used, or the folder holds features of another encoder.
         NothingToDo: no store, or no patch.
-        MachineShort: disk or memory ran out, or something is not installed.
-        Interrupted: told to stop; slides that are done stay.
+        MachineShort: disk or memory ran out, or a library is not installed.
+        Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.
 
     Example:
         >>> embed("patches.lmdb", model="resnet50", out="features")  # doctest: +SKIP
+        8 slides embedded, 0 already done, 0 failed; 403 patches of 2048 features in 8 s, …
     """
     check_whole(1, batch_size=batch_size)
     if precision not in ("float32", "float16"):
@@ -61,44 +92,126 @@ def embed(
     folder = Path(out)
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
-        check_patch_sizes(opened)
-        slides = _slides(opened)
+        rows = slides_with_patches(opened)
+        # Before anything else uses TensorFlow: it sets up the devices.
         encoder = load_encoder(
             str(model), weights=weights, patch_size=opened[0].patch_size, devices=devices,
             batch_size=batch_size,
         )  # fmt: skip
-        stain = stain_norm or _trained_stain(Path(model))
+        stain = stain_norm or _stain_norm_of_run(Path(model))
         stack.enter_context(run_folder.held(folder))
-        pin_encoder(folder, {**encoder.facts, "stain_norm": stain, "precision": precision})
-        work = Embedding(
-            opened, encoder, folder, precision=precision, batch_size=batch_size,
-            stain_norm=stain, on_error=on_error,
-        )  # fmt: skip
-        return work.run(slides)
+        record_encoder(folder, {**encoder.identity, "stain_norm": stain, "precision": precision})
+        slides = stored_slides(
+            opened, rows, batch_size=batch_size, on_error=on_error, stain_norm=stain
+        )
+        embedding = _Embedding(encoder, folder, precision, on_error, progress or default_progress())
+        return embedding.run(slides)
 
 
-def _slides(stores: Sequence[Store]) -> list[SampleRows]:
-    """Every slide that has patches.
+@dataclass(frozen=True, slots=True)
+class _Embedding:
+    encoder: Encoder
+    folder: Path
+    precision: Precision
+    on_error: OnError
+    progress: Progress
 
-    Raises:
-        NothingToDo: there is none.
-        UsageError: two stores hold a slide of one id, which would share a file.
-    """
-    slides = [rows for rows in select(stores) if rows.count]
-    if not slides:
-        raise NothingToDo("no patch to embed", todo="see `histopipe info` for what the store holds")
-    ids = Counter(stores[rows.store].records[rows.slide].id for rows in slides)
-    twice = [name for name, times in ids.items() if times > 1]
-    if twice:
-        raise UsageError(
-            "slides of one id in several stores", found=", ".join(twice[:3]),
-            todo="embed the stores one by one, each with its own --out",
-        )  # fmt: skip
-    return slides
+    def run(self, slides: Sequence[StoredSlide]) -> EmbedResult:
+        """Embed the slides that are missing."""
+        run = SlideRun(self.encoder, "embedding", len(slides), self.progress)
+        missing = []
+        for slide in slides:
+            if self._is_complete(slide):
+                run.kept.append(slide.id)
+            else:
+                missing.append(slide)
+        run.run(missing, self._write, steps=sum(slide.steps for slide in missing))
+        return EmbedResult(**run.result(self.folder), dimension=self.encoder.dimension)
+
+    def _is_complete(self, slide: StoredSlide) -> bool:
+        """Whether the folder holds the features of exactly these patches."""
+        path = feature_path(self.folder, slide.id)
+        if not path.exists():
+            return False
+        try:
+            header = read_header(path)
+        except DamagedStore as error:
+            self.progress.message(f"{error}")
+            return False
+        if not is_ours(header):
+            raise UsageError(f"{path} was made by another tool", todo="choose another --out")
+        if int(header.facts["patches_crc"]) != slide.patches_crc:
+            self.progress.message(
+                f"{path}: the patches in the store have changed; computing the features again"
+            )
+            path.unlink()  # it must not be used for the new patches
+            return False
+        return self.on_error == "skip" or not header.facts["skipped"]
+
+    def _write(self, slide: StoredSlide, results: Iterator[Results]) -> tuple[int, int]:
+        """Write the feature file of a slide.
+
+        Raises:
+            DamagedStore: a patch is damaged, and is not to be skipped.
+        """
+        path, rows = feature_path(self.folder, slide.id), len(slide.batches.table)
+        with writing(path, rows, self.encoder.dimension, self.precision) as writer:
+            for features, corners in results:
+                writer.append(features, corners)
+            attributes = _slide_attributes(slide) | {
+                "encoder": self.encoder.identity["encoder"],
+                "skipped": slide.skipped,
+            }
+            writer.finish(attributes, _coords_attributes(slide.record, slide.store))
+        return slide.patches, slide.skipped
 
 
-def _trained_stain(model: Path) -> StainNorm:
-    """The stain that a run's model was trained on; "none" for other encoders."""
+def _stain_norm_of_run(model: Path) -> StainNorm:
+    """Return the stain normalization that a run was trained with; "none" for other encoders."""
     config = model / run_folder.CONFIG
     found: StainNorm = read_config(config).get("stain_norm", "none") if config.exists() else "none"
     return found
+
+
+def _slide_attributes(slide: StoredSlide) -> dict[str, Any]:
+    """Return the attributes of a feature file. A value of None is not written."""
+    record = slide.record
+    return {
+        "slide": record.id,
+        "label": record.label,
+        "patient": record.patient,
+        "site": record.site,
+        "content": record.content,
+        "store": slide.store.uuid,
+        "patches_crc": slide.patches_crc,
+    }
+
+
+def _coords_attributes(record: SlideRecord, store: Store) -> dict[str, Any]:
+    """Return the attributes of the coordinates, with the names that TRIDENT and CLAM use.
+
+    CLAM reads patches at `patch_level` unscaled, so it is written only if they were not scaled.
+    """
+    attributes: dict[str, Any] = {
+        "name": record.id,
+        "patch_size": store.patch_size,
+        "overlap": int(store.spec["overlap"]),
+        "level0_width": record.width,
+        "level0_height": record.height,
+        "savetodir": "",
+    }
+    if record.read_size and record.downsample:
+        attributes["patch_size_level0"] = round(record.read_size * record.downsample)
+    if record.mpp and record.patch_mpp:
+        attributes["level0_magnification"] = _magnification(record.mpp)
+        attributes["target_magnification"] = _magnification(record.patch_mpp)
+    if record.level is not None and record.read_size == store.patch_size:
+        attributes["patch_level"] = record.level
+    return attributes
+
+
+def _magnification(mpp: float) -> float:
+    """Return the usual magnification of a scale, or the exact one if none is near."""
+    exact = MAGNIFICATION_MPP / mpp
+    nearest = min(_USUAL_MAGNIFICATIONS, key=lambda usual: abs(usual - exact))
+    return nearest if abs(nearest - exact) <= _MAGNIFICATION_TOLERANCE * nearest else exact

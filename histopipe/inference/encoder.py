@@ -1,4 +1,4 @@
-"""What turns patches into features: a run's model, a network of `keras.applications`, or an ONNX file."""
+"""Encoders compute features of patches: the model of a run, a network of `keras.applications`, or an ONNX file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from histopipe.errors import UsageError
-from histopipe.inference.stream import Network
+from histopipe.inference.patch_stream import Network
 from histopipe.runs import folder as run_folder
 from histopipe.system.tensorflow import load_quietly
 
@@ -16,32 +16,32 @@ DEFAULT_WEIGHTS = "imagenet"
 
 
 class Encoder(Network, Protocol):
-    """Turns batches of patches into features."""
+    """A network that computes features of patches."""
 
     @property
     def dimension(self) -> int:
-        """Features of a patch."""
+        """Number of features per patch."""
 
     @property
-    def facts(self) -> Mapping[str, Any]:
-        """What the features depend on, for a JSON file; equal for equal encoders."""
+    def identity(self) -> Mapping[str, Any]:
+        """Everything that the features depend on, as JSON values; equal for equal encoders."""
 
 
 def load_encoder(
     model: str, *, weights: str | None, patch_size: int, devices: str, batch_size: int
 ) -> Encoder:
-    """Find an encoder and make it ready.
+    """Load an encoder onto its devices.
 
     Args:
-        model: a run's folder, an ONNX file, or the name of a network.
-        weights: of a network: "imagenet" if not given, "none", or a file.
-        patch_size: side of the patches.
+        model: the folder of a run, an ONNX file, or the name of a network.
+        weights: of a named network: "imagenet" (default), "none", or a file.
+        patch_size: side of the patches in pixels.
         devices: as for training.
-        batch_size: patches at once, over all devices.
+        batch_size: patches per batch, over all devices.
 
     Raises:
         UsageError: there is no such encoder, or it does not take such patches.
-        MachineShort: what runs it is not installed.
+        MachineShort: TensorFlow or onnxruntime is not installed.
     """
     path = Path(model)
     is_onnx, is_run = path.suffix == ONNX, (path / run_folder.CONFIG).exists()
@@ -51,12 +51,12 @@ def load_encoder(
             expected="the name of a network with it",
         )  # fmt: skip
     if is_onnx:
-        from histopipe.inference.onnx_encoder import OnnxEncoder  # late: an extra of its own
+        from histopipe.inference.onnx_encoder import OnnxEncoder  # late: an optional dependency
 
         return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=batch_size)
-    keras_encoder = load_quietly("histopipe.inference.keras_encoder")
-    made: Encoder = keras_encoder.KerasEncoder(
+    keras_network = load_quietly("histopipe.inference.keras_network")
+    encoder: Encoder = keras_network.KerasEncoder(
         path if is_run else model, weights=weights or DEFAULT_WEIGHTS, patch_size=patch_size,
         devices=devices, batch_size=batch_size,
     )  # fmt: skip
-    return made
+    return encoder

@@ -1,4 +1,4 @@
-"""Features by an ONNX file, as foundation models are exported from PyTorch, with its preprocessing in a JSON file beside it."""
+"""Encoders in ONNX files, such as foundation models exported from PyTorch, with a JSON file for the preprocessing."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class OnnxEncoder:
     """An ONNX network: (B, 3, S, S) float32 in, (B, D) out.
 
     Args:
-        path: the file; `NAME.json` beside `NAME.onnx` says how patches become its input.
-        patch_size: side of the patches, which are resized if the network wants another.
-        devices: a session each: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        batch_size: patches at once, over all devices.
+        path: the file `NAME.onnx`; `NAME.json` in the same folder describes the preprocessing.
+        patch_size: side of the patches in pixels; they are resized to the input size of the network.
+        devices: one session per device: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
+        batch_size: patches per batch, over all devices.
 
     Raises:
         UsageError: the file or its JSON cannot be used, or there is no such device.
@@ -52,7 +52,7 @@ class OnnxEncoder:
             raise UsageError(
                 "--batch-size",
                 found=batch_size,
-                expected=f"{len(self._sessions)} or more: one a device",
+                expected=f"{len(self._sessions)} or more: one per device",
             )
         self._parts = [
             replica_rows(batch_size, len(self._sessions), number)
@@ -60,26 +60,26 @@ class OnnxEncoder:
         ]
         self._pool = ThreadPoolExecutor(len(self._sessions), "histopipe-onnx")
         blank = np.zeros((1, patch_size, patch_size, 3), np.uint8)
-        self.dimension = self._run(self._sessions[0], self.prepared(blank)).shape[1]
+        self.dimension = self._run(self._sessions[0], self.prepare(blank)).shape[1]
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        self.facts: Mapping[str, Any] = {
+        self.identity: Mapping[str, Any] = {
             "encoder": path.name, "dimension": self.dimension, "patch_size": patch_size,
             "sha256": digest, **self._preprocessing,
         }  # fmt: skip
 
-    def prepared(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """(B, 3, S, S) float32, resized and normalised as the JSON says."""
-        told, side = self._preprocessing, self._preprocessing["size"]
+    def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """Return (B, 3, S, S) float32, resized and normalized as the JSON file describes."""
+        settings, side = self._preprocessing, self._preprocessing["size"]
         if images.shape[1] != side:
-            filter_ = _FILTERS[told["interpolation"]]
+            filter_ = _FILTERS[settings["interpolation"]]
             images = np.stack(
                 [np.asarray(Image.fromarray(one).resize((side, side), filter_)) for one in images]
             )
-        std = np.array(told["std"], np.float32)
-        scale, offset = 1 / (255 * std), -np.array(told["mean"], np.float32) / std
+        std = np.array(settings["std"], np.float32)
+        scale, offset = 1 / (255 * std), -np.array(settings["mean"], np.float32) / std
         values = np.empty((len(images), 3, side, side), np.float32)
-        # Channel by channel, in place, while it is in the processor's cache: six times faster than all at once.
+        # One channel at a time, in place, while it is in the CPU cache: six times faster than all at once.
         for image, out in zip(images, values, strict=True):
             for channel, plane in enumerate(out):
                 plane[...] = image[..., channel]
@@ -88,23 +88,23 @@ class OnnxEncoder:
         return values
 
     def start(self, inputs: NDArray[np.float32]) -> list[Any]:
-        """Begin with a batch: a future for each device."""
+        """Start computing a batch: one future per device."""
         return [
             self._pool.submit(self._run, session, inputs[part.start : part.stop])
             for session, part in zip(self._sessions, self._parts, strict=True)
         ]
 
-    def features(self, started: list[Any]) -> NDArray[np.float32]:
-        """(B, D), in the batch's order."""
+    def finish(self, started: list[Any]) -> NDArray[np.float32]:
+        """Wait for the (B, D) results, in the order of the batch."""
         return np.concatenate([future.result() for future in started])
 
     def _run(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Rows through one session, in pieces of the size that it was exported for, if it was for one."""
+        """Run rows through one session, in pieces of the batch size that the network was exported for, if fixed."""
         size = self._fixed or max(1, len(inputs))
         found = []
         for first in range(0, len(inputs), size):
             piece = inputs[first : first + size]
-            # Filled up by repeating rows, where the network takes just so many.
+            # A network with a fixed batch size: fill up by repeating rows.
             whole = np.resize(piece, (size, *piece.shape[1:])) if self._fixed else piece
             found.append(self._outputs(session, whole)[: len(piece)])
         return np.concatenate(found)
@@ -112,12 +112,12 @@ class OnnxEncoder:
     def _outputs(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         try:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
-        except Exception as error:  # onnxruntime's errors share no base but this
+        except Exception as error:  # onnxruntime's errors share no other base
             why = str(error).split("\n")[0][:200]
             short = isinstance(error, MemoryError)
             if short or any(sign in str(error) for sign in _MEMORY_SIGNS):
                 raise OutOfMemory(
-                    "memory ran out while embedding", found=why, todo="take a smaller --batch-size"
+                    "memory ran out while embedding", found=why, todo="use a smaller --batch-size"
                 ) from error
             raise UsageError(f"{self._path} cannot be run", found=why) from error
         values = values.reshape(values.shape[:2]) if values.shape[2:] in ((), (1, 1)) else values
@@ -125,43 +125,45 @@ class OnnxEncoder:
             raise UsageError(
                 f"{self._path}: its first output", found=f"shape {values.shape}",
                 expected="(patches, features)",
-                todo="export the network with its pooling, or the class token alone, as the output",
+                todo="export the network with pooled features, or the class token, as its output",
             )  # fmt: skip
         return values.astype(np.float32)
 
 
 def _read_preprocessing(path: Path) -> dict[str, Any]:
-    beside = path.with_suffix(".json")
+    json_path = path.with_suffix(".json")
     if not path.is_file():
         raise UsageError(f"{path} does not exist")
     try:
-        told: Any = read_json(beside)
+        settings: Any = read_json(json_path)
     except FileNotFoundError as error:
         raise UsageError(
-            f"{beside} is missing: an ONNX file does not say how pixels become its input",
+            f"{json_path} is missing: an ONNX file does not describe its preprocessing",
             expected=f"such as {_EXAMPLE}",
-            todo="write the mean, standard deviation and size that the network was trained with",
+            todo="write it with the mean, standard deviation and size of the network's training",
         ) from error
     except (OSError, ValueError) as error:
-        raise UsageError(f"{beside} cannot be read", found=str(error), expected=_EXAMPLE) from error
+        raise UsageError(
+            f"{json_path} cannot be read", found=str(error), expected=_EXAMPLE
+        ) from error
     known = {"mean", "std", "size", "interpolation"}
-    told = {"interpolation": "bilinear"} | (told if isinstance(told, dict) else {})
-    wrong = sorted(set(told) ^ known) or [
+    settings = {"interpolation": "bilinear"} | (settings if isinstance(settings, dict) else {})
+    wrong = sorted(set(settings) ^ known) or [
         name
         for name, fits in (
-            ("mean", _is_colour(told["mean"])),
-            ("std", _is_colour(told["std"]) and min(told["std"]) > 0),
-            ("size", type(told["size"]) is int and 0 < told["size"] <= 4096),
-            ("interpolation", told["interpolation"] in _FILTERS),
+            ("mean", _is_colour(settings["mean"])),
+            ("std", _is_colour(settings["std"]) and min(settings["std"]) > 0),
+            ("size", type(settings["size"]) is int and 0 < settings["size"] <= 4096),
+            ("interpolation", settings["interpolation"] in _FILTERS),
         )
         if not fits
     ]
     if wrong:
         raise UsageError(
-            f"{beside}: {', '.join(wrong)}", found={name: told.get(name) for name in wrong},
+            f"{json_path}: {', '.join(wrong)}", found={name: settings.get(name) for name in wrong},
             expected=f"such as {_EXAMPLE}, interpolation one of {', '.join(_FILTERS)}",
         )  # fmt: skip
-    return dict(told)
+    return dict(settings)
 
 
 def _is_colour(value: Any) -> bool:
@@ -175,7 +177,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         import onnxruntime as ort  # late: the extra [onnx]
     except ImportError as error:
         raise MachineShort(
-            "an ONNX file needs onnxruntime, which is not installed", found=str(error),
+            "ONNX files need onnxruntime, which is not installed", found=str(error),
             todo="pip install 'histopipe[onnx]', or onnxruntime-gpu for GPUs",
         ) from error  # fmt: skip
     match = DEVICES.fullmatch(devices)
@@ -187,7 +189,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
     if devices.startswith("gpu") and not has_gpu:
         raise UsageError(
             f"--devices {devices}", found="an onnxruntime without CUDA",
-            todo="pip install onnxruntime-gpu in its place, or use --devices cpu",
+            todo="replace it by onnxruntime-gpu, or use --devices cpu",
         )  # fmt: skip
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -201,7 +203,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         providers = ["CPUExecutionProvider"] * count
     try:
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
-    except Exception as error:  # onnxruntime's errors share no base but this
+    except Exception as error:  # onnxruntime's errors share no other base
         raise UsageError(
             f"{path} cannot be loaded", found=str(error).split("\n")[0][:200],
             expected="an ONNX network with one input (patches, 3, size, size)",
@@ -209,7 +211,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
 
 
 def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
-    """The input's name, and how many patches it takes at once if it was exported for just so many."""
+    """Return the name of the input, and its batch size if that is fixed."""
     inputs = session.get_inputs()
     shape = inputs[0].shape
     fits = len(inputs) == 1 and len(shape) == 4 and inputs[0].type == "tensor(float)"

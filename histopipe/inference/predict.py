@@ -1,12 +1,11 @@
-"""What a run's model says of slides: read from stores, or straight from the slides' files."""
+"""Predict slides by the model of a run: from stores, or directly from slide files."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,300 +13,261 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.dataset.options import check_whole
+from histopipe.dataset.options import OnError, check_whole
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import trained_on
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, SlideError, UsageError
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores
-from histopipe.features.folder import hold_against
-from histopipe.geometry import Mpp
-from histopipe.inference.classifier import Classifier, check_scale, load_classifier
-from histopipe.inference.predict_options import PredictOptions, files_spec
-from histopipe.inference.predict_result import Predicted
-from histopipe.inference.predict_summary import judged, write_summary
-from histopipe.inference.predictions_folder import (
-    ABOUT,
-    PATIENTS,
-    SLIDES,
-    PredictionFolder,
-    is_prediction,
+from histopipe.evaluation.table import evaluation_lines
+from histopipe.inference.classifier import Classifier, load_classifier
+from histopipe.inference.patch_stream import Results
+from histopipe.inference.predict_sources import (
+    FileSource,
+    PredictOptions,
+    PredictSource,
+    StoreSource,
 )
-from histopipe.inference.slide_files import OpenedSlide, SlideFiles, source_of
-from histopipe.inference.slide_info import SlideFacts
-from histopipe.inference.stored_slides import StoredSlide, stored_slides
-from histopipe.inference.stream import PatchStream
+from histopipe.inference.prediction_tables import evaluate_labelled, write_table
+from histopipe.inference.predictions_folder import (
+    PATIENTS,
+    SETTINGS,
+    SLIDES,
+    PredictedSlide,
+    PredictionsFolder,
+)
+from histopipe.inference.slide_run import SlideRun, SlideRunResult
+from histopipe.inference.slide_tiler import TiledSlide
+from histopipe.inference.stored_slides import StoredSlide
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.slides.discovery import SlideFile, discover
-from histopipe.slides.identity import fingerprint
-from histopipe.slides.scale import MppSource
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps
-from histopipe.store.store import Store
-from histopipe.system.progress import default_progress, message
+from histopipe.system.files import record_or_check
+from histopipe.system.progress import Progress, default_progress
+from histopipe.tiling.spec import Tissue
 
-DATA = "data.mdb"
-_Slide = StoredSlide | OpenedSlide
+_DATA = "data.mdb"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PredictResult(SlideRunResult):
+    """Result of `predict`.
+
+    Attributes:
+        metrics: evaluation of all predictions in the folder, if labels of two classes are known.
+    """
+
+    metrics: Evaluation | None = field(default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        metrics = {} if self.metrics is None else {"metrics": self.metrics.to_json()}
+        return {**SlideRunResult.to_json(self), **metrics}
+
+    def __repr__(self) -> str:
+        lines = [] if self.metrics is None else evaluation_lines("labelled", self.metrics)
+        return "\n".join([*lines, self.summary("predicted", "patches")])
 
 
 def predict(
-    run: str | Path, sources: str | Path | Sequence[str | Path], *, out: str | Path, **options: Any
-) -> Predicted:
-    """Predict every patch of stores or slides by a run's model, and put them together to slides and patients.
+    run: str | Path,
+    sources: str | Path | Sequence[str | Path],
+    *,
+    out: str | Path,
+    batch_size: int = 64,
+    devices: str = "auto",
+    aggregate: Aggregation = "mean",
+    labels: str | Path | None = None,
+    allow_extra_rows: bool = False,
+    on_error: OnError = "raise",
+    overlap: int | None = None,
+    tissue: Tissue | None = None,
+    tissue_threshold: float | None = None,
+    mpp_csv: str | Path | None = None,
+    default_mpp: float | None = None,
+    max_unreadable: float = 0.01,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> PredictResult:
+    """Predict every patch of stores or slides by the model of a run, and aggregate to slides and patients.
 
     Args:
         run: the folder of a finished run on patches.
-        sources: stores, or slides and folders of these.
-        out: the folder for the predictions. Slides that are in it already are kept.
-        options: fields of `PredictOptions`.
+        sources: stores; or slide files, and folders of them.
+        out: folder for the predictions. Slides that are already in it are kept.
+        batch_size: patches per batch, over all devices.
+        devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
+        aggregate: how patches are aggregated to slides and patients: "mean", "top_k" or "majority".
+        labels: CSV file slide,label[,patient]; by default the labels that stores hold.
+        allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
+        on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
+        overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
+        mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.
+        max_unreadable: share of the patches of a slide file, 0 to 1, that may be unreadable.
+        workers: processes that read slide files; one per core if None.
+        progress: shows the progress; `default_progress()` if None.
+
+    Returns:
+        Which slides were predicted, kept or failed; and metrics, if labels are known.
 
     Raises:
-        UsageError: the run cannot predict these, or `out` holds predictions of another.
+        UsageError: the run cannot predict these, or `out` holds predictions of another model.
         NothingToDo: no store, no slide, or no patch.
         MachineShort: disk or memory ran out, or TensorFlow is not installed.
-        Interrupted: told to stop; slides that are done stay.
+        Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.
 
     Example:
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
-    settings = PredictOptions(**options)
-    check_whole(1, batch_size=settings.batch_size)
-    if settings.aggregate not in get_args(Aggregation):
-        raise UsageError(
-            "--aggregate", found=repr(settings.aggregate), expected=" or ".join(AGGREGATIONS)
-        )
+    check_whole(1, batch_size=batch_size)
+    if aggregate not in get_args(Aggregation):
+        raise UsageError("--aggregate", found=repr(aggregate), expected=" or ".join(AGGREGATIONS))
+    tiling = {"overlap": overlap, "tissue": tissue, "tissue_threshold": tissue_threshold}
+    options = PredictOptions(
+        batch_size=batch_size, labels=labels, allow_extra_rows=allow_extra_rows, on_error=on_error,
+        tiling={name: value for name, value in tiling.items() if value is not None},
+        mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
+    )  # fmt: skip
+    shown = progress or default_progress()
     paths = store_paths(sources)
+    are_stores = _are_stores(paths)
+    classifier = load_classifier(Path(run), devices=devices, batch_size=batch_size)
+    with ExitStack() as stack:
+        stack.enter_context(run_folder.held(Path(out)))
+        source: PredictSource = (
+            StoreSource(paths, classifier, options)
+            if are_stores
+            else FileSource(paths, classifier, options, shown)
+        )
+        stack.enter_context(source)
+        folder = PredictionsFolder(Path(out))
+        return _Prediction(classifier, folder, source, aggregate, shown).run()
+
+
+def _are_stores(paths: Sequence[Path]) -> bool:
+    """Whether paths are stores.
+
+    Raises:
+        NothingToDo: a path does not exist.
+        UsageError: some are stores, and some are not.
+    """
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
-    of_stores = [(path / DATA).exists() for path in store_paths(paths)]
-    if any(of_stores) and not all(of_stores):
-        raise UsageError("SLIDES and STORES are mixed", expected="one kind", todo="predict each on its own")  # fmt: skip
-    classifier = load_classifier(
-        Path(run), devices=settings.devices, batch_size=settings.batch_size
-    )
-    with ExitStack() as stack:
-        stack.enter_context(run_folder.held(Path(out)))
-        work = _Prediction(classifier, PredictionFolder(Path(out)), settings)
-        opened = work.from_stores if all(of_stores) else work.from_files
-        return work.run(opened(paths, stack))
+    are_stores = {(path / _DATA).exists() for path in paths}
+    if len(are_stores) > 1:
+        raise UsageError("SLIDES and STORES are mixed", expected="either", todo="predict each with its own --out")  # fmt: skip
+    return are_stores == {True}
 
 
+@dataclass(frozen=True, slots=True)
 class _Prediction:
-    """A prediction under way."""
+    classifier: Classifier
+    folder: PredictionsFolder
+    source: PredictSource
+    aggregate: Aggregation
+    progress: Progress
 
-    def __init__(
-        self, classifier: Classifier, folder: PredictionFolder, options: PredictOptions
-    ) -> None:
-        self._classifier, self._folder, self._options = classifier, folder, options
-        self._result = Predicted(folder.path)
-        self._count = 0
-        self._said: dict[str, StoredSlide] = {}
-        self._file_labels: dict[str, SlideLabel] = {}
-        self._mpps: dict[str, Mpp] = {}
-        self._give_up: Callable[[], None] = lambda: None
+    def run(self) -> PredictResult:
+        """Predict the slides that are missing, then write the tables of all slides in the folder."""
+        self._record_settings()
+        source = self.source
+        run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
+        with run_folder.roomy(self.folder.path):
+            slides: Iterable[StoredSlide | TiledSlide] = source.slides(run, self.folder)
+            run.run(slides, self._write, stop=source.stop)
+            metrics = self._write_tables(run)
+        return PredictResult(**run.result(self.folder.path), metrics=metrics)
 
-    def from_stores(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[_Slide]:
-        """The slides of stores that are not done."""
-        self._options.check_for_stores()
-        stores = [stack.enter_context(Store(path)) for path in paths]
-        labels = self._labels([r.id for store in stores for r in store.complete.values()])
-        self._hold({})
-        slides = list(stored_slides(
-            stores, self._classifier, batch_size=self._options.batch_size,
-            on_error=self._options.on_error, labels=labels,
-        ))  # fmt: skip
-        if not slides:
-            raise NothingToDo("no patch to predict", todo="see `histopipe info`")
-        self._said = {slide.facts.slide: slide for slide in slides}
-        if len(self._said) < len(slides):
+    def _record_settings(self) -> None:
+        """Record the settings of the predictions, or compare them with the recorded ones.
+
+        Raises:
+            UsageError: the folder holds something else, or predictions with other settings.
+        """
+        classifier, path = self.classifier, self.folder.path
+        if not self.folder.exists and any(path.iterdir()):
             raise UsageError(
-                "slides of one id in several stores", todo="predict the stores one by one, each with its own --out"
+                f"{path} holds files that are not predictions", found=min(path.iterdir()).name,
+                todo="choose another --out",
             )  # fmt: skip
-        self._count = len(slides)
-        return (
-            slide for slide in slides if not self._is_done(slide.facts.slide, slide.facts.source)
+        settings = {
+            "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
+            "classes": list(classifier.classes), "stain_norm": classifier.stain_norm,
+            "patch_size": classifier.patch_size, **self.source.settings,
+        }  # fmt: skip
+        # The folder of a run may move: its weights are compared.
+        record_or_check(
+            path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
         )
 
-    def from_files(self, paths: Sequence[Path], stack: ExitStack) -> Iterator[_Slide]:
-        """The slides of files that are not done, as they are planned."""
-        options, classifier = self._options, self._classifier
-        spec = files_spec(classifier, options)
-        found = discover(paths)
-        names = SlideNames(slide.id for slide in found)
-        if options.mpp_csv is not None:
-            self._mpps = read_mpps(options.mpp_csv, names, allow_extra=options.allow_extra_rows)
-        self._file_labels = self._labels([slide.id for slide in found]) or {}
-        self._hold({"spec": spec.to_json()})
-        self._count = len(found)
-        files = stack.enter_context(SlideFiles(
-            spec, batch_size=options.batch_size, stain_norm=classifier.stain_norm,
-            max_unreadable=options.max_unreadable, mpps=self._mpps, labels=self._file_labels,
-            default_mpp=options.mpp, workers=options.workers,
-            check=lambda record: check_scale(record, classifier),
-        ))  # fmt: skip
-        self._give_up = files.close
-        todo = [slide for slide in found if not self._is_file_done(slide)]
-        return files.planned(todo, self._fail)
+    def _write(
+        self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
+    ) -> tuple[int, int]:
+        """Write the predictions of a slide, sorted by row and column.
 
-    def run(self, slides: Iterator[_Slide]) -> Predicted:
-        """Predict slides, then put all of the folder together."""
-        result = self._result
-        if result.kept:
-            message(f"{len(result.kept)} slides are there already")
-        began = time.monotonic()
-        with (
-            run_folder.roomy(self._folder.path),
-            closing(default_progress().bar("predicting", unit="steps", detail=True)) as progress,
-            PatchStream(self._classifier.network, progress) as stream,
-        ):
-            try:
-                for slide, results in stream.run(slides):
-                    self._slide(slide, results)
-            except KeyboardInterrupt:
-                self._give_up()  # first: what is being loaded waits for it
-                raise Interrupted(
-                    "interrupted", found=f"{len(result.done)} slides done",
-                    todo="the same command goes on with the others",
-                ) from None  # fmt: skip
-            result.seconds, result.input_wait = time.monotonic() - began, stream.input_wait
-            self._summarise()
-        return result
-
-    def _slide(
-        self,
-        slide: _Slide,
-        results: Iterator[tuple[NDArray[np.float32], NDArray[np.integer]]],
-    ) -> None:
-        """A slide's predictions into the folder, unless it fails."""
-        try:
-            found = list(results)
-            facts, thumbnail = slide.ended(), slide.thumbnail
-        except (SlideError, DamagedStore) as error:
-            self._fail(slide.facts.slide, str(error))
-            return
+        Raises:
+            SlideError, DamagedStore: the slide cannot be used.
+        """
+        found = list(results)
+        predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
         probability = np.concatenate([part for part, _ in found])
         corners = np.concatenate([part for _, part in found])
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         probability, corners = probability[order], corners[order].astype(np.int64)
         zeros = np.zeros(len(order), np.int32)
         scores = PatchScores(
-            self._classifier.classes, (facts.slide,), (facts.patient,), slide=zeros, patient=zeros,
-            x_l0=corners[:, 0], y_l0=corners[:, 1], label=self._labels_of(slide, facts, corners),
-            probability=probability,
+            self.classifier.classes, (predicted.slide,), (predicted.patient,), slide=zeros,
+            patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
+            label=self._labels(predicted, corners), probability=probability,
         )  # fmt: skip
-        self._folder.write(facts, scores, thumbnail)
-        self._result.done.append(facts.slide)
-        self._result.patches += facts.patches
-        self._result.skipped += facts.skipped
-        message(f"{self._place()} {facts.slide}: {facts.patches:,} patches")
+        self.folder.write(predicted, scores, thumbnail)
+        return predicted.patches, predicted.skipped
 
-    def _labels_of(
-        self, slide: _Slide | None, facts: SlideFacts, corners: NDArray[np.int64]
-    ) -> NDArray[np.int32]:
-        """(N,) class numbers of patches, -1 where none is known."""
-        classes = self._classifier.classes
-        if self._classifier.labels_from == "annotation":
-            # A slide's own label says nothing of any of its patches.
-            drawn = slide.drawn(classes) if slide is not None else {}
-            return np.array([drawn.get((x, y), -1) for x, y in corners.tolist()], np.int32)
-        number = classes.index(facts.label) if facts.label in classes else -1
+    def _labels(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return (N,) class numbers of patches, -1 where unknown."""
+        classes = self.classifier.classes
+        if self.classifier.labels_from == "annotation":  # the slide's label is not its patches'
+            annotated = self.source.patch_labels(slide.slide, classes)
+            return np.array([annotated.get((x, y), -1) for x, y in corners.tolist()], np.int32)
+        number = classes.index(slide.label) if slide.label in classes else -1
         return np.full(len(corners), number, np.int32)
 
-    def _renewed(self, facts: SlideFacts) -> tuple[SlideFacts, PatchScores]:
-        """A slide's predictions with what is said of it now: labels may have come, or changed, since they were made."""
-        scores = self._folder.read(facts.slide)
-        slide = self._said.get(facts.slide)
-        said = self._file_labels.get(facts.slide)
-        if slide is not None:
-            now = replace(facts, label=slide.facts.label, patient=slide.facts.patient)
-        elif said is not None:
-            now = replace(facts, label=said.label, patient=said.patient or facts.patient)
-        else:
-            return facts, scores
-        corners = np.stack([scores.x_l0, scores.y_l0], axis=1)
-        label = self._labels_of(slide, now, corners)
-        if now != facts or not np.array_equal(label, scores.label):
+    def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, PatchScores]:
+        """Read the predictions of a slide, and update labels that have changed since they were written."""
+        scores, now = self.folder.read(slide.slide), self.source.current(slide)
+        if now is slide:
+            return slide, scores
+        label = self._labels(now, np.stack([scores.x_l0, scores.y_l0], axis=1))
+        if now != slide or not np.array_equal(label, scores.label):
             scores = replace(scores, patients=(now.patient,), label=label)
-            self._folder.write(now, scores)
+            self.folder.write(now, scores)
         return now, scores
 
-    def _summarise(self) -> None:
+    def _write_tables(self, run: SlideRun) -> Evaluation | None:
+        """Write `slides.csv`, `patients.csv` and, if labels are known, `metrics.json`."""
         found = [
-            self._renewed(facts)
-            for name, facts in self._folder.slides().items()
-            if name not in self._result.failed
+            self._current(slide)
+            for name, slide in self.folder.slides().items()
+            if name not in run.failed
         ]
-        classifier, folder = self._classifier, self._folder.path
-        seen = sorted({f.slide for f, _ in found} & trained_on(classifier.folder / run_folder.SPLITS))  # fmt: skip
+        slides, classifier, path = [slide for slide, _ in found], self.classifier, self.folder.path
+        seen = {it.slide for it in slides} & trained_on(classifier.folder / run_folder.SPLITS)
         if seen:
-            message(
-                f"warning: {len(seen)} of these slides took part in the training ({', '.join(seen[:3])}"
-                f"{', …' if seen[3:] else ''}): figures of them say nothing of other slides"
+            some = ", ".join(sorted(seen)[:3]) + (", …" if len(seen) > 3 else "")
+            self.progress.message(
+                f"warning: {len(seen)} of these slides were used in the training ({some}): "
+                "metrics on them do not hold for other slides"
             )
         parts = [scores for _, scores in found if len(scores.label)]
-        by_level: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
-        for name, level in by_level:
-            write_summary(
-                folder / name, parts, [facts for facts, _ in found], level, self._options.aggregate,
-                classes=classifier.classes, judging=classifier.judging, thresholds=classifier.thresholds,
+        tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
+        for name, level in tables:
+            write_table(
+                path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
+                judging=classifier.judging, thresholds=classifier.thresholds,
             )  # fmt: skip
-        self._result.metrics = judged(parts, classifier.judging, classifier.thresholds)
-        (folder / METRICS).unlink(missing_ok=True)
-        if self._result.metrics is not None:
-            text = json.dumps({"test": self._result.metrics.to_json()}, indent=2) + "\n"
-            run_folder.write_text(folder / METRICS, text)
-
-    def _hold(self, more: Mapping[str, Any]) -> None:
-        """Write down what makes these predictions, or hold it against what is there.
-
-        Raises:
-            UsageError: there is something else, or what another model predicted.
-        """
-        classifier, folder = self._classifier, self._folder.path
-        if not is_prediction(folder) and any(folder.iterdir()):
-            raise UsageError(
-                f"{folder} holds something else than predictions", found=min(folder.iterdir()).name,
-                todo="choose another --out",
-            )  # fmt: skip
-        hold_against(
-            self._folder.path / ABOUT,
-            {
-                "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
-                "classes": list(classifier.classes), "stain_norm": classifier.stain_norm,
-                "patch_size": classifier.patch_size, **more,
-            },
-            # What a folder is called says nothing: the weights themselves are compared.
-            silent=("histopipe", "run"), what="predictions",
-        )  # fmt: skip
-
-    def _labels(self, names: Sequence[str]) -> dict[str, SlideLabel] | None:
-        path = self._options.labels
-        if path is None:
-            return None
-        return read_labels(path, SlideNames(names), allow_extra=self._options.allow_extra_rows)
-
-    def _is_file_done(self, slide: SlideFile) -> bool:
-        try:
-            now = fingerprint(slide)
-        except SlideError:
-            return False  # told when it is planned
-        source = source_of(now.size_bytes, now.mtime_ns)
-        facts = self._folder.done(slide.id, source)
-        given = self._mpps.get(slide.id) or self._options.mpp
-        # What a header says comes before what a user says.
-        rescaled = facts is not None and facts.mpp_source != MppSource.PROPERTIES and given not in (None, facts.mpp)  # fmt: skip
-        return not rescaled and self._is_done(slide.id, source)
-
-    def _is_done(self, slide: str, source: str) -> bool:
-        done = self._folder.done(slide, source) is not None
-        if done:
-            self._result.kept.append(slide)
-        return done
-
-    def _fail(self, slide: str, reason: str) -> None:
-        self._result.failed[slide] = reason
-        message(f"{self._place()} {slide}: failed: {reason}")
-
-    def _place(self) -> str:
-        result = self._result
-        return f"{len(result.done) + len(result.failed) + len(result.kept)}/{self._count}"
+        metrics = evaluate_labelled(parts, classifier.judging, classifier.thresholds)
+        (path / METRICS).unlink(missing_ok=True)
+        if metrics is not None:
+            text = json.dumps({"test": metrics.to_json()}, indent=2) + "\n"
+            run_folder.write_text(path / METRICS, text)
+        return metrics

@@ -1,126 +1,159 @@
-"""Slides whose patches lie in stores."""
+"""Slides whose patches are in stores, as `embed` and `predict` read them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from histopipe.dataset.labelling import class_codes
-from histopipe.dataset.options import OnError
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.options import Column, OnError, StainNorm
 from histopipe.dataset.orders import Sequential
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
-from histopipe.errors import UsageError
-from histopipe.inference.classifier import Classifier, check_scale
-from histopipe.inference.slide_info import SlideFacts
-from histopipe.inference.stored_patches import COLUMNS, Normalise, load_piece
-from histopipe.inference.stream import Piece
-from histopipe.slides.tables import SlideLabel
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.inference.patch_stream import PatchBatch
+from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
+
+_CORNER: tuple[Column, ...] = ("x_l0", "y_l0")
+
+Normalizer = Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]
+"""Normalizes the stain of (B, H, W, 3) uint8 images with (B,) keys."""
 
 
 @dataclass(slots=True)
 class StoredSlide:
-    """A slide of a store, as `SlidePatches`."""
+    """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else.
 
-    facts: SlideFacts
+    Attributes:
+        store, number: the store, and the number of the slide in it.
+        batches: batches of the slide.
+        normalize: normalizes the stain of images; None leaves it.
+    """
+
     store: Store
     number: int
     batches: PatchBatches
-    normalise: Normalise | None
+    normalize: Normalizer | None
+
+    @property
+    def record(self) -> SlideRecord:
+        """Record of the slide."""
+        return self.store.records[self.number]
+
+    @property
+    def id(self) -> str:
+        """Slide id."""
+        return self.record.id
+
+    @property
+    def patches_crc(self) -> int:
+        """Checksum of all patches of the slide."""
+        return patches_crc(self.store, self.number)
+
+    @property
+    def source(self) -> str:
+        """Text that identifies the patches as the source of predictions."""
+        return f"store {self.store.uuid}, patches {self.patches_crc:08x}"
 
     @property
     def thumbnail(self) -> bytes | None:
-        """A JPEG of the slide, if the store has one."""
+        """Thumbnail as a JPEG file, if the store has one."""
         return self.store.thumbnail(self.number)
-
-    def drawn(self, classes: Sequence[str]) -> dict[tuple[int, int], int]:
-        """The class that is drawn on each patch, a place in `classes` or -1, by its corner."""
-        index = self.store.index(self.number)
-        corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
-        return dict(
-            zip(corners, class_codes(self.store, self.number, classes).tolist(), strict=True)
-        )
 
     @property
     def steps(self) -> int:
-        """Batches."""
+        """Number of batches."""
         return self.batches.steps_per_epoch
 
-    def load(self, step: int) -> Piece:
-        """As `SlidePatches`."""
-        return load_piece(self.batches, self.normalise, step)
+    @property
+    def patches(self) -> int:
+        """Number of patches, without the damaged ones that have been skipped so far."""
+        return len(self.batches.table) - self.skipped
 
-    def ended(self) -> SlideFacts:
-        """The facts, once all is predicted."""
-        skipped = len(self.batches.skipped)
-        return replace(self.facts, patches=len(self.batches.table) - skipped, skipped=skipped)
+    @property
+    def skipped(self) -> int:
+        """Number of damaged patches that have been skipped so far."""
+        return len(self.batches.skipped)
+
+    def load(self, step: int) -> PatchBatch:
+        """Load a batch; see `SlidePatches`.
+
+        Raises:
+            DamagedStore: a patch is damaged, and is not to be skipped.
+        """
+        batch = self.batches.load(step)
+        images = batch.image if self.normalize is None else self.normalize(batch.image, batch.key)
+        corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
+        return PatchBatch(images, corners, batch.weight > 0)
+
+    def predicted(self) -> PredictedSlide:
+        """Describe the slide after its patches have been predicted."""
+        return PredictedSlide.of(
+            self.record, source=self.source, patches=self.patches, skipped=self.skipped
+        )
+
+
+def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
+    """Return the rows of every slide that has patches.
+
+    Raises:
+        NothingToDo: there is none.
+        UsageError: patch sizes differ, or two stores hold a slide with the same id: both would use the same file.
+    """
+    check_patch_sizes(stores)
+    slides = [rows for rows in select(stores) if rows.count]
+    if not slides:
+        raise NothingToDo("the stores hold no patches", todo="see `histopipe info`")
+    ids = Counter(stores[rows.store].records[rows.slide].id for rows in slides)
+    twice = [name for name, times in ids.items() if times > 1]
+    if twice:
+        raise UsageError(
+            "slides with the same id in several stores", found=", ".join(twice[:3]),
+            todo="run the command for each store, each with its own --out",
+        )  # fmt: skip
+    return slides
 
 
 def stored_slides(
     stores: Sequence[Store],
-    classifier: Classifier,
+    slides: Sequence[SampleRows],
     *,
     batch_size: int,
     on_error: OnError,
-    labels: Mapping[str, SlideLabel] | None,
-) -> Iterator[StoredSlide]:
-    """Every slide that has patches.
+    stain_norm: StainNorm,
+) -> list[StoredSlide]:
+    """Prepare to read slides from stores.
 
     Args:
-        stores: where they are.
-        classifier: what they go through.
-        batch_size: patches at once.
+        stores: open stores of one patch size.
+        slides: from `slides_with_patches`.
+        batch_size: patches per batch.
         on_error: "skip" leaves out damaged patches; with "raise" their slides fail.
-        labels: by slide id, in place of the recorded ones.
+        stain_norm: method of stain normalization, or "none".
 
     Raises:
-        UsageError: the patches are not such as the model was trained on.
-        NothingToDo: stains are wanted and not measured.
+        NothingToDo: the stain of a slide has not been measured.
+        MachineShort: stains are to be normalized and TensorFlow is not installed.
     """
-    check_patch_sizes(stores)
-    for store in stores:
-        _check_spec(store, classifier)
-    normalise = None
-    if classifier.stain_norm != "none":
-        stain = load_quietly("histopipe.inference.stain")
-        normalise = stain.numpy_normaliser(stores, classifier.stain_norm)
-    for rows in select(stores):
-        if not rows.count:
-            continue
-        store = stores[rows.store]
-        record = store.records[rows.slide]
+    normalize = None
+    if stain_norm != "none":
+        module = load_quietly("histopipe.inference.stain_normalization")
+        normalize = module.store_normalizer(stores, stain_norm)
+
+    def prepare(rows: SampleRows) -> StoredSlide:
         table = SampleTable([rows])
         batches = PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
-            columns=COLUMNS,
+            columns=_CORNER,
         )  # fmt: skip
-        source = f"store {store.uuid}, patches {patches_crc(store, rows.slide):08x}"
-        facts = SlideFacts.of(record, source=source)
-        if labels is not None:
-            said = labels.get(record.id, SlideLabel(None))
-            facts = replace(facts, label=said.label, patient=said.patient or facts.patient)
-        yield StoredSlide(facts, store, rows.slide, batches, normalise)
+        return StoredSlide(stores[rows.store], rows.slide, batches, normalize)
 
-
-def _check_spec(store: Store, classifier: Classifier) -> None:
-    """Refuse patches of another size or scale: a network sees no scale bar."""
-    if store.patch_size != classifier.patch_size:
-        raise UsageError(
-            f"{store.path}: patches of another size than the model of {classifier.folder} takes",
-            found=f"{store.patch_size} pixels", expected=f"{classifier.patch_size}",
-        )  # fmt: skip
-    for record in store.complete.values() if store.spec.get("level") is not None else ():
-        check_scale(record, classifier)
-    names = ("mpp", "level")
-    spec = classifier.spec
-    if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
-        raise UsageError(
-            f"{store.path}: patches of another scale than the model of {classifier.folder} was trained on",
-            found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
-            expected=", ".join(f"{name} {spec.get(name)}" for name in names),
-            todo="ingest the slides as those of the training were",
-        )  # fmt: skip
+    return [prepare(rows) for rows in slides]

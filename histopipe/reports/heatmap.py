@@ -1,154 +1,179 @@
-"""Heatmaps of slides: the library call behind `histopipe heatmap`."""
+"""Draw heatmaps of predictions, or of attention, over slides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
-from histopipe.features.folder import path_within
-from histopipe.inference.predictions_folder import PredictionFolder, is_prediction
-from histopipe.reports.background import Backgrounds
-from histopipe.reports.heat import SlideHeat
-from histopipe.reports.heat_geojson import Objects, write_heat_geojson
-from histopipe.reports.heat_png import draw_heat
-from histopipe.reports.heat_sources import HeatSource
-from histopipe.reports.heat_tiff import write_heat_tiff
+from histopipe.inference.predictions_folder import PredictionsFolder
+from histopipe.reports.heatmap_geojson import Objects, write_heatmap_geojson
+from histopipe.reports.heatmap_images import write_heatmap_png, write_heatmap_tiff
+from histopipe.reports.heatmap_sources import HeatmapSource, SlideImages
+from histopipe.reports.patch_values import PatchValues
 from histopipe.runs import folder as run_folder
 from histopipe.runs.folder import check_one_run
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
-from histopipe.system.progress import default_progress, message
+from histopipe.system.files import path_within
+from histopipe.system.progress import Progress, default_progress
 
 Format = Literal["png", "tiff", "geojson"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
-@dataclass(slots=True)
-class Drawn:
-    """What was drawn.
+@dataclass(frozen=True, repr=False)
+class HeatmapResult:
+    """Result of `heatmap`.
 
     Attributes:
-        files: written, by slide id.
-        failed: why, by slide id.
+        folder: folder of the files.
+        files: files that were written, by slide id.
+        failed: reason by slide id.
     """
 
-    files: dict[str, list[str]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    folder: Path
+    files: Mapping[str, tuple[Path, ...]]
+    failed: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        files = {slide: [str(path) for path in paths] for slide, paths in self.files.items()}
+        return {"folder": str(self.folder), "files": files, "failed": dict(self.failed)}
+
+    def __repr__(self) -> str:
+        count = sum(map(len, self.files.values()))
+        lines = [f"{count} files of {len(self.files)} slides: {self.folder}"]
+        lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
+        return "\n".join(lines)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatmapOptions:
-    """How heatmaps are drawn.
-
-    Attributes:
-        slide: only these, by id.
-        class_name: whose probability; the last class by name if not given.
-        formats: "png", "tiff" and "geojson".
-        stores: of the patches; those of a run, if not given.
-        slides: files or folders of slides, for finer pictures than the thumbnails that stores keep.
-        objects: of GeoJSON: "cells", or "contours" from `threshold` on.
-        threshold: 0 to 1.
-    """
-
-    slide: Sequence[str] = ()
-    class_name: str | None = None
-    formats: Sequence[str] = ("png",)
-    stores: Sequence[str | Path] = ()
-    slides: Sequence[str | Path] = ()
-    objects: Objects = "cells"
-    threshold: float = 0.5
-
-    def __post_init__(self) -> None:
-        wrong = [it for it in self.formats if it not in FORMATS]
-        if wrong or not self.formats:
-            raise UsageError("--to", found=", ".join(self.formats), expected=" or ".join(FORMATS))
-        if self.objects not in get_args(Objects):
-            raise UsageError("--objects", found=repr(self.objects), expected="cells or contours")
-        if not 0 <= self.threshold <= 1:
-            raise UsageError("--threshold", found=self.threshold, expected="from 0 to 1")
-
-
-def heatmap(place: str | Path, *, out: str | Path, **options: Any) -> Drawn:
-    """Draw heatmaps of predictions, or of attention.
+def heatmap(
+    predictions: str | Path,
+    *,
+    out: str | Path = "heatmaps",
+    slide: Sequence[str] = (),
+    class_name: str | None = None,
+    formats: Sequence[str] = ("png",),
+    stores: Sequence[str | Path] = (),
+    slides: Sequence[str | Path] = (),
+    objects: Objects = "cells",
+    threshold: float = 0.5,
+    progress: Progress | None = None,
+) -> HeatmapResult:
+    """Draw heatmaps of predictions, or of attention, over slides.
 
     Args:
-        place: a folder of `histopipe predict`, or of a finished run: of its validation and test patches, or, where it learnt from
-            bags, of their attention.
-        out: the folder for the files, which are called as the slides are.
-        options: fields of `HeatmapOptions`.
+        predictions: folder of `histopipe predict`, or of a finished run: its validation and test patches, or the attention
+            of a model of bags.
+        out: folder for the files `SLIDE.heat.FORMAT`.
+        slide: ids of the slides to draw; all if empty.
+        class_name: class whose probability is drawn; the last class by name if None.
+        formats: "png", "tiff" and "geojson".
+        stores: stores of the patches; by default those that the run names.
+        slides: slide files, or folders of them, for finer images than the thumbnails.
+        objects: in GeoJSON files, "cells", or "contours" around the patches from `threshold` on.
+        threshold: 0 to 1.
+        progress: shows the progress; `default_progress()` if None.
+
+    Returns:
+        The files, and why slides failed.
 
     Raises:
-        UsageError: there are no such predictions, slides, classes or formats.
-        NothingToDo: no store tells where the patches lie.
+        UsageError: the folder holds no predictions, or an option does not fit them.
+        NothingToDo: there is no patch to draw.
+        DamagedStore: predictions or a store cannot be read.
+        MachineShort: the disk is full.
 
     Example:
-        >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"]).files  # doctest: +SKIP
+        >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"])  # doctest: +SKIP
+        16 files of 8 slides: heatmaps
     """
-    settings, folder = HeatmapOptions(**options), Path(place)
+    _check(formats, objects, threshold)
+    folder, target, shown = Path(predictions), Path(out), progress or default_progress()
     check_one_run(folder)
-    result = Drawn()
+    files: dict[str, tuple[Path, ...]] = {}
+    failed: dict[str, str] = {}
     with ExitStack() as stack:
-        stores = _stores(folder, settings, stack)
-        source = HeatSource(folder, stores, settings.class_name)
-        found = discover(map(Path, settings.slides)) if settings.slides else []
-        predictions = PredictionFolder(folder) if is_prediction(folder) else None
-        backgrounds = Backgrounds({it.id: it.path for it in found}, stores, predictions)
-        progress = stack.enter_context(
-            closing(default_progress().bar("drawing", unit="slides", detail=True))
-        )
-        with run_folder.writable(Path(out)):
-            Path(out).mkdir(parents=True, exist_ok=True)
-        stack.enter_context(run_folder.roomy(Path(out)))
-        for name, heat_of in source.slides(settings.slide):
+        opened = [stack.enter_context(Store(path)) for path in _store_paths(folder, stores)]
+        found = discover([Path(path) for path in slides]) if slides else []
+        predicted = PredictionsFolder(folder)
+        drawing = _Drawing(
+            target, formats, objects, threshold, shown,
+            SlideImages(
+                {it.id: it.path for it in found}, opened, predicted if predicted.exists else None
+            ),
+        )  # fmt: skip
+        bar = stack.enter_context(closing(shown.bar("drawing", unit="slides", detail=True)))
+        with run_folder.writable(target):
+            target.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(run_folder.roomy(target))
+        for name, read_values in HeatmapSource(folder, opened, class_name).slides(slide):
             try:
-                heat = heat_of()
-                if heat is not None:
-                    result.files[name] = list(
-                        map(str, _draw(heat, backgrounds, Path(out), settings))
-                    )
+                values = read_values()
+                if values is not None:
+                    files[name] = drawing.draw(values)
             except (SlideError, DamagedStore, NothingToDo) as error:
-                result.failed[name] = str(error)
-                message(f"{name}: failed: {error}")
-            progress.advance()
-    if not result.files and not result.failed:
+                failed[name] = str(error)
+                shown.message(f"{name}: failed: {error}")
+            bar.advance()
+    if not files and not failed:
         raise NothingToDo(f"{folder} has no patch to draw")
-    return result
+    return HeatmapResult(target, files, failed)
 
 
-def _draw(
-    heat: SlideHeat, backgrounds: Backgrounds, out: Path, settings: HeatmapOptions
-) -> list[Path]:
-    base = path_within(out, heat.slide)
-    base.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for kind in settings.formats:
-        # Never what a slide, or an outline of it, is called.
-        path = base.with_name(f"{base.name}.heat.{kind}")
-        if kind == "png":
-            background = backgrounds.of(heat.slide)
-            if background is None:
-                message(f"{heat.slide}: no picture of it is at hand: give --slides or --store")
-            draw_heat(heat, background, path)
-        elif kind == "tiff":
-            write_heat_tiff(heat, path)
-        else:
-            write_heat_geojson(heat, path, objects=settings.objects, threshold=settings.threshold)
-        written.append(path)
-    return written
+def _check(formats: Sequence[str], objects: str, threshold: float) -> None:
+    if not formats or any(it not in FORMATS for it in formats):
+        raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
+    if objects not in get_args(Objects):
+        raise UsageError("--objects", found=repr(objects), expected="cells or contours")
+    if not 0 <= threshold <= 1:
+        raise UsageError("--threshold", found=threshold, expected="0 to 1")
 
 
-def _stores(folder: Path, settings: HeatmapOptions, stack: ExitStack) -> list[Store]:
-    """The stores given, or those of a run that are where they were."""
-    if settings.stores:
-        return [stack.enter_context(Store(path)) for path in store_paths(settings.stores)]
+def _store_paths(folder: Path, stores: Sequence[str | Path]) -> list[Path]:
+    """Return the stores given, or those that a run names and that still exist."""
+    if stores:
+        return store_paths(stores)
     config = folder / run_folder.CONFIG
-    paths = read_config(config).get("stores", ()) if config.exists() else ()
-    parts = [part for path in paths for part in parts_of(Path(path))]
-    return [stack.enter_context(Store(p)) for p in parts if (p / "data.mdb").exists()]
+    named = read_config(config).get("stores", ()) if config.exists() else ()
+    parts = [part for path in named for part in parts_of(Path(path))]
+    return [path for path in parts if (path / "data.mdb").exists()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    folder: Path
+    formats: Sequence[str]
+    objects: Objects
+    threshold: float
+    progress: Progress
+    images: SlideImages
+
+    def draw(self, values: PatchValues) -> tuple[Path, ...]:
+        """Write the files of a slide."""
+        base = path_within(self.folder, values.slide)
+        base.parent.mkdir(parents=True, exist_ok=True)
+        written = []
+        for kind in self.formats:
+            # Never the name of a slide file or of its annotations.
+            path = base.with_name(f"{base.name}.heat.{kind}")
+            if kind == "png":
+                background = self.images.of(values.slide)
+                if background is None:
+                    self.progress.message(
+                        f"{values.slide}: no image of the slide found: use --slides or --store"
+                    )
+                write_heatmap_png(values, background, path)
+            elif kind == "tiff":
+                write_heatmap_tiff(values, path)
+            else:
+                write_heatmap_geojson(values, path, objects=self.objects, threshold=self.threshold)
+            written.append(path)
+        return tuple(written)

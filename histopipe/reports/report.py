@@ -1,16 +1,39 @@
-"""Reports of stores and runs: the library call behind `histopipe report`."""
+"""Write a report of a store or a run as one HTML file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
+from histopipe.system.progress import Progress, default_progress
 
 REPORT = "report.html"
+
+
+@dataclass(frozen=True, repr=False)
+class ReportResult:
+    """Result of `report`.
+
+    Attributes:
+        file: the HTML file.
+        size_bytes: its size.
+    """
+
+    file: Path
+    size_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {"file": str(self.file), "size_bytes": self.size_bytes}
+
+    def __repr__(self) -> str:
+        return f"{self.file}  ({self.size_bytes / 1e6:,.1f} MB)"
 
 
 def report(
@@ -19,44 +42,47 @@ def report(
     out: str | Path | None = None,
     stores: Sequence[str | Path] = (),
     pictures: bool = True,
-    follow: bool = True,
-    told: Callable[[], None] = lambda: None,
-) -> Path:
-    """Write a report as one HTML file, which needs no network and no other file.
+    untrusted: bool = False,
+    progress: Progress | None = None,
+) -> ReportResult:
+    """Write a report of a store or a run as one HTML file that needs no network and no other file.
 
     Args:
         path: a store, or the folder of a finished run.
-        out: the file; `report.html` in that folder, if not given.
-        stores: of a run, where they are if not where they were.
-        pictures: of slides and patches.
-        follow: open the stores that a run names.
-        told: called after each slide of a store.
+        out: the file; `report.html` in that folder if None.
+        stores: stores of a run, if they have moved.
+        pictures: include pictures of slides and patches.
+        untrusted: do not open stores by the paths that a run names.
+        progress: shows the progress; `default_progress()` if None.
 
     Returns:
-        The file.
+        The file and its size.
 
     Raises:
-        NothingToDo: there is neither.
+        NothingToDo: the path is neither a store nor a run.
         UsageError: the run is not finished, or the file cannot be written.
-        DamagedStore: it cannot be read.
+        DamagedStore: store or run cannot be read.
+        MachineShort: the disk is full.
 
     Example:
         >>> report("runs/first")  # doctest: +SKIP
-        PosixPath('runs/first/report.html')
+        runs/first/report.html  (1.2 MB)
     """
-    place = Path(path)
-    if (place / run_folder.CONFIG).exists():
-        page = run_page(place, stores=[Path(it) for it in stores], pictures=pictures, follow=follow)
-    elif (place / "data.mdb").exists():
+    folder = Path(path)
+    if (folder / run_folder.CONFIG).exists():
+        page = run_page(
+            folder, stores=[Path(it) for it in stores], pictures=pictures, follow=not untrusted
+        )
+    elif (folder / "data.mdb").exists():
         if stores:
-            raise UsageError("--store", found=f"{place}, which is one", expected="a run with it")
-        page = store_page(place, pictures=pictures, told=told)
+            raise UsageError("--store", found=f"the store {folder}", expected="a run with it")
+        page = store_page(folder, pictures=pictures, progress=progress or default_progress())
     else:
         raise NothingToDo(
-            f"{place} is neither a store nor a run",
+            f"{folder} is neither a store nor a run",
             expected="a folder with data.mdb or config.toml",
         )
-    file = Path(out) if out is not None else place / REPORT
+    file = Path(out) if out is not None else folder / REPORT
     if file.is_dir():
         raise UsageError(
             "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
@@ -64,4 +90,4 @@ def report(
     with run_folder.roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         page.write(file)
-    return file
+    return ReportResult(file, file.stat().st_size)

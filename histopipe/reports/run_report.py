@@ -1,4 +1,4 @@
-"""The report of a run: what was trained on what, how good it is and how sure that is, and what was not measured."""
+"""The report of a run: metrics with intervals, curves, slides, settings, and what was not measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from histopipe.evaluation.roc import roc_of
 from histopipe.evaluation.scores import Level, scores_of
 from histopipe.evaluation.table import WITH_INTERVALS
 from histopipe.reports import charts
-from histopipe.reports.page import (
+from histopipe.reports.html_page import (
     Block,
     Card,
     Cards,
@@ -29,9 +29,8 @@ from histopipe.reports.page import (
     Text,
     number,
 )
-from histopipe.reports.run_facts import RunFacts, read_run
-from histopipe.reports.run_pictures import heatmaps, telling_patches
-from histopipe.reports.run_slides import slide_table
+from histopipe.reports.run_data import RunData, read_run
+from histopipe.reports.run_slides import certain_patches, heatmaps, slide_table
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 
@@ -47,12 +46,12 @@ _NAMES: dict[str, str] = dict(_LEVELS)
 def run_page(
     folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
 ) -> Page:
-    """The page of a finished run.
+    """Return the page of a finished run.
 
     Args:
-        folder: the run's.
-        stores: where its stores are, if not where they were.
-        pictures: of patches and slides.
+        folder: folder of the run.
+        stores: its stores, if they have moved.
+        pictures: include pictures of patches and slides.
         follow: open the stores that the run names.
 
     Raises:
@@ -61,18 +60,18 @@ def run_page(
     """
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
-        what = _network(run.config)
+        model = _network(run.config)
         page = Page(
-            f"Run {folder.resolve().name}", f"{what}, {' against '.join(run.classes)}, in {folder}"
+            f"Run {folder.resolve().name}", f"{model}, {' vs. '.join(run.classes)}, in {folder}"
         )
         page.add("Summary", *_summary(run))
-        page.add("Figures", *_figures(run))
+        page.add("Metrics", *_metrics(run))
         page.add("Curves", _curves(run))
         page.add("ROC and calibration", _roc_and_calibration(run))
         page.add("Confusion", *_confusions(run))
         page.add("Slides", slide_table(run))
         if pictures:
-            page.add("Patches", *telling_patches(run))
+            page.add("Patches", *certain_patches(run))
             page.add("Heatmaps", heatmaps(run))
         page.add("Splits", *_splits(run))
         page.add("Configuration", _configuration(run))
@@ -81,41 +80,41 @@ def run_page(
     return page
 
 
-def _judged(run: RunFacts) -> tuple[Side, Evaluation]:
-    """The side that says most: test, where there is one."""
+def _main_evaluation(run: RunData) -> tuple[Side, Evaluation]:
+    """Return the test set if there is one, else validation."""
     side: Side = "test" if "test" in run.result.metrics else "validation"
     return side, run.result.metrics[side]
 
 
-def _summary(run: RunFacts) -> Iterator[Block]:
-    side, evaluation = _judged(run)
-    held = "test" if side == "test" else "validation: no test set"
+def _summary(run: RunData) -> Iterator[Block]:
+    side, evaluation = _main_evaluation(run)
+    name = "Test set" if side == "test" else "Validation set; there is no test set"
     cards = [
-        Card(f"{name} of {_NAMES[level.partition('_')[0]]}", _figure(getattr(metrics, figure)), _interval(metrics, figure))
+        Card(f"{title} of {_NAMES[level.partition('_')[0]]}", _figure(getattr(metrics, figure)), _interval(metrics, figure))
         for level, metrics in _shown(evaluation)
-        for figure, name in WITH_INTERVALS.items()
+        for figure, title in WITH_INTERVALS.items()
     ]  # fmt: skip
-    yield Text(f"On {held}; in brackets 95 % intervals from resampling patients.", "soft")
+    yield Text(f"{name}. In brackets: 95 % confidence intervals from resampling patients.", "soft")
     yield Cards(cards)
     result = run.result
     yield Text(
-        f"The model is that of epoch {result.best_epoch} of {result.epochs}, chosen by validation AUC. "
+        f"Model of epoch {result.best_epoch} of {result.epochs}, selected by validation AUC. "
         f"Training took {result.seconds:,.0f} s."
     )
     if run.splits.get("split_by") == "patch":
-        yield Text("Split by patch: neighbours of training patches were tested, so these figures say nothing of other slides.", "bad")  # fmt: skip
+        yield Text("Split by patch: test patches are neighbours of training patches, so these metrics do not hold for other slides.", "bad")  # fmt: skip
 
 
 def _shown(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
-    """Patches, then slides and patients by their mean; patients who are slides only once."""
+    """Yield metrics of patches, and of slides and patients by their mean; patients only if they differ from slides."""
     slide = evaluation.slide.get("mean")
     for name, metrics in evaluation.named():
         if name == "patch" or (name.endswith("_mean") and not (name.startswith("patient") and metrics == slide)):  # fmt: skip
             yield name, metrics
 
 
-def _figures(run: RunFacts) -> Iterator[Block]:
-    columns = (Column("side"), Column("of"), Column("n", True), *(Column(name, True) for _, name in _FIGURES), Column("threshold", True), Column("notes"))  # fmt: skip
+def _metrics(run: RunData) -> Iterator[Block]:
+    columns = (Column("split"), Column("level"), Column("n", True), *(Column(name, True) for _, name in _FIGURES), Column("threshold", True), Column("notes"))  # fmt: skip
     rows = [
         Row([
             Cell(side), Cell(level.replace("_", ", ")), number(metrics.count),
@@ -125,10 +124,10 @@ def _figures(run: RunFacts) -> Iterator[Block]:
         for side, evaluation in run.result.metrics.items()
         for level, metrics in evaluation.named()
     ]  # fmt: skip
-    yield Table("Figures of validation and test, at every level", columns, rows)
+    yield Table("Metrics of validation and test, at every level", columns, rows)
 
 
-def _curves(run: RunFacts) -> Charts | None:
+def _curves(run: RunData) -> Charts | None:
     history = run.history
     if not history:
         return None
@@ -148,19 +147,19 @@ def _curves(run: RunFacts) -> Charts | None:
     return Charts(made)
 
 
-def _roc_and_calibration(run: RunFacts) -> Charts:
+def _roc_and_calibration(run: RunData) -> Charts:
     found: dict[str, Sequence[Bin]] = {
         side: evaluation.finest.reliability for side, evaluation in run.result.metrics.items()
     }
     return Charts([*_roc_charts(run), charts.calibration_chart("Calibration", found)])
 
 
-def _roc_charts(run: RunFacts) -> Iterator[str]:
-    """A chart a level: of two classes the positive one's curve on each side; of more, each class on the side that says most."""
+def _roc_charts(run: RunData) -> Iterator[str]:
+    """Yield one chart per level: for two classes one curve per split; for more, one curve per class on the main split."""
     positive = positive_class(run.classes, run.judging.positive)
     for level, title in _LEVELS:
         curves = {}
-        sides = list(run.predictions) if positive is not None else [_judged(run)[0]]
+        sides = list(run.predictions) if positive is not None else [_main_evaluation(run)[0]]
         for side in sides:
             patches = run.predictions[side]
             if _rank(level) < _rank(patches.level):
@@ -182,26 +181,26 @@ def _rank(level: Level) -> int:
     return [name for name, _ in _LEVELS].index(level)
 
 
-def _confusions(run: RunFacts) -> Iterator[Block]:
-    side, evaluation = _judged(run)
+def _confusions(run: RunData) -> Iterator[Block]:
+    side, evaluation = _main_evaluation(run)
     for level, metrics in _shown(evaluation):
         rows = [(name, metrics.confusion[i]) for i, name in enumerate(run.classes)]
-        threshold = "" if metrics.threshold is None else f", from {metrics.threshold:.3f} on"
-        yield Confusion(f"{level.replace('_', ', ')} of {side}{threshold}", run.classes, rows)
+        threshold = "" if metrics.threshold is None else f", threshold {metrics.threshold:.3f}"
+        yield Confusion(f"{side}: {level.replace('_', ', ')}{threshold}", run.classes, rows)
 
 
-def _splits(run: RunFacts) -> Iterator[Block]:
+def _splits(run: RunData) -> Iterator[Block]:
     splits = run.splits
     unit = run.config.unit
     by_annotation = (
         isinstance(run.config, PatchTrainConfig) and run.config.labels_from == "annotation"
     )
-    labels_from = ", classes as drawn on patches" if by_annotation else ""
-    yield Text(f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before training.")  # fmt: skip
+    labels_from = ", classes from annotations of patches" if by_annotation else ""
+    yield Text(f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before the training.")  # fmt: skip
     counts = splits.get("counts", {})
     yield Table(
-        f"{unit} by side and class",
-        (Column("side"), *(Column(name, True) for name in run.classes)),
+        f"{unit} by split and class",
+        (Column("split"), *(Column(name, True) for name in run.classes)),
         [Row([Cell(side), *(number(counts.get(side, {}).get(c, 0)) for c in run.classes)]) for side in SIDES],
     )  # fmt: skip
     sites: dict[tuple[str, str], int] = {}
@@ -211,7 +210,7 @@ def _splits(run: RunFacts) -> Iterator[Block]:
     if len({site for site, _ in sites}) > 1:
         names = sorted({site for site, _ in sites})
         yield Table(
-            "slides by site and label: a site with one label only lets a model learn the site",
+            "slides by site and label; if a site has one label only, the model can learn the site instead",
             (Column("site"), *(Column(name, True) for name in run.classes)),
             [Row([Cell(s), *(number(sites.get((s, c), 0)) for c in run.classes)]) for s in names],
         )  # fmt: skip
@@ -223,31 +222,31 @@ def _network(config: TrainConfig) -> str:
     return f"bags, {config.pooling}" if isinstance(config, BagTrainConfig) else "bags"
 
 
-def _configuration(run: RunFacts) -> Facts:
+def _configuration(run: RunData) -> Facts:
     values = run.config.values().items()
     facts = [(name, _text(value)) for name, value in values if value is not None]
-    return Facts("Every setting, as config.toml has it", facts, open=False)
+    return Facts("All settings, as in config.toml", facts, open=False)
 
 
-def _environment(run: RunFacts) -> Facts:
-    facts = run.facts
-    told = [
+def _environment(run: RunData) -> Facts:
+    facts = run.metrics_file
+    rows = [
         (name, str(facts[name])) for name in ("histopipe", "tensorflow", "keras") if name in facts
     ]
-    told += [(name, _text(value)) for name, value in facts.get("environment", {}).items()]
-    told += [
+    rows += [(name, _text(value)) for name, value in facts.get("environment", {}).items()]
+    rows += [
         ("devices", f"{facts.get('replicas', 1)} ({run.config.devices})"),
-        ("patches of a device at once", str(facts.get("micro_batch", ""))),
+        ("patches per device at once", str(facts.get("micro_batch", ""))),
         ("precision", run.config.precision), ("deterministic", str(run.config.deterministic)),
-        ("most memory of the host", f"{run.result.host_bytes / 1e9:,.2f} GB"),
-        ("most memory of GPUs", "no GPU" if run.result.gpu_bytes is None else f"{run.result.gpu_bytes / 1e9:,.2f} GB"),
+        ("peak memory of the host", f"{run.result.host_bytes / 1e9:,.2f} GB"),
+        ("peak memory of GPUs", "no GPU" if run.result.gpu_bytes is None else f"{run.result.gpu_bytes / 1e9:,.2f} GB"),
     ]  # fmt: skip
-    return Facts("Where it was trained", told, open=True)
+    return Facts("Environment of the training", rows, open=True)
 
 
-def _not_measured(run: RunFacts) -> Iterator[str]:
+def _not_measured(run: RunData) -> Iterator[str]:
     if "test" not in run.result.metrics:
-        yield "Nothing was held out for a test: the figures are of the patches that the model was chosen by."
+        yield "There is no test set: the metrics are of the patches by which the model was selected."
     notes = {
         note
         for evaluation in run.result.metrics.values()
@@ -255,14 +254,14 @@ def _not_measured(run: RunFacts) -> Iterator[str]:
         for note in m.notes
     }
     yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
-    skipped = run.facts.get("skipped")
+    skipped = run.metrics_file.get("skipped")
     if skipped:
         yield f"{skipped} damaged {run.config.unit} were left out."
-    yield "How good the model is on slides of another hospital, scanner or stain: only slides of this data set were seen."
-    yield "How much the figures change with another split or seed: this is one run. `histopipe train --folds 5` tells."
-    yield "Calibration has no interval."
+    yield "Performance on slides of another hospital, scanner or stain: only slides of this data set were used."
+    yield "Variation with another split or seed: this is one run. Use `histopipe train --folds 5` to measure it."
+    yield "Confidence intervals of the calibration."
     if run.result.gpu_bytes is None:
-        yield "Memory of a GPU: none was used."
+        yield "GPU memory: no GPU was used."
     yield from run.missing
 
 

@@ -1,45 +1,66 @@
-"""A line for each slide, or bag, that a run was validated or tested on."""
+"""Slides in the report of a run: a table of predictions, patches with the most certain predictions, and heatmaps."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.scores import Level, PatchScores, scores_of
-from histopipe.reports.page import Cell, Column, Row, Table, number
-from histopipe.reports.run_facts import RunFacts
+from histopipe.reports.heatmap_sources import HeatmapSource, SlideImages
+from histopipe.reports.html_page import (
+    Block,
+    Cell,
+    Column,
+    Gallery,
+    Picture,
+    Row,
+    Table,
+    Text,
+    number,
+)
+from histopipe.reports.page_images import fitted, heatmap_image
+from histopipe.reports.run_data import RunData
 from histopipe.runs.task_config import BagTrainConfig
 
+_PATCHES = 8
+_PATCH_SIDE = 112
+_MAX_HEATMAPS = 24
 
-def slide_table(run: RunFacts) -> Table | None:
-    """The table; None where nothing was predicted."""
-    rows = [row for side, scores in run.predictions.items() for row in _rows(run, side, scores)]
+
+def slide_table(run: RunData) -> Table | None:
+    """Return a table of all validation and test slides, or bags; None if there is none."""
+    rows = [
+        row for side, scores in run.predictions.items() for row in _slide_rows(run, side, scores)
+    ]
     if not rows:
         return None
     of_bags = isinstance(run.config, BagTrainConfig)
     columns = (
-        Column(run.config.bag if isinstance(run.config, BagTrainConfig) else "slide"), Column("patient"), Column("side"),
-        Column("bags" if of_bags else "patches", True), Column("label"), Column("decided"), Column("right"),
+        Column(run.config.bag if isinstance(run.config, BagTrainConfig) else "slide"), Column("patient"), Column("split"),
+        Column("bags" if of_bags else "patches", True), Column("label"), Column("decided"), Column("correct"),
         *(Column(f"p {name}", True) for name in run.classes),
     )  # fmt: skip
-    how = "" if of_bags else ", as the mean of its patches"
-    return Table(f"What was predicted of each{how}", columns, rows)
+    what = "Bags" if of_bags else "Slides, mean of their patches"
+    return Table(f"{what}: labels and predictions", columns, rows)
 
 
-def _rows(run: RunFacts, side: Side, patches: PatchScores) -> Iterator[Row]:
+def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]:
     level: Level = "patient" if patches.level == "patient" else "slide"
     positive = positive_class(run.classes, run.judging.positive)
-    # All patches together, whatever their own labels are.
+    # All patches are aggregated, also where their labels differ.
     blank = replace(patches, label=np.full(len(patches.label), -1, np.int32))
     scores = scores_of(blank, level, "mean", top_k=run.judging.top_k, positive=positive or 0)
     evaluation = run.result.metrics.get(side)
-    judged = evaluation.at(level, "mean") if evaluation else None
-    decided = decide(scores, positive, judged.threshold if judged else None)
+    metrics = evaluation.at(level, "mean") if evaluation else None
+    decided = decide(scores, positive, metrics.threshold if metrics else None)
     group = patches.slide if level == "slide" else patches.patient
     names = patches.slides if level == "slide" else patches.patients
     counts = np.bincount(group, minlength=len(names))
@@ -49,9 +70,92 @@ def _rows(run: RunFacts, side: Side, patches: PatchScores) -> Iterator[Row]:
         label = run.classes[labels[0]] if len(labels) == 1 else "several"
         decision = run.classes[decided[i]]
         known = len(labels) == 1
-        right = Cell("yes", tone="good") if label == decision else Cell("no", tone="bad")
+        correct = Cell("yes", tone="good") if label == decision else Cell("no", tone="bad")
         yield Row([
             Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[here[0]]]), Cell(side),
-            number(int(counts[item])), Cell(label), Cell(decision), right if known else Cell(""),
+            number(int(counts[item])), Cell(label), Cell(decision), correct if known else Cell(""),
             *(number(float(p), 3) for p in scores.probability[i]),
         ])  # fmt: skip
+
+
+def certain_patches(run: RunData) -> Iterator[Block]:
+    """Yield galleries of the patches of each class that were classified correctly, and wrongly, with the highest certainty."""
+    side = "test" if "test" in run.predictions else "validation"
+    scores = run.predictions.get(side)  # type: ignore[call-overload]  # one of the two
+    if scores is None or scores.level != "patch" or not run.stores:
+        return
+    yield Text(
+        f"{side.capitalize()} patches. p is the predicted probability of the true class.", "soft"
+    )
+    for code, name in enumerate(run.classes):
+        of_class = np.flatnonzero(scores.label == code)
+        own = scores.probability[of_class, code]
+        correct = scores.probability[of_class].argmax(axis=1) == code
+        for title, rows in (
+            (
+                f"{name}: most certain, correct",
+                of_class[correct][np.argsort(-own[correct], kind="stable")],
+            ),
+            (
+                f"{name}: most certain, wrong",
+                of_class[~correct][np.argsort(own[~correct], kind="stable")],
+            ),
+        ):
+            pictures = list(_patches(run, scores, rows, code))
+            if pictures:
+                yield Gallery(title, pictures)
+
+
+def _patches(
+    run: RunData, scores: PatchScores, rows: NDArray[np.intp], code: int
+) -> Iterator[Picture]:
+    """Yield pictures of the first rows that can be read."""
+    shown = 0
+    for row in rows.tolist():
+        if shown == _PATCHES:
+            return
+        slide = scores.slides[scores.slide[row]]
+        pixels = _pixels(run, slide, int(scores.x_l0[row]), int(scores.y_l0[row]))
+        if pixels is None:
+            continue
+        probability = float(scores.probability[row, code])
+        shown += 1
+        yield Picture.of(
+            f"patch-{row}", f"{slide}, p = {probability:.3f}", fitted(pixels, _PATCH_SIDE)
+        )
+
+
+def _pixels(run: RunData, slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
+    found = run.store_of(slide)
+    if found is None:
+        return None
+    store, slide_number = found
+    try:
+        index = store.index(slide_number)
+        rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
+        return store.read(store.records[slide_number].id, int(rows[0])) if len(rows) else None
+    except (DamagedStore, UsageError):
+        return None
+
+
+def heatmaps(run: RunData) -> Gallery | None:
+    """Return heatmaps of some validation and test slides; None if there is none."""
+    made: list[Picture] = []
+    name = None
+    if not isinstance(run.config, BagTrainConfig):
+        positive = positive_class(run.classes, run.judging.positive)
+        name = run.classes[-1 if positive is None else positive]
+    images = SlideImages({}, run.stores)
+    try:
+        for slide, read_values in HeatmapSource(run.folder, run.stores, name).slides():
+            if len(made) == _MAX_HEATMAPS:
+                break
+            with suppress(NothingToDo, DamagedStore):
+                values = read_values()
+                if values is not None:
+                    image = heatmap_image(values, images.of(slide))
+                    made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
+    except UsageError:
+        return None  # a bag model without attention
+    title = "Dark is 0, yellow is 1; without colour: not in validation or test"
+    return Gallery(title, made) if made else None

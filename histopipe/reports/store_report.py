@@ -1,8 +1,8 @@
-"""The report of a store: what it holds, slide by slide, with pictures of what was taken of each."""
+"""The report of a store: all slides, with thumbnails, tissue masks and patches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingest.records import duplicates
 from histopipe.reports import charts
-from histopipe.reports.page import (
+from histopipe.reports.html_page import (
     Card,
     Cards,
     Cell,
@@ -28,15 +28,16 @@ from histopipe.reports.page import (
     Text,
     number,
 )
-from histopipe.reports.pictures import SIDE, plan_picture, strip
+from histopipe.reports.page_images import SIDE, plan_image, strip
 from histopipe.store.picture import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.summary import summarise
+from histopipe.system.progress import Progress
 
-_SAMPLED = 6
-_MOST_FRAMES = 20_000
-"""Patches whose edges are drawn on a slide's picture; more would be nothing but edges."""
+_PATCHES = 6
+_MAX_OUTLINES = 20_000
+"""Largest number of patches whose outlines are drawn on a slide; more would hide the slide."""
 _COLUMNS = (
     Column("slide"), Column("state"), Column("label"), Column("patient"), Column("patches", True),
     Column("unreadable", True), Column("tissue", True), Column("focus", True), Column("pen", True),
@@ -46,25 +47,23 @@ _COLUMNS = (
 
 @dataclass(slots=True)
 class _Measures:
-    """Columns of all slides' indices, as far as they are measured."""
+    """Columns of the indexes of all slides, as far as they are measured."""
 
     values: dict[str, list[NDArray[Any]]]
 
     def of(self, name: str) -> NDArray[np.float32]:
-        """All values of a column that are known."""
+        """Return all known values of a column."""
         found = np.concatenate(self.values.get(name) or [np.empty(0, np.float32)])
         return np.asarray(found[np.isfinite(found)], np.float32)
 
 
-def store_page(
-    path: Path, *, pictures: bool = True, told: Callable[[], None] = lambda: None
-) -> Page:
-    """The page of a store.
+def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page:
+    """Return the page of a store.
 
     Args:
-        path: its folder.
-        pictures: of every slide; without, the page of a very large store stays small.
-        told: called after each slide.
+        path: folder of the store.
+        pictures: include pictures of every slide; without them, the page of a large store stays small.
+        progress: shows the progress.
 
     Raises:
         NothingToDo, DamagedStore: it cannot be read.
@@ -72,25 +71,26 @@ def store_page(
     with Store(path) as store:
         summary = summarise(store)
         measures, rows = _Measures({}), []
-        for slide, record in store.records.items():
-            rows.append(_row(store, slide, record, measures, pictures=pictures))
-            told()
+        with progress.bar("report", unit="slides", total=len(store.records)) as bar:
+            for slide, record in store.records.items():
+                rows.append(_row(store, slide, record, measures, pictures=pictures))
+                bar.advance()
     spec, states = summary["spec"], summary["states"]
-    scale = f"{spec['mpp']:g} µm a pixel" if spec["mpp"] else f"level {spec['level']}"
+    scale = f"{spec['mpp']:g} µm per pixel" if spec["mpp"] else f"level {spec['level']}"
     page = Page(
         f"Store {path.resolve().name}",
-        f"{spec['patch_size']}² patches at {scale}, made {summary['created']}, of {path}",
+        f"patches of {spec['patch_size']}² pixels at {scale}, created {summary['created']}, in {path}",
     )
     failed = [record for record in summary["slides"] if record["state"] == SlideState.FAILED]
     whole = bool(rows) and states.get(SlideState.COMPLETE, 0) == len(rows)
     page.add(
-        "Summary", _cards(summary), Text("Every slide is complete.", "good") if whole else None,
+        "Summary", _cards(summary), Text("All slides are complete.", "good") if whole else None,
         _settings(summary),
     )  # fmt: skip
     page.add("Failures", _failures(failed))
     page.add("Warnings", _warnings(summary))
     page.add("Distributions", _distributions(summary, measures))
-    page.add("Slides", Table("Every slide", _COLUMNS, rows))
+    page.add("Slides", Table("All slides", _COLUMNS, rows))
     return page
 
 
@@ -102,11 +102,11 @@ def _cards(summary: Mapping[str, Any]) -> Cards:
         Card("size", _bytes(summary["file_bytes"]), f"{_bytes(summary['patch_bytes'])} of patches"),
         Card("labels", str(len(summary["labels"])), _counts(summary["labels"])),
         Card("routes", str(len(summary["routes"])), _counts(summary["routes"])),
-        Card("scale from", str(len(summary["mpp_sources"])), _counts(summary["mpp_sources"])),
+        Card("scale sources", str(len(summary["mpp_sources"])), _counts(summary["mpp_sources"])),
     ]  # fmt: skip
     if summary["patch_labels"]:
         counts = summary["patch_labels"]
-        cards.append(Card("patches with a class", f"{sum(counts.values()):,}", _counts(counts)))
+        cards.append(Card("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
     return Cards(cards)
 
 
@@ -132,8 +132,8 @@ def _failures(failed: Sequence[Mapping[str, Any]]) -> Table | None:
         )
         for it in failed
     ]
-    columns = (Column("slide"), Column("due to"), Column("reason"))
-    return Table("Slides that failed", columns, rows)
+    columns = (Column("slide"), Column("kind"), Column("reason"))
+    return Table("Failed slides", columns, rows)
 
 
 def _warnings(summary: Mapping[str, Any]) -> Notes | None:
@@ -141,18 +141,16 @@ def _warnings(summary: Mapping[str, Any]) -> Notes | None:
     notes = duplicates(SlideRecord.from_json(it, where="slide") for it in records)
     if len(summary["routes"]) > 1:
         notes.append(
-            "Patches were made by several routes, so some went through JPEG once more than others; where routes go with labels "
-            "a model may learn them. `--route` forces one."
+            "Patches were made by several routes, so some were JPEG-encoded once more than others. If routes correlate with labels, "
+            "a model may learn the routes. Use `--route` to force one."
         )
     estimated = summary["mpp_sources"].get("objective-power", 0)
     if estimated:
-        notes.append(
-            f"{estimated} slides have their scale from the objective's power, which is an estimate."
-        )
+        notes.append(f"The scale of {estimated} slides is estimated from the objective power.")
     empty = [it["id"] for it in records if it["state"] == "complete" and not it["stored"]]
     if empty:
         notes.append(
-            f"{len(empty)} slides have no patch: {', '.join(empty[:5])}{', …' if empty[5:] else ''}"
+            f"{len(empty)} slides have no patches: {', '.join(empty[:5])}{', …' if empty[5:] else ''}"
         )
     return Notes(notes) if notes else None
 
@@ -164,7 +162,7 @@ def _distributions(summary: Mapping[str, Any], measures: _Measures) -> Charts | 
     made = [charts.histogram("Patches per slide", np.array(complete), x="patches", y="slides")]
     for name, title, share in (
         ("tissue", "Tissue", True), ("focus", "Focus", False), ("pen", "Pen", True),
-        ("dark", "Folded or black", True), ("covered", "Covered by the class drawn", True),
+        ("dark", "Folded or black", True), ("covered", "Covered by the annotated class", True),
     ):  # fmt: skip
         values = measures.of(name)
         if len(values):
@@ -206,33 +204,33 @@ def _row(
 def _pictures(
     store: Store, slide: int, record: SlideRecord, index: Mapping[str, NDArray[Any]]
 ) -> list[Picture]:
-    """The thumbnail with mask and grid, and a few patches from all over the slide."""
+    """Return the thumbnail with mask and grid, and some patches from all over the slide."""
     made = []
     where = f"{store.path}, slide {record.id}"
     thumbnail, mask = store.thumbnail(slide), store.thumbnail(slide, "mask")
     side = (record.read_size or 0) * (record.downsample or 0)
     if thumbnail is not None and record.bounds:
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
-        frames = corners if len(corners) <= _MOST_FRAMES else corners[:0]
-        picture = plan_picture(
+        frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
+        picture = plan_image(
             decode_picture(thumbnail, where, least=SIDE), None if mask is None else decode_picture(mask, f"{where}: its mask", mode="L"), frames,
             side, record.bounds,
         )  # fmt: skip
         caption = f"{record.id}: {record.stored:,} patches" + (
-            "" if mask is None else "; pale: no tissue"
+            "" if mask is None else "; pale areas: no tissue"
         )
         made.append(Picture.of(f"plan-{slide}", caption, picture))
     rows = np.flatnonzero(index["length"])
-    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_SAMPLED, len(rows))).astype(int))]
+    chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_PATCHES, len(rows))).astype(int))]
     patches = []
     for row in chosen.tolist():
         try:
             patches.append(store.read(record.id, row))
         except (DamagedStore, UsageError):
-            continue  # a damaged patch is `histopipe verify`'s to tell
+            continue  # `histopipe verify` reports damaged patches
     if patches:
         made.append(
-            Picture.of(f"patches-{slide}", f"{len(patches)} of its patches", strip(patches))
+            Picture.of(f"patches-{slide}", f"{len(patches)} patches of the slide", strip(patches))
         )
     return made
 

@@ -1,1 +1,1 @@
-"""Many trainings as one: cross-validation, search, comparison. Each training is a process of its own; no model is loaded here."""
+"""Cross-validation, search and comparison of trainings. Each training is a separate process; no model is loaded here."""

@@ -1,4 +1,4 @@
-"""Cross-validation: splits for every fold first, then each fold in a process of its own."""
+"""Cross-validation: first the splits of all folds, then each fold in a process of its own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,22 @@ from histopipe.runs.splits import new_folds, opened_sources
 from histopipe.runs.stopping import StopRequest, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config
 from histopipe.runs.workers import in_cluster
-from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
-from histopipe.studies.fold_summary import CrossValidation, Fold, summarise, write_summary
-from histopipe.studies.judging import judged_anew
-from histopipe.studies.places import share_devices
+from histopipe.studies.cross_validation_result import (
+    CrossValidationResult,
+    Fold,
+    reevaluate,
+    summarize,
+    write_summary,
+)
 from histopipe.studies.settings import FoldSettings
-from histopipe.system.progress import message
+from histopipe.studies.trainings import (
+    TrainingLimits,
+    TrainingOutcome,
+    has_begun,
+    share_devices,
+    train_with_retries,
+)
+from histopipe.system.progress import Progress, default_progress
 
 SPLITS, LOGS = run_folder.FOLD_SPLITS, "logs"
 
@@ -38,23 +48,25 @@ def cross_validate(
     *,
     out: str | Path,
     resume: bool = False,
+    progress: Progress | None = None,
     **settings: Any,
-) -> CrossValidation:
-    """Train and test a patch model on every fold of the patients, each fold in a process of its own.
+) -> CrossValidationResult:
+    """Train and test a model on every fold of the patients, each fold in a process of its own.
 
     Args:
-        stores: a store, or several, whose patches are of one size; "patches.lmdb" if not given.
-        out: the folder: a run's folder a fold, their splits, and the summary.
-        resume: go on with the cross-validation in `out`; finished folds stay as they are, all others are tried again.
-        settings: by the names of `TrainConfig` and `FoldSettings`, as the flags of `histopipe train`; `folds` is needed.
+        stores: one store or several, with patches of one size; "patches.lmdb" if None.
+        out: folder for the runs of the folds, their splits, and the summary.
+        resume: continue the cross-validation in `out`: finished folds are kept, all others are trained.
+        progress: shows messages; `default_progress()` if None.
+        settings: fields of `TrainConfig` and `FoldSettings`, as the flags of `histopipe train`; `folds` is required.
 
     Returns:
-        The result of each fold, of those that failed the reason; and all folds' predictions judged together.
+        The result of each fold or why it failed, and the evaluation of all test sets together.
 
     Raises:
         UsageError: a setting is unknown, or does not fit the data or the machine.
-        NothingToDo: no store, or nothing to tell apart.
-        Interrupted: told to stop; what was done is kept.
+        NothingToDo: no store, or no labels.
+        Interrupted: by Ctrl-C or SIGTERM; finished folds and saved states are kept.
 
     Example:
         >>> result = cross_validate("patches.lmdb", out="runs/cv", folds=5)  # doctest: +SKIP
@@ -63,13 +75,13 @@ def cross_validate(
     if stores is not None:
         paths = [stores] if isinstance(stores, str | Path) else stores
         settings["stores"] = tuple(map(str, paths))
-    if resume:
-        return run_folds(*resumed_folds(Path(out), settings), Path(out), resume=True)
-    return run_folds(*divided_settings(settings), Path(out))
+    folder = Path(out)
+    config, folds = resumed_folds(folder, settings) if resume else divided_settings(settings)
+    return run_folds(config, folds, folder, resume=resume, progress=progress)
 
 
 def divided_settings(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    """Settings of the trainings and of the folds.
+    """Separate the settings of the trainings from those of the folds.
 
     Raises:
         UsageError: there is no such setting, or no number of folds.
@@ -78,20 +90,18 @@ def divided_settings(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSetting
     others = {name: value for name, value in settings.items() if name not in FOLD_SETTINGS}
     folds = FoldSettings(**own)
     if not folds.folds:
-        raise UsageError("--folds is missing", expected="how many, such as 5")
+        raise UsageError("--folds is missing", expected="a number of folds, such as 5")
     config = make_config(others)
     if config.splits is not None:
-        raise UsageError(
-            "--splits is one split, and --folds makes its own", todo="take one of them"
-        )
+        raise UsageError("--splits and --folds exclude each other", todo="use one of them")
     return config, folds
 
 
 def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    """A cross-validation's own settings, and what is to change.
+    """Read the settings of a cross-validation, and apply changes.
 
     Raises:
-        UsageError: the folder holds none, or the change would make what was trained so far meaningless.
+        UsageError: the folder holds none, or a setting cannot change after the training has begun.
     """
     if not run_folder.is_cross_validation(folder):
         raise UsageError(f"{folder} holds no cross-validation to resume")
@@ -101,7 +111,7 @@ def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, F
     folds = FoldSettings(**(own | wanted))
     if folds.folds != own["folds"]:
         raise UsageError(
-            "--resume goes on with the folds that were made", found=f"--folds {folds.folds}",
+            "--resume cannot change the number of folds", found=f"--folds {folds.folds}",
             expected=own["folds"],
         )  # fmt: skip
     rest = {name: value for name, value in changes.items() if name not in FOLD_SETTINGS}
@@ -109,9 +119,14 @@ def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, F
 
 
 def run_folds(
-    config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool = False
-) -> CrossValidation:
-    """Train every fold that is not finished, then sum up.
+    config: TrainConfig,
+    settings: FoldSettings,
+    folder: Path,
+    *,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> CrossValidationResult:
+    """Train every fold that is not finished, then summarize.
 
     Raises:
         HistopipeError: as `cross_validate`.
@@ -119,27 +134,29 @@ def run_folds(
     if in_cluster():
         raise UsageError(
             "--folds trains on one machine", found="several workers (TF_CONFIG or Slurm)",
-            todo="start it outside of them",
+            todo="run it outside of the job",
         )  # fmt: skip
+    shown = progress or default_progress()
     run_folder.check(folder, resume=resume, ignored=(SPLITS, f"part-{run_folder.CONFIG}"))
     devices = share_devices(config.devices, settings.parallel_folds)
     was_there = folder.exists()
-    made = () if resume else _make_folds(config, settings.folds)
+    made = () if resume else _make_folds(config, settings.folds, shown)
     with run_folder.held(folder):
         if not resume and has_begun(folder):
-            raise UsageError(f"{folder}: another run has begun there meanwhile")
+            raise UsageError(f"{folder}: another run has started there meanwhile")
         _write_plan(config, settings, folder, made)
-        folds = [_as_found(config, folder, number) for number in range(1, settings.folds + 1)]
+        numbers = range(1, settings.folds + 1)
+        folds = [_existing_fold(config, folder, number, shown) for number in numbers]
         try:
-            _train(config, settings, folds, devices)
+            _train(config, settings, folds, devices, shown)
         except (UsageError, NothingToDo):
             if not resume:
-                _unmake(folder, keep=was_there)
+                _remove_plan(folder, keep=was_there)
             raise
         except Interrupted:
-            write_summary(summarise(config, folder, folds))
+            write_summary(summarize(config, folder, folds))
             raise
-        result = summarise(config, folder, folds)
+        result = summarize(config, folder, folds)
         write_summary(result)
     return result
 
@@ -147,7 +164,7 @@ def run_folds(
 def _write_plan(
     config: TrainConfig, settings: FoldSettings, folder: Path, made: Sequence[Splits]
 ) -> None:
-    """The splits of all folds that are new, then the settings: a folder with these has all of the splits."""
+    """Write new splits of all folds, then the settings: a folder with settings has all splits."""
     with run_folder.writable(folder):
         (folder / SPLITS).mkdir(exist_ok=True)
         for number, splits in enumerate(made, 1):
@@ -157,19 +174,21 @@ def _write_plan(
             (folder / LOGS).mkdir(exist_ok=True)
 
 
-def _make_folds(config: TrainConfig, folds: int) -> tuple[Splits, ...]:
+def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Splits, ...]:
     with opened_sources(config) as sources:
         made = new_folds(config, sources, folds)
     for number, splits in enumerate(made, 1):
         for side, counts in splits.count().items():
             missing = [name for name in splits.classes if not counts[name]]
             if missing:
-                message(f"warning: fold {number}: no {' and no '.join(missing)} for {side}")
+                progress.message(
+                    f"warning: fold {number}: no {' and no '.join(missing)} for {side}"
+                )
     return made
 
 
-def _unmake(folder: Path, *, keep: bool) -> None:
-    """Remove a plan that no fold could begin with, so that the command can be put right and repeated."""
+def _remove_plan(folder: Path, *, keep: bool) -> None:
+    """Remove splits and settings if no fold could start, so that the corrected command can run again."""
     if any(has_begun(path) for path in folder.glob("fold-*")):
         return
     (folder / run_folder.CONFIG).unlink()
@@ -179,38 +198,42 @@ def _unmake(folder: Path, *, keep: bool) -> None:
         folder.rmdir()
 
 
-def _as_found(config: TrainConfig, folder: Path, number: int) -> Fold:
-    """A fold as it is before anything is done; a finished one judged as this cross-validation wants it."""
+def _existing_fold(config: TrainConfig, folder: Path, number: int, progress: Progress) -> Fold:
+    """Return a fold as found in the folder; a finished one with the present evaluation settings."""
     place = folder / f"fold-{number}"
     result = None
     if is_finished(place):
         try:
-            result = judged_anew(place, config)
+            result = reevaluate(place, config)
         except (DamagedStore, UsageError) as error:
-            message(f"warning: fold {number}: {error}; it is judged anew")
+            progress.message(f"warning: fold {number}: {error}; it is evaluated again")
     return Fold(number, place, result, None if result else "not done", attempts=0)
 
 
 def _train(
-    config: TrainConfig, settings: FoldSettings, folds: list[Fold], devices: Sequence[str]
+    config: TrainConfig,
+    settings: FoldSettings,
+    folds: list[Fold],
+    devices: Sequence[str],
+    progress: Progress,
 ) -> None:
-    """Train folds that are not finished, and put what becomes of each in its place.
+    """Train the folds that are not finished, and replace them by their outcomes.
 
     Raises:
-        UsageError, NothingToDo: no fold can be trained so.
-        Interrupted: told to stop.
+        UsageError, NothingToDo: no fold can start with these settings.
+        Interrupted: by Ctrl-C or SIGTERM.
     """
-    limits = Limits(seconds=settings.fold_timeout, retries=settings.retries)
+    limits = TrainingLimits(seconds=settings.fold_timeout, retries=settings.retries)
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in devices:
         free.put(name)
 
-    def train(fold: Fold) -> Outcome | None:
+    def train(fold: Fold) -> TrainingOutcome | None:
         if limits.stop.asked:
             return None
         name = free.get()
         try:
-            return _train_fold(replace(config, devices=name), settings, fold, limits)
+            return _train_fold(replace(config, devices=name), settings, fold, limits, progress)
         finally:
             free.put(name)
 
@@ -218,16 +241,16 @@ def _train(
         waiting = {pool.submit(train, fold): fold for fold in folds if fold.result is None}
         try:
             for future in as_completed(waiting):
-                _take_in(folds, waiting[future], future.result())
+                _record(folds, waiting[future], future.result())
         except KeyboardInterrupt:
             _end(limits.stop, waiting)
             for future, fold in waiting.items():
                 outcome = future.result()
                 if outcome is not None and outcome.result is not None:
-                    _take_in(folds, fold, outcome)
+                    _record(folds, fold, outcome)
             raise Interrupted(
                 "interrupted", found=f"{sum(f.result is not None for f in folds)} of {len(folds)} folds finished",
-                todo=f"go on with `histopipe train --resume --out {folds[0].folder.parent}`",
+                todo=f"continue with `histopipe train --resume --out {folds[0].folder.parent}`",
             ) from None  # fmt: skip
         except BaseException:
             limits.stop.ask()
@@ -235,7 +258,7 @@ def _train(
 
 
 def _end(stop: StopRequest, waiting: Iterable[Future[Any]]) -> None:
-    """Let the folds under way save and end; at once after a second Ctrl-C."""
+    """Let running folds save and end; a second Ctrl-C ends them at once."""
     stop.ask()
     try:
         wait(waiting)
@@ -243,24 +266,31 @@ def _end(stop: StopRequest, waiting: Iterable[Future[Any]]) -> None:
         stop.ask()
 
 
-def _train_fold(config: TrainConfig, settings: FoldSettings, fold: Fold, limits: Limits) -> Outcome:
+def _train_fold(
+    config: TrainConfig,
+    settings: FoldSettings,
+    fold: Fold,
+    limits: TrainingLimits,
+    progress: Progress,
+) -> TrainingOutcome:
     number, place = fold.number, fold.folder
-    message(
-        f"fold {number}/{settings.folds}: {'going on' if has_begun(place) else 'begins'} in {place}"
-    )
+    verb = "resumes" if has_begun(place) else "starts"
+    progress.message(f"fold {number}/{settings.folds}: {verb} in {place}")
     splits = place.parent / SPLITS / f"{place.name}.json"
-    # Side by side their lines would mix.
+    # The lines of parallel folds would mix.
     log = place.parent / LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
-    outcome = attempt(replace(config, splits=str(splits)), place, limits, log=log)
-    told = f"done in {outcome.seconds:.0f} s"
+    outcome = train_with_retries(
+        replace(config, splits=str(splits)), place, limits, progress=progress, log=log
+    )
+    text = f"done in {outcome.seconds:.0f} s"
     if outcome.error is not None:
-        told = f"{'' if limits.stop.asked else 'failed: '}{outcome.error}"
-    message(f"fold {number}/{settings.folds}: {told}")
+        text = f"{'' if limits.stop.asked else 'failed: '}{outcome.error}"
+    progress.message(f"fold {number}/{settings.folds}: {text}")
     return outcome
 
 
-def _take_in(folds: list[Fold], fold: Fold, outcome: Outcome | None) -> None:
-    """What became of a fold; an error of settings before any fold has begun is raised."""
+def _record(folds: list[Fold], fold: Fold, outcome: TrainingOutcome | None) -> None:
+    """Record the outcome of a fold; raise an error of the settings if no fold has started yet."""
     if outcome is None:
         return
     error = outcome.error

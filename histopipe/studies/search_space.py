@@ -1,4 +1,4 @@
-"""What a search may try: settings with a range, a choice, or one value, from a TOML file."""
+"""Search space: settings with a range, a list of choices, or one value, from a TOML file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEYS = {"low", "high", "log", "step"}
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; evenly on a logarithmic scale, or in steps, if asked for."""
+    """Numbers from `low` to `high`, both included; optionally on a logarithmic scale, or in steps."""
 
     low: float
     high: float
@@ -31,7 +31,7 @@ class Range:
     step: float | None = None
 
     def suggest(self, trial: optuna.Trial, name: str) -> float:
-        """A number for a trial, whole where the bounds are."""
+        """Suggest a number to a trial, an integer if the bounds are integers."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             step = 1 if self.step is None else int(self.step)
             return trial.suggest_int(name, self.low, self.high, step=step, log=self.log)
@@ -40,18 +40,18 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several values; lists as texts with commas."""
+    """One of several values. A list is a text with commas."""
 
     values: tuple[Any, ...]
 
     def suggest(self, trial: optuna.Trial, name: str) -> Any:
-        """One of them for a trial."""
+        """Suggest one of the values to a trial."""
         return trial.suggest_categorical(name, self.values)
 
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Settings that are searched, and those that have one value.
+    """Settings that are searched, and settings with one value.
 
     Attributes:
         searched: by name.
@@ -62,19 +62,19 @@ class SearchSpace:
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     def suggest(self, trial: optuna.Trial) -> dict[str, Any]:
-        """Settings for a trial."""
+        """Suggest settings to a trial."""
         return settings_of(
             {name: dimension.suggest(trial, name) for name, dimension in self.searched.items()}
         )
 
     def to_json(self) -> dict[str, Any]:
-        """To tell whether two are the same."""
+        """Return a JSON-ready dict; equal for equal spaces."""
         searched = {name: dataclasses.asdict(it) for name, it in self.searched.items()}
         return {"searched": searched, "fixed": dict(self.fixed)}
 
 
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters of a trial as settings of a training: texts with commas as lists where these are wanted."""
+    """Convert the parameters of a trial to settings: a text with commas is a list where the setting is one."""
     return {
         name: tuple(part.strip() for part in value.split(",")) if _is_list(name) else value
         for name, value in params.items()
@@ -82,10 +82,10 @@ def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_space(path: Path) -> SearchSpace:
-    """A search space from TOML: `{low, high}` with `log` or `step` is a range, a list a choice, anything else the one value.
+    """Read a search space from TOML: `{low, high}`, with `log` or `step`, is a range; a list is a choice; else one value.
 
     Raises:
-        UsageError: it cannot be read, or names what is no setting, or not to be searched.
+        UsageError: it cannot be read, or has unknown settings or ones that cannot be searched.
     """
     try:
         values = read_toml(path)
@@ -95,7 +95,7 @@ def read_space(path: Path) -> SearchSpace:
 
 
 def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
-    """The same from a mapping.
+    """Create a search space from a mapping, as `read_space` does.
 
     Raises:
         UsageError: as `read_space`.

@@ -1,15 +1,17 @@
-"""Where a search keeps its trials: a file in its folder, or any storage of Optuna's that several machines can share."""
+"""Storage of a search's trials: a journal file in its folder, or an Optuna storage that several machines share."""
 
 from __future__ import annotations
 
-import fcntl
 import importlib
+import math
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.system.filesystems import network_filesystem
+from histopipe.system.locks import locked
 
 if TYPE_CHECKING:
     import optuna
@@ -18,7 +20,7 @@ JOURNAL = "study.journal"
 
 
 def load_optuna() -> Any:
-    """Optuna, quiet but for warnings.
+    """Import Optuna, and let it log warnings only.
 
     Raises:
         MachineShort: it is not installed.
@@ -27,7 +29,7 @@ def load_optuna() -> Any:
         module = importlib.import_module("optuna")
     except ImportError as error:
         raise MachineShort(
-            "this needs Optuna, which is not installed", found=str(error),
+            "`histopipe tune` needs Optuna, which is not installed", found=str(error),
             todo="pip install 'histopipe[tune]'",
         ) from error  # fmt: skip
     module.logging.set_verbosity(module.logging.WARNING)
@@ -35,12 +37,12 @@ def load_optuna() -> Any:
 
 
 def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
-    """A storage by its URL.
+    """Open a storage.
 
     Args:
         url: `postgresql://`, `mysql://`, `sqlite:///` (on a local disk), `redis://`, or the path of a journal file; None for
-            the journal in the search's folder.
-        folder: of the search.
+            the journal in the folder of the search.
+        folder: folder of the search.
 
     Raises:
         UsageError: SQLite on a network filesystem, or a storage that cannot be opened.
@@ -48,55 +50,51 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
     path = Path(url) if url is not None and "://" not in url else folder / JOURNAL
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(
-            f"--storage {url}", found="a folder, or none to put it in", expected="a file"
+            f"--storage {url}", found="a folder, or a file in a missing folder", expected="a file"
         )
     _refuse_shared_sqlite(url or "")
     try:
-        storage: optuna.storages.BaseStorage = _opened(url, path)
+        storage: optuna.storages.BaseStorage = _open(url, path)
     except HistopipeError:
         raise
     except Exception as error:
         raise UsageError(
             "--storage cannot be opened", found=str(error).split("\n")[0],
-            expected="a database server that is up, and its driver installed",
+            expected="a running database server, and its driver installed",
         ) from error  # fmt: skip
     return storage
 
 
-def _opened(url: str | None, path: Path) -> Any:
+def _open(url: str | None, path: Path) -> Any:
     storages = load_optuna().storages
     if url is not None and url.startswith("redis"):
         return storages.JournalStorage(storages.journal.JournalRedisBackend(url))
     if url is not None and "://" in url:
         return storages.RDBStorage(url)
-    lock = KernelLock(path.with_name(f"{path.name}.flock"))
-    _end_whole(path, lock)
+    lock = _JournalLock(path.with_name(f"{path.name}.flock"))
+    _remove_partial_line(path, lock)
     backend = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
     return storages.JournalStorage(backend)
 
 
-class KernelLock:
-    """A lock between processes that the kernel lets go of when its holder ends, however that is.
+class _JournalLock:
+    """Lock of the journal that the kernel releases when its process ends.
 
-    Optuna's own is a symbolic link. Left behind by a process that was killed, the others wait for it: for 30 s, or for ever if the path
-    of the journal is a relative one.
-
-    Args:
-        path: of a file for it.
+    Optuna's own locks are a symbolic link and a file. If a killed process leaves one, the others wait 30 seconds, or forever if
+    the path of the journal is relative; then two of them may break the lock at once.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._fd = path, -1
+        self._path, self._held = path, ExitStack()
 
     def acquire(self) -> bool:
-        """Wait until nobody else has it."""
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        """Wait for the lock."""
+        self._held.enter_context(locked(self._path, wait_seconds=math.inf))
         return True
 
     def release(self) -> None:
-        """Let the next one have it."""
-        os.close(self._fd)
+        """Release the lock."""
+        self._held.close()
 
 
 def _refuse_shared_sqlite(url: str) -> None:
@@ -107,16 +105,16 @@ def _refuse_shared_sqlite(url: str) -> None:
     if kind is not None:
         raise UsageError(
             "--storage: SQLite cannot be shared over a network",
-            found=f"{path} on {kind}, where its locks do not hold and the file gets damaged",
+            found=f"{path} on {kind}, where its locks fail and the file gets damaged",
             expected="the default journal file, or a database server",
         )
 
 
-def _end_whole(path: Path, lock: KernelLock) -> None:
-    """Cut off a last line that was not written to its end, as on a full disk: the next one would be lost with it."""
+def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
+    """Remove a last line that was not written completely, as on a full disk: Optuna would append to it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
         return
-    lock.acquire()  # an end that is being written looks the same
+    lock.acquire()  # another process may be writing the line right now
     try:
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)

@@ -1,18 +1,18 @@
-"""A search's trials, shared by processes that may die: each trial is at one of them, and none is lost with it.
+"""The trials of a search, shared by several processes. No trial is lost with a process that dies.
 
-A process holds a lock file for the trial that it is at, which the kernel lets go of when it ends. A trial that is under way and that
-nobody holds was left behind: the next process goes on with it, as the same trial, from its saved state. Who looks for one, or asks for a
-new one, holds the search's own lock, so that two never take the same.
+A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running trial that nobody
+has locked was left by a process that died: the next process continues it, as the same trial, from its saved state. A second lock, of
+the whole search, is held while a process takes a trial, so that no two processes take the same one.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
 from histopipe.studies.storage import load_optuna, open_storage
 from histopipe.system.hashing import combine
-from histopipe.system.locks import lock_if_free
+from histopipe.system.locks import locked
 
 if TYPE_CHECKING:
     import optuna
@@ -34,13 +34,13 @@ _START_TRIALS = 5
 
 
 class Study:
-    """A search that several processes may be at.
+    """A search that several processes may share.
 
     Args:
-        folder: of the search, which all processes see; on other machines one of their own, with `settings.storage`.
-        settings: how it is run.
-        space: what is searched.
-        base: what else decides what is measured: another base is another search.
+        folder: folder of the search, the same for all processes; other machines may have their own, with `settings.storage`.
+        settings: settings of the search.
+        space: search space.
+        base: all other settings that results depend on; with another base it is another search.
 
     Raises:
         UsageError: the storage cannot be opened, or holds another search by this name.
@@ -50,16 +50,16 @@ class Study:
         self, folder: Path, settings: StudySettings, space: SearchSpace, base: Mapping[str, Any]
     ) -> None:
         self._optuna = load_optuna()
-        self._folder, self._settings, self._space = folder, settings, space
+        self._folder, self._settings = folder, settings
         self._check_locks()
         with self.locked():
+            self._storage = open_storage(settings.storage, folder)
             self._study = self._optuna.create_study(
-                storage=open_storage(settings.storage, folder), load_if_exists=True,
-                study_name=settings.name or folder.resolve().name, direction=settings.direction,
-                pruner=self._pruner(),
+                storage=self._storage, load_if_exists=True, direction=settings.direction,
+                study_name=settings.name or folder.resolve().name, pruner=self._pruner(),
             )  # fmt: skip
-            self._home = self._identity()
-            # By way of text, as the storage gives it back.
+            self._home = self._folder_id()
+            # As text, since that is what the storage returns.
             wanted = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
             found = self._study.user_attrs.get(_SETTINGS)
             if found is None:
@@ -72,107 +72,100 @@ class Study:
                 )
 
     def trials(self) -> list[optuna.trial.FrozenTrial]:
-        """All of them, by number."""
+        """Return all trials by number."""
         trials: list[optuna.trial.FrozenTrial] = self._study.get_trials(deepcopy=False)
         return trials
 
     def folder_of(self, number: int) -> Path:
-        """A trial's run folder."""
+        """Return the folder of a trial's run."""
         return self._folder / TRIALS / f"trial-{number:04d}"
 
     @contextmanager
     def claimed(self) -> Iterator[optuna.trial.Trial | None]:
-        """A trial to work at, one that was left behind or a new one; None if there is none to be had now."""
-        with self.locked():
-            trial, held = self._left_behind() or self._new() or (None, None)
-        try:
+        """Take a trial to train, one left by a process that died, or a new one; None if there is none now."""
+        with ExitStack() as held:
+            with self.locked():
+                trial = self._left_behind(held) or self._new(held)
             yield trial
-        finally:
-            if held is not None:
-                os.close(held)
 
     def wait(self) -> bool:
-        """Wait a moment for trials that others are at. False if there is none of which this process would hear."""
-        under_way = [t for t in self.trials() if not t.state.is_finished() and self._is_ours(t)]
-        if under_way:
+        """Wait a moment for the trials of other processes; False if none is running in this folder."""
+        running = [t for t in self.trials() if not t.state.is_finished() and self._is_here(t)]
+        if running:
             time.sleep(_POLL_SECONDS)
-        return bool(under_way)
+        return bool(running)
 
     def tell(self, trial: optuna.trial.Trial, value: float | None, state: str) -> None:
-        """How a trial ended: "COMPLETE", "PRUNED" or "FAIL"."""
+        """Record how a trial ended: "COMPLETE", "PRUNED" or "FAIL"."""
         state_of = self._optuna.trial.TrialState
         values = value if state == "COMPLETE" else None
         self._study.tell(trial.number, values, state=state_of[state])
 
-    def _left_behind(self) -> tuple[optuna.trial.Trial, int] | None:
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the search: one process at a time."""
+        with locked(self._folder / _LOCK, wait_seconds=math.inf):
+            yield
+
+    def _left_behind(self, held: ExitStack) -> optuna.trial.Trial | None:
+        """Lock and return a running trial whose process has died."""
         for frozen in self.trials():
-            if frozen.state.name == "RUNNING" and self._is_ours(frozen):
-                held = self._hold(frozen.number)
-                if held is not None:
-                    # The constructor is Optuna's own way of going on with a trial; it is not documented.
-                    trial = self._optuna.Trial(self._study, frozen._trial_id)
-                    return trial, held
+            if frozen.state.name != "RUNNING" or not self._is_here(frozen):
+                continue
+            if self._lock_trial(frozen.number, held):
+                study_id = self._storage.get_study_id_from_name(self._study.study_name)
+                trial_id = self._storage.get_trial_id_from_study_id_trial_number(
+                    study_id, frozen.number
+                )
+                trial: optuna.trial.Trial = self._optuna.Trial(self._study, trial_id)
+                return trial
         return None
 
-    def _new(self) -> tuple[optuna.trial.Trial, int] | None:
+    def _new(self, held: ExitStack) -> optuna.trial.Trial | None:
+        """Create and lock a trial, unless there are enough."""
         trials = self.trials()
         waiting = [trial for trial in trials if trial.state.name == "WAITING"]
         if len(trials) >= self._settings.trials and not waiting:
             return None
         if not waiting:
-            # Whose it is must be known from its first moment, in case this process ends in the next.
+            # With its folder from the first moment on, in case this process dies in the next.
             self._study.enqueue_trial({}, user_attrs={_HOME: self._home})
         self._study.sampler = self._sampler(len(trials))
-        trial = self._study.ask()
+        trial: optuna.trial.Trial = self._study.ask()
         if trial.user_attrs.get(_HOME) != self._home:
             trial.set_user_attr(_HOME, self._home)
-        held = self._hold(trial.number)
-        assert held is not None  # noqa: S101 - nobody else knows of it yet
-        return trial, held
+        self._lock_trial(trial.number, held)
+        return trial
 
-    def _is_ours(self, trial: optuna.trial.FrozenTrial) -> bool:
-        """Whether a trial's run is in this folder, and so are the locks of who is at it."""
+    def _is_here(self, trial: optuna.trial.FrozenTrial) -> bool:
+        """Whether a trial belongs to this folder, where its run and its lock are."""
         return trial.user_attrs.get(_HOME) == self._home
 
-    def _hold(self, number: int) -> int | None:
-        """Hold a trial; None if another process does."""
+    def _lock_trial(self, number: int, held: ExitStack) -> bool:
+        """Lock a trial until `held` is closed. False if another process has the lock."""
         folder = self._folder / TRIALS
         folder.mkdir(exist_ok=True)
-        held = os.open(folder / f"{number:04d}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-        if lock_if_free(held):
-            return held
-        os.close(held)
-        return None
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """What one process at a time may do in the folder."""
-        held = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            while not lock_if_free(held):
-                time.sleep(0.05)
-            yield
-        finally:
-            os.close(held)
+        with ExitStack() as stack:
+            if not stack.enter_context(locked(folder / f"{number:04d}.lock")):
+                return False
+            held.enter_context(stack.pop_all())
+        return True
 
     def _check_locks(self) -> None:
-        """Whether the folder's filesystem has locks: without, two processes would be at one trial."""
+        """Check that the filesystem of the folder has locks: otherwise two processes could train the same trial."""
         path = self._folder / f"{_LOCK}.{uuid.uuid4().hex}"
-        first = os.open(path, os.O_RDWR | os.O_CREAT)
-        second = os.open(path, os.O_RDWR)
         try:
-            if lock_if_free(first) and lock_if_free(second):
-                raise UsageError(
-                    f"{self._folder} is on a filesystem without locks",
-                    todo="choose an --out that has them (a local disk, or NFS with its lock service)",
-                )
+            with locked(path) as first, locked(path) as second:
+                if first and second:
+                    raise UsageError(
+                        f"{self._folder} is on a filesystem without locks",
+                        todo="choose an --out on a local disk, or on NFS with its lock service",
+                    )
         finally:
-            os.close(first)
-            os.close(second)
             path.unlink()
 
-    def _identity(self) -> str:
-        """What the folder is known by, on whichever machine and path."""
+    def _folder_id(self) -> str:
+        """Return the identity of the folder, which is the same for every machine and path."""
         path = self._folder / _ID
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
@@ -185,10 +178,10 @@ class Study:
         return pruners.MedianPruner(n_startup_trials=_START_TRIALS)  # type: ignore[no-any-return]
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """A sampler for one trial: of one seed for all, processes would draw the same."""
+        """Return the sampler of one trial, with its own seed: with the same seed, all processes would draw the same."""
         samplers = self._optuna.samplers
         seed = int(combine(self._settings.seed, number)) & 0x7FFFFFFF
         if self._settings.sampler == "random":
             return samplers.RandomSampler(seed)  # type: ignore[no-any-return]
-        # Trials under way count as bad, so that processes do not crowd together.
+        # Running trials count as bad, so that processes do not try similar settings.
         return samplers.TPESampler(seed=seed, constant_liar=True)  # type: ignore[no-any-return]

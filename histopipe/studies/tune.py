@@ -1,4 +1,4 @@
-"""A search for better settings: trials in processes of their own, judged on validation, never on test data."""
+"""Search for better settings. Each trial is a training in a process of its own, evaluated on validation data only."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.task_config import changed_config, make_config
-from histopipe.studies.attempts import Limits, Outcome, attempt, has_begun
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.storage import load_optuna
 from histopipe.studies.study import TRIALS, Study
+from histopipe.studies.trainings import (
+    TrainingLimits,
+    TrainingOutcome,
+    has_begun,
+    train_with_retries,
+)
 from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
-from histopipe.system.progress import message
+from histopipe.system.progress import Progress, default_progress
 
 if TYPE_CHECKING:
     import optuna
 
 _LOCAL = ("devices", "communication", "worker_timeout", "save_minutes", "log_device_placement")
 """Settings that may differ between the processes of a search."""
-_HOPELESS = 3
-"""Trials that may fail for their settings before anything worked; then it is not the search space."""
+_MAX_WRONG_SETTINGS = 3
+"""After so many trials whose settings fail, and none that worked, the search ends: the base settings are wrong."""
 
 
 def tune(
@@ -47,31 +52,36 @@ def tune(
     name: str | None = None,
     trial_timeout: float = 0.0,
     retries: int = 0,
+    progress: Progress | None = None,
     **settings: Any,
 ) -> TuneResult:
-    """Search for settings that do better on validation. The test patches are kept from every trial.
+    """Search for settings with a better validation metric. No trial sees the test patches.
 
-    Called once more it goes on; called by several processes with the same folder they share the trials.
+    The same call continues the search. Several processes with the same folder share the trials.
 
     Args:
-        stores: a store, or several; "patches.lmdb" if not given.
-        space: what is searched, as `read_space`.
-        out: the search's folder.
-        trials: how many, of all processes together, those of earlier calls included.
-        metric: of validation: "auc", "accuracy" or "loss".
+        stores: one store or several; "patches.lmdb" if None.
+        space: search space, as for `read_space`.
+        out: folder of the search.
+        trials: number of trials, of all processes and earlier calls together.
+        metric: validation metric: "auc", "accuracy" or "loss".
         sampler: "tpe" or "random".
-        pruner: "median" or "none".
+        pruner: "median" stops trials that are worse than the median at the same epoch; "none".
         storage: an Optuna storage that machines without a common folder share; None for a file in `out`.
-        name: of the study there; None for that of the folder.
-        trial_timeout: seconds for an attempt at a trial; 0 for as long as it takes.
-        retries: further attempts at a trial that failed.
-        settings: by the names of `TrainConfig`; those of the space go before them.
+        name: name of the study in `storage`; None for the name of the folder.
+        trial_timeout: time limit in seconds of one attempt at a trial; 0 for none.
+        retries: number of retries of a trial that failed.
+        progress: shows messages; `default_progress()` if None.
+        settings: fields of `TrainConfig`; those of the space take precedence.
+
+    Returns:
+        All trials, and the settings of the best one.
 
     Raises:
         UsageError: a setting is unknown, or does not fit the data or the machine.
-        NothingToDo: no store, or nothing to tell apart.
+        NothingToDo: no store, or no labels.
         MachineShort: Optuna is not installed.
-        Interrupted: told to stop; the same call goes on.
+        Interrupted: by Ctrl-C or SIGTERM; the same call continues.
 
     Example:
         >>> space = {"learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}}
@@ -87,25 +97,27 @@ def tune(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    limits = Limits(seconds=own.trial_timeout, retries=own.retries)
-    return Search(base, found, own, Path(out)).run(limits)
+    limits = TrainingLimits(seconds=own.trial_timeout, retries=own.retries)
+    shown = progress or default_progress()
+    return _Search(base, found, own, Path(out), limits=limits, progress=shown).run()
 
 
-class Search:
-    """A search under way in this process.
-
-    Args:
-        base: settings of all trials.
-        space: what differs.
-        settings: how it is run.
-        folder: of the search.
-    """
+class _Search:
+    """The part of a search that this process does."""
 
     def __init__(
-        self, base: TrainConfig, space: SearchSpace, settings: StudySettings, folder: Path
+        self,
+        base: TrainConfig,
+        space: SearchSpace,
+        settings: StudySettings,
+        folder: Path,
+        *,
+        limits: TrainingLimits,
+        progress: Progress,
     ) -> None:
         self._base, self._space, self._settings, self._folder = base, space, settings, folder
-        self._failed_at_once: list[HistopipeError] = []
+        self._limits, self._progress = limits, progress
+        self._wrong_settings: list[HistopipeError] = []
         self._optuna = load_optuna()
         with run_folder.writable(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -115,22 +127,18 @@ class Search:
         with self._study.locked():
             _write_splits(base, folder)
 
-    def run(self, limits: Limits) -> TuneResult:
-        """Work at trials until all have ended.
-
-        Raises:
-            HistopipeError: as `tune`.
-        """
+    def run(self) -> TuneResult:
+        """Train trials until all have ended, those of other processes included."""
         while True:
             with self._study.claimed() as trial:
                 if trial is not None:
-                    self._work_at(trial, limits)
+                    self._run_trial(trial)
                     continue
             if not self._study.wait():
                 break
-        return self._summed_up()
+        return self._summarize()
 
-    def _summed_up(self) -> TuneResult:
+    def _summarize(self) -> TuneResult:
         result = result_of(
             self._folder, self._base, self._study.trials(), self._study.folder_of,
             direction=self._settings.direction,
@@ -139,91 +147,93 @@ class Search:
             write_tune_result(result)
         return result
 
-    def _work_at(self, trial: optuna.trial.Trial, limits: Limits) -> None:
+    def _run_trial(self, trial: optuna.trial.Trial) -> None:
         params = self._space.suggest(trial)
-        told = ", ".join(f"{name} {value}" for name, value in trial.params.items())
+        tried = ", ".join(f"{name} {value}" for name, value in trial.params.items())
         folder = self._study.folder_of(trial.number)
-        going_on = "goes on" if has_begun(folder) else "begins"
-        message(f"trial {trial.number} of {self._settings.trials} {going_on}: {told}")
+        verb, show = "resumes" if has_begun(folder) else "starts", self._progress.message
+        show(f"trial {trial.number} of {self._settings.trials} {verb}: {tried}")
         try:
-            outcome = self._train(trial, params, folder, limits)
+            outcome = self._train(trial, params, folder)
         except self._optuna.TrialPruned:
             self._study.tell(trial, None, "PRUNED")
-            message(f"trial {trial.number}: pruned")
-            _forget_state(folder)
-            self._summed_up()
+            show(f"trial {trial.number}: pruned")
+            _remove_resume_state(folder)
+            self._summarize()
             return
         if isinstance(outcome.error, Interrupted):
-            self._summed_up()
+            self._summarize()
             raise Interrupted(
-                "interrupted", found=f"trial {trial.number} under way",
-                todo="the same command goes on with it",
+                "interrupted", found=f"trial {trial.number} is running",
+                todo="the same command continues it",
             ) from outcome.error  # fmt: skip
         value, reason = self._value_of(outcome)
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, None, "FAIL")
-            message(f"trial {trial.number}: failed: {reason}")
-            self._give_up_if_hopeless(outcome, folder)
+            show(f"trial {trial.number}: failed: {reason}")
+            self._check_settings(outcome, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
-            message(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
-        _forget_state(folder)
-        self._summed_up()
+            show(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
+        _remove_resume_state(folder)
+        self._summarize()
 
     def _train(
-        self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path, limits: Limits
-    ) -> Outcome:
-        if is_finished(folder):  # by a process that died before it could say so
-            return Outcome(read_result(folder), None, 0, 0.0, 0)
+        self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
+    ) -> TrainingOutcome:
+        if is_finished(folder):  # by a process that died before it recorded that
+            return TrainingOutcome(read_result(folder), None)
         splits = str(self._folder / TRIALS / run_folder.SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
-            return Outcome(None, error, 0, 0.0, 0)
-        known_steps = set(self._study.trials()[trial.number].intermediate_values)
+            return TrainingOutcome(None, error)
+        reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
             value = row[f"val_{self._settings.metric}"]
-            if value is not None and row["epoch"] not in known_steps:
+            if value is not None and row["epoch"] not in reported:
                 trial.report(value, row["epoch"])
                 if trial.should_prune():
                     raise self._optuna.TrialPruned
 
-        return attempt(config, folder, limits, epoch=report)
+        return train_with_retries(
+            config, folder, self._limits, progress=self._progress, epoch=report
+        )
 
-    def _value_of(self, outcome: Outcome) -> tuple[float | None, str | None]:
-        """What a trial is judged by, or why it cannot be."""
+    def _value_of(self, outcome: TrainingOutcome) -> tuple[float | None, str | None]:
+        """Return the metric of a trial, or the reason why it has none."""
         if outcome.result is None:
             return None, str(outcome.error)
         value = validation_value(outcome.result, self._settings.metric)
         return value, None if value is not None else "validation has one class only"
 
-    def _give_up_if_hopeless(self, outcome: Outcome, folder: Path) -> None:
-        """End a search whose first trials all fail for their settings, before they begin."""
+    def _check_settings(self, outcome: TrainingOutcome, folder: Path) -> None:
+        """End a search whose first trials all fail because of their settings, before they start."""
         error = outcome.error
         if isinstance(error, UsageError | NothingToDo) and not has_begun(folder):
-            self._failed_at_once.append(error)
+            self._wrong_settings.append(error)
         ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
-        if not ended and len(self._failed_at_once) >= _HOPELESS:
-            raise self._failed_at_once[0]
+        if not ended and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
+            raise self._wrong_settings[0]
 
 
 def validation_value(result: TrainResult, metric: str) -> float | None:
-    """The best model's figure on the validation patches, or bags."""
+    """Return the metric of the best model on the validation patches, or bags."""
     found = result.metrics["validation"].finest
     return {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}[metric]
 
 
-def _forget_state(folder: Path) -> None:
-    """A trial that has ended does not go on: its resume state, larger than its model, is removed."""
+def _remove_resume_state(folder: Path) -> None:
+    """Remove the resume state of a trial that has ended: it is larger than the model."""
     for path in folder.glob("resume*.npz"):
         path.unlink()
 
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:
-    """The search's splits, and the same without test patches for the trials; as they are if they are there."""
+    """Write the splits of the search, and the same without test patches for the trials, unless they exist."""
     whole, without_test = folder / run_folder.SPLITS, folder / TRIALS / run_folder.SPLITS
     if whole.exists() and without_test.exists():
         return

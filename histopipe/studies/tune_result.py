@@ -1,4 +1,4 @@
-"""What a search has found so far: its trials, and the best one's settings, ready to train with."""
+"""Result of a search: its trials, and the settings of the best one, ready to train with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 BEST, TRIALS_CSV = "best.toml", "trials.csv"
 _WORDS = {
-    "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "under way",
+    "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running",
     "WAITING": "waiting",
 }  # fmt: skip
 
@@ -33,12 +33,13 @@ class Trial:
     """One trial.
 
     Attributes:
-        number, folder: from 0; its run's.
-        state: "done", "pruned", "failed", "under way" or "waiting".
-        value: what it is judged by.
-        settings: what was tried.
-        epochs: how many it took.
-        seconds: for all of its attempts.
+        number: from 0.
+        folder: folder of its run.
+        state: "done", "pruned", "failed", "running" or "waiting".
+        value: its validation metric.
+        settings: its settings of the search space.
+        epochs: number of epochs.
+        seconds: duration of all attempts.
         reason: why it failed.
     """
 
@@ -52,7 +53,7 @@ class Trial:
     reason: str | None
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, with the settings as columns."""
+        """Return a JSON-ready dict, with the settings as columns."""
         return {
             "trial": self.number,
             "state": self.state,
@@ -64,14 +65,14 @@ class Trial:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TuneResult:
-    """A search.
+    """Result of `tune`.
 
     Attributes:
-        folder: its folder.
-        trials: by number.
-        best: of those that were done; None for none.
+        folder: folder of the search.
+        trials: all trials by number.
+        best: the best trial; None if none is done.
         config: settings to train with: those of the best trial, and splits with test patches.
     """
 
@@ -81,15 +82,14 @@ class TuneResult:
     config: TrainConfig | None
 
     def to_json(self) -> dict[str, Any]:
-        """For a program."""
+        """Return a JSON-ready dict."""
         return {
             "folder": str(self.folder),
             "best": self.best.number if self.best else None,
             "trials": [trial.to_json() for trial in self.trials],
         }
 
-    def lines(self) -> list[str]:
-        """A table with a line a trial."""
+    def __repr__(self) -> str:
         names = list(dict.fromkeys(name for trial in self.trials for name in trial.settings))
         rows = [["trial", "state", "value", "epochs", "s", *names]]
         for trial in self.trials:
@@ -100,7 +100,11 @@ class TuneResult:
             ])  # fmt: skip
         lines = aligned(rows)
         lines += [f"trial {it.number}: {it.reason}" for it in self.trials if it.reason]
-        return lines
+        if self.best is not None:
+            lines.append(
+                f"train with the best settings: histopipe train --config {self.folder / BEST}"
+            )
+        return "\n".join(lines)
 
 
 def result_of(
@@ -111,20 +115,20 @@ def result_of(
     *,
     direction: str,
 ) -> TuneResult:
-    """What the trials of a search have come to so far."""
+    """Return the result of the trials of a search so far."""
     found = tuple(_trial(trial, folder_of(trial.number)) for trial in trials)
     done = [(trial.value, trial) for trial in found if trial.value is not None]
     sign = -1 if direction == "minimize" else 1
-    # The first of equals.
+    # Of equal trials the first.
     best = max(done, key=lambda it: (sign * it[0], -it[1].number))[1] if done else None
     config = None
     if best is not None:
-        config = _from_anywhere(changed_config(base, **best.settings), folder)
+        config = _with_absolute_paths(changed_config(base, **best.settings), folder)
     return TuneResult(folder, found, best, config)
 
 
-def _from_anywhere(config: TrainConfig, folder: Path) -> TrainConfig:
-    """The same with absolute paths, and the search's own splits: `best.toml` may be run in another folder."""
+def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
+    """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
     paths: dict[str, Any] = {"splits": str((folder / run_folder.SPLITS).resolve())}
     values = config.values()
     for name in ("mil", "labels", "weights"):
@@ -137,7 +141,7 @@ def _from_anywhere(config: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def write_tune_result(result: TuneResult) -> None:
-    """`trials.csv`, and `best.toml` for `histopipe train --config`."""
+    """Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
     rows = [trial.to_json() for trial in result.trials]
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))

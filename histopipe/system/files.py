@@ -8,10 +8,12 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
+
+from histopipe.errors import DamagedStore, UsageError
 
 
 class Closing:
@@ -137,3 +139,53 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("its brackets are nested too deep") from error
+
+
+def path_within(folder: Path, name: str) -> Path:
+    """Return a path in a folder by an untrusted name, such as the id of a slide.
+
+    Raises:
+        DamagedStore: the path is outside of the folder.
+    """
+    path = folder / name
+    if ".." in Path(name).parts or not path.is_relative_to(folder) or path == folder:
+        raise DamagedStore(f"the name {name!r}", expected=f"a path within {folder}")
+    return path
+
+
+def record_or_check(
+    path: Path, settings: Mapping[str, Any], *, ignored: Collection[str], contents: str
+) -> None:
+    """Record the settings that the contents of a folder depend on, or compare them with the recorded ones.
+
+    Args:
+        path: the JSON file of the settings, in the folder.
+        settings: as JSON values.
+        ignored: settings that may differ.
+        contents: what the folder holds, for messages.
+
+    Raises:
+        UsageError: a setting differs.
+        DamagedStore: the recorded settings cannot be read.
+    """
+    if not path.exists():
+        with appearing(path) as part:
+            part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        return
+    try:
+        recorded = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DamagedStore(f"{path} is damaged", found=str(error)) from error
+    names = sorted({*recorded, *settings}) if isinstance(recorded, dict) else []
+    differing = [
+        name for name in names if name not in ignored and recorded.get(name) != settings.get(name)
+    ]
+    if differing or not names:
+        raise UsageError(
+            f"{path.parent} holds {contents} made with other settings",
+            found="; ".join(f"{name} {recorded[name]}" for name in differing if name in recorded),
+            expected="; ".join(
+                f"{name} {settings[name]}" for name in differing if name in settings
+            ),
+            todo="choose another --out",
+        )

@@ -14,9 +14,8 @@ from histopipe.errors import DamagedStore
 from histopipe.features.bag_batches import read_bag
 from histopipe.features.bag_set import Bag
 from histopipe.features.feature_file import read_coords
-from histopipe.features.folder import path_within
 from histopipe.runs import folder as run_folder
-from histopipe.system.files import appearing
+from histopipe.system.files import appearing, path_within
 from histopipe.system.progress import message
 from histopipe.training.bag_model import BagModel
 

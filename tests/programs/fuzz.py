@@ -32,9 +32,9 @@ from histopipe.demo.pyramid_tiff import Page, write_pyramid
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.features.feature_file import writing
-from histopipe.features.trust import check_coords, check_features
+from histopipe.features.untrusted import check_coords, check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
-from histopipe.inference.slide_info import SlideFacts
+from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
@@ -73,7 +73,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
     names = SlideNames([record.id for record in store.slides])
     first = store.slides[0]
     table = "".join(f"{record.id},{'ab'[n % 2]},p{n}\n" for n, record in enumerate(store.slides))
-    facts = SlideFacts.of(first, source="x.svs")
+    facts = PredictedSlide.of(first, source="x.svs")
     geojson = b'{"type":"FeatureCollection","features":[{"type":"Feature","geometry":{"type":"Polygon","coordinates":[[[0,0],[9,0],[9,9],[0,0]]]},"properties":{"classification":{"name":"a"}}}]}'
     asap = b'<?xml version="1.0"?><ASAP_Annotations><Annotations><Annotation Name="x" Type="Polygon" PartOfGroup="a"><Coordinates><Coordinate Order="0" X="0" Y="0"/><Coordinate Order="1" X="9" Y="0"/><Coordinate Order="2" X="9" Y="9"/></Coordinates></Annotation></Annotations></ASAP_Annotations>'
     scratch = run / "fuzz-scratch"
@@ -90,7 +90,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
         "list.csv": (b"slide\n" + first.id.encode(), lambda p: read_slide_list(p, names)),
         "mpp.csv": (f"slide,mpp\n{first.id},0.5\n".encode(), lambda p: read_mpps(p, names)),
         "space.toml": (b"epochs = [1, 2]\nlearning_rate = {low = 1e-4, high = 1e-2, log = true}\n", read_space),
-        "facts.json": ((scratch / "facts.json").read_bytes(), SlideFacts.read),
+        "facts.json": ((scratch / "facts.json").read_bytes(), PredictedSlide.read),
         "x.geojson": (geojson, read_annotations),
         "x.xml": (asap, read_annotations),
         "record": (first.to_bytes(0), lambda p: SlideRecord.from_bytes(0, p.read_bytes(), where="record")),

@@ -1,4 +1,4 @@
-"""A page of a report: sections of blocks, rendered to one HTML file that asks the network for nothing."""
+"""HTML page of a report: sections of blocks, rendered to one file that needs no network."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.reports.pictures import data_uri
+from histopipe.reports.page_images import data_uri
 from histopipe.system.files import appearing
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A figure that matters."""
+    """A number to show prominently."""
 
     name: str
     value: str
@@ -30,7 +30,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture that is decoded once it is seen. Its id is unique in its page."""
+    """A picture that the browser decodes when it comes into view. Its id is unique in its page."""
 
     id: str
     caption: str
@@ -40,13 +40,13 @@ class Picture:
 
     @classmethod
     def of(cls, name: str, caption: str, pixels: NDArray[Any]) -> Picture:
-        """A picture of (H, W, 3) uint8 pixels."""
+        """Create a picture from (H, W, 3) uint8 pixels."""
         return cls(name, caption, data_uri(pixels), pixels.shape[1], pixels.shape[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A table's cell: its text; the number that it is sorted by, if it is one; and a CSS class."""
+    """A cell of a table: its text, the number that it is sorted by, if any, and a CSS class."""
 
     text: str
     value: float | None = None
@@ -54,7 +54,7 @@ class Cell:
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
-    """A cell with a number; empty where there is none."""
+    """Return a cell with a number; empty for None and NaN."""
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return Cell("", tone="n")
     return Cell(f"{value:,.{digits}f}{unit}", float(value), "n")
@@ -62,7 +62,7 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A table's column."""
+    """A column of a table."""
 
     name: str
     number: bool = False
@@ -70,7 +70,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A table's row, and the pictures that it opens."""
+    """A row of a table, and the pictures that it opens."""
 
     cells: Sequence[Cell]
     pictures: Sequence[Picture] = ()
@@ -78,7 +78,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Cards:
-    """Figures side by side."""
+    """Numbers side by side."""
 
     kind: ClassVar[str] = "cards"
     cards: Sequence[Card]
@@ -103,7 +103,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values, which open and close."""
+    """Names and values that fold in and out."""
 
     kind: ClassVar[str] = "facts"
     title: str
@@ -113,7 +113,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Charts:
-    """SVG elements, made by `charts`."""
+    """SVG elements, from `charts`."""
 
     kind: ClassVar[str] = "charts"
     charts: Sequence[str]
@@ -130,7 +130,7 @@ class Gallery:
 
 @dataclass(frozen=True, slots=True)
 class Confusion:
-    """A confusion matrix: a row for each label."""
+    """A confusion matrix: one row per label."""
 
     kind: ClassVar[str] = "confusion"
     title: str
@@ -140,7 +140,7 @@ class Confusion:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table that sorts and filters."""
+    """A table that can be sorted and filtered."""
 
     kind: ClassVar[str] = "table"
     title: str
@@ -149,7 +149,7 @@ class Table:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether any row opens some."""
+        """Whether a row opens pictures."""
         return any(row.pictures for row in self.rows)
 
 
@@ -158,7 +158,7 @@ Block = Cards | Text | Notes | Facts | Charts | Gallery | Confusion | Table
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page; its id is what links lead to."""
+    """A part of a page; its id is the target of links."""
 
     id: str
     name: str
@@ -174,13 +174,13 @@ class Page:
     sections: list[Section] = field(default_factory=list)
 
     def add(self, name: str, *blocks: Block | None) -> None:
-        """A section of the blocks that are there; none of none."""
-        there = [block for block in blocks if block is not None]
-        if there:
-            self.sections.append(Section(name.lower().replace(" ", "-"), name, there))
+        """Add a section with the blocks that are not None; no section if there is none."""
+        given = [block for block in blocks if block is not None]
+        if given:
+            self.sections.append(Section(name.lower().replace(" ", "-"), name, given))
 
     def pictures(self) -> Iterator[Picture]:
-        """All of its pictures."""
+        """Yield all pictures."""
         for section in self.sections:
             for block in section.blocks:
                 if isinstance(block, Gallery):
@@ -190,13 +190,13 @@ class Page:
                         yield from row.pictures
 
     def write(self, path: Path) -> None:
-        """Render it into a file, by one rename."""
+        """Write the HTML file, by one rename."""
         with appearing(path) as part, part.open("w", encoding="utf-8") as file:
             context = {
                 "page": self, "version": __version__, "css": _asset("page.css"), "js": _asset("page.js"),
                 "made": datetime.now(UTC).isoformat(" ", timespec="minutes").replace("+00:00", " UTC"),
             }  # fmt: skip
-            # Piece by piece: a thousand slides' pictures need not be one text.
+            # In pieces: the pictures of a thousand slides need not be one text in memory.
             file.writelines(_template().generate(**context))
 
 

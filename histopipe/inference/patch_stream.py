@@ -1,4 +1,4 @@
-"""Patches of many slides through a network, with batches loaded ahead, across the border between two slides too."""
+"""Stream the patches of many slides through a network. PatchBatches are loaded ahead, also across slides."""
 
 from __future__ import annotations
 
@@ -18,23 +18,26 @@ from histopipe.errors import DamagedStore, SlideError
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar
 
-_BEHIND = 2
-"""Batches that may still be on the device: to fetch them at once would make it wait for the host."""
+_STARTED_BATCHES = 2
+"""PatchBatches that may still be on the device: fetching each at once would make the device wait for the host."""
+
+Results = tuple[NDArray[np.float32], NDArray[np.integer]]
+"""(N, D) results of a network, and the (N, 2) top left corners of their patches in level-0 pixels."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A batch of one slide's patches.
+class PatchBatch:
+    """A batch of patches of one slide.
 
     Attributes:
         images: (B, H, W, 3) uint8 RGB.
         corners: (B, 2) top left corners, level-0 pixels.
-        real: (B,) bool; the others only fill the batch up, or could not be read.
+        valid: (B,) bool; False for patches that fill up the batch or cannot be read.
     """
 
     images: NDArray[np.uint8]
     corners: NDArray[np.integer]
-    real: NDArray[np.bool_]
+    valid: NDArray[np.bool_]
 
 
 class SlidePatches(Protocol):
@@ -42,54 +45,54 @@ class SlidePatches(Protocol):
 
     @property
     def steps(self) -> int:
-        """Batches."""
+        """Number of batches."""
 
-    def load(self, step: int) -> Piece:
-        """A batch; called from several threads.
+    def load(self, step: int) -> PatchBatch:
+        """Load a batch. Called from several threads.
 
         Raises:
-            SlideError, DamagedStore: this slide cannot be used.
+            SlideError, DamagedStore: the slide cannot be used.
         """
 
 
 class Network(Protocol):
-    """What batches go through."""
+    """A network that computes D numbers per patch."""
 
-    def prepared(self, images: NDArray[np.uint8]) -> NDArray[Any]:
-        """What `start` takes, from (B, H, W, 3) uint8 RGB. Called from several threads."""
+    def prepare(self, images: NDArray[np.uint8]) -> NDArray[Any]:
+        """Convert (B, H, W, 3) uint8 RGB to the input of the network. Called from several threads."""
 
     def start(self, inputs: NDArray[Any]) -> Any:
-        """Begin with a batch; what `features` takes."""
+        """Start computing a batch; `finish` takes what is returned."""
 
-    def features(self, started: Any) -> NDArray[np.float32]:
-        """(B, D) results of a batch, waiting for them."""
+    def finish(self, started: Any) -> NDArray[np.float32]:
+        """Wait for the (B, D) results of a batch."""
 
 
 S = TypeVar("S", bound=SlidePatches)
-_Loaded = tuple[Piece, NDArray[Any]]
+_Loaded = tuple[PatchBatch, NDArray[Any]]
 
 
 class PatchStream(Closing):
-    """Takes slides through a network, one after the other.
+    """Stream slides through a network, one after the other.
 
     Args:
-        network: what their patches go through.
-        progress: counts batches.
+        network: the network.
+        bar: counts batches.
 
     Attributes:
         input_wait: seconds of waiting for patches so far.
     """
 
-    def __init__(self, network: Network, progress: Bar) -> None:
-        self._network, self._progress = network, progress
+    def __init__(self, network: Network, bar: Bar) -> None:
+        self._network, self._bar = network, bar
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load")
         self._failures: dict[int, Exception] = {}
         self.input_wait = 0.0
 
-    def run(self, slides: Iterable[S]) -> Iterator[tuple[S, Iterator[_Results]]]:
-        """Each slide with its results; what of these is not taken before the next slide is dropped.
+    def run(self, slides: Iterable[S]) -> Iterator[tuple[S, Iterator[Results]]]:
+        """Yield each slide with an iterator over its results; results not taken before the next slide are dropped.
 
-        Taking them raises what the slide failed with: a SlideError or DamagedStore.
+        The iterator of a slide that cannot be used raises a SlideError or DamagedStore.
         """
         loaded = self._loaded(slides)
         for slide, first in loaded:
@@ -99,11 +102,11 @@ class PatchStream(Closing):
                 deque(results, maxlen=0)
 
     def close(self) -> None:
-        """Drop what is loaded ahead."""
+        """Drop the batches that are loaded ahead."""
         self._pool.shutdown(cancel_futures=True)
 
     def _loaded(self, slides: Iterable[S]) -> Iterator[tuple[S, Future[_Loaded | None]]]:
-        """Batches of all slides in turn, some of them ahead of what is asked for."""
+        """Yield the batches of all slides in order; some more are being loaded."""
         ahead: deque[tuple[S, Future[_Loaded | None]]] = deque()
         for slide in slides:
             for step in range(slide.steps):
@@ -114,42 +117,38 @@ class PatchStream(Closing):
             yield ahead.popleft()
 
     def _load(self, slide: S, step: int) -> _Loaded | None:
-        """A batch; None once one of its slide has failed."""
+        """Load a batch; None once a batch of its slide has failed."""
         if id(slide) in self._failures:
             return None
         try:
-            piece = slide.load(step)
+            batch = slide.load(step)
         except (SlideError, DamagedStore) as error:
             self._failures[id(slide)] = error
             return None
-        return piece, self._network.prepared(piece.images)
+        return batch, self._network.prepare(batch.images)
 
     def _results(
         self,
         slide: S,
         first: Future[_Loaded | None],
         loaded: Iterator[tuple[S, Future[_Loaded | None]]],
-    ) -> Iterator[_Results]:
-        behind: deque[tuple[Piece, Any]] = deque()
+    ) -> Iterator[Results]:
+        started: deque[tuple[PatchBatch, Any]] = deque()
         for step in range(slide.steps):
             future = first if step == 0 else next(loaded)[1]
             before = time.monotonic()
             found = future.result()
             self.input_wait += time.monotonic() - before
             if found is not None:
-                behind.append((found[0], self._network.start(found[1])))
-            if len(behind) > _BEHIND:
-                yield self._fetched(*behind.popleft())
-            self._progress.advance()
-        while behind:
-            yield self._fetched(*behind.popleft())
+                started.append((found[0], self._network.start(found[1])))
+            if len(started) > _STARTED_BATCHES:
+                yield self._finish(*started.popleft())
+            self._bar.advance()
+        while started:
+            yield self._finish(*started.popleft())
         failure = self._failures.pop(id(slide), None)
         if failure is not None:
             raise failure
 
-    def _fetched(self, piece: Piece, started: Any) -> _Results:
-        return self._network.features(started)[piece.real], piece.corners[piece.real]
-
-
-_Results = tuple[NDArray[np.float32], NDArray[np.integer]]
-"""(n, D) results of real patches, and their (n, 2) corners."""
+    def _finish(self, batch: PatchBatch, started: Any) -> Results:
+        return self._network.finish(started)[batch.valid], batch.corners[batch.valid]

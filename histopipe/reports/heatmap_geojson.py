@@ -1,8 +1,8 @@
-"""A heatmap as objects for QuPath: each patch with its value as a measurement, or outlines around where it is high.
+"""Heatmaps as objects for QuPath: patches with their value as a measurement, or outlines of areas with high values.
 
 Source:
-    QuPath's own GeoJSON: `objectType`, `classification` with a colour, `measurements` by name; pixels counted from the corner of
-    the scanned area.
+    GeoJSON as QuPath writes it: `objectType`, `classification` with a colour, `measurements` by name; positions relative to the
+    corner of the scanned area.
 """
 
 from __future__ import annotations
@@ -17,69 +17,73 @@ import numpy as np
 import shapely
 from numpy.typing import NDArray
 
-from histopipe.reports.heat import SlideHeat
-from histopipe.reports.heat_png import COLOURS
+from histopipe.reports.heatmap_images import COLOURS
+from histopipe.reports.patch_values import PatchValues
 from histopipe.system.files import appearing
 
 Objects = Literal["cells", "contours"]
 _GAP = 1.0
-"""Level-0 pixels between neighbours that rounding may have left."""
+"""Level-0 pixels that rounding may leave between neighbours."""
 
 
-def write_heat_geojson(heat: SlideHeat, path: Path, *, objects: Objects, threshold: float) -> int:
+def write_heatmap_geojson(
+    values: PatchValues, path: Path, *, objects: Objects, threshold: float
+) -> int:
     """Write a FeatureCollection.
 
     Args:
-        heat: the values.
+        values: values of the patches.
         path: the file.
-        objects: "cells": a tile for each patch; "contours": an annotation around each group of patches from `threshold` on.
+        objects: "cells": one tile per patch; "contours": one annotation around each group of patches from `threshold` on.
         threshold: of the values.
 
     Returns:
-        How many objects.
+        Number of objects.
     """
-    made = _cells(heat) if objects == "cells" else _contours(heat, threshold)
+    features = _cells(values) if objects == "cells" else _contours(values, threshold)
     count = 0
     with appearing(path, hidden=True) as part, part.open("w", encoding="utf-8") as file:
         file.write('{"type":"FeatureCollection","features":[')
-        for feature in made:
+        for feature in features:
             file.write((",\n" if count else "\n") + json.dumps(feature, separators=(",", ":")))
             count += 1
         file.write("\n]}\n")
     return count
 
 
-def _cells(heat: SlideHeat) -> Iterator[dict[str, Any]]:
-    left, top, _, _ = heat.bounds
-    side = heat.side_l0
-    colours = (mpl.colormaps[COLOURS](heat.values)[:, :3] * 255).round().astype(int)
+def _cells(patches: PatchValues) -> Iterator[dict[str, Any]]:
+    left, top, _, _ = patches.bounds
+    side = patches.side_l0
+    colours = (mpl.colormaps[COLOURS](patches.values)[:, :3] * 255).round().astype(int)
     for i, (x, y) in enumerate(
-        zip((heat.x_l0 - left).tolist(), (heat.y_l0 - top).tolist(), strict=True)
+        zip((patches.x_l0 - left).tolist(), (patches.y_l0 - top).tolist(), strict=True)
     ):
         ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
-        name = heat.what if heat.predicted is None else str(heat.predicted[i])
+        name = patches.name if patches.predicted is None else str(patches.predicted[i])
         yield _feature(
             {"type": "Polygon", "coordinates": [ring]}, "tile", name, colours[i].tolist(),
-            {heat.what: float(heat.values[i])},
+            {patches.name: float(patches.values[i])},
         )  # fmt: skip
 
 
-def _contours(heat: SlideHeat, threshold: float) -> Iterator[dict[str, Any]]:
-    left, top, _, _ = heat.bounds
-    high = heat.values >= threshold
-    x, y = heat.x_l0[high] - left, heat.y_l0[high] - top
-    squares = shapely.box(x - _GAP, y - _GAP, x + heat.side_l0 + _GAP, y + heat.side_l0 + _GAP)
+def _contours(patches: PatchValues, threshold: float) -> Iterator[dict[str, Any]]:
+    left, top, _, _ = patches.bounds
+    high = patches.values >= threshold
+    x, y = patches.x_l0[high] - left, patches.y_l0[high] - top
+    squares = shapely.box(
+        x - _GAP, y - _GAP, x + patches.side_l0 + _GAP, y + patches.side_l0 + _GAP
+    )
     groups = shapely.get_parts(shapely.union_all(squares))
-    tree = shapely.STRtree(_points(x + heat.side_l0 / 2, y + heat.side_l0 / 2))
+    tree = shapely.STRtree(_points(x + patches.side_l0 / 2, y + patches.side_l0 / 2))
     for group in groups:
-        inside = heat.values[high][tree.query(group, predicate="contains")]
+        inside = patches.values[high][tree.query(group, predicate="contains")]
         shrunk = group.buffer(-_GAP, join_style="mitre")
         if shrunk.is_empty:
             continue
         mean = float(np.mean(inside)) if len(inside) else threshold
         colour = [round(255 * c) for c in mpl.colormaps[COLOURS](mean)[:3]]
-        measures = {f"mean {heat.what}": mean, "patches": len(inside)}
-        name = f"{heat.what} ≥ {threshold:g}"
+        measures = {f"mean {patches.name}": mean, "patches": len(inside)}
+        name = f"{patches.name} ≥ {threshold:g}"
         yield _feature(json.loads(shapely.to_geojson(shrunk)), "annotation", name, colour, measures)
 
 

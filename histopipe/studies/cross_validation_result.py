@@ -1,4 +1,4 @@
-"""What the folds of a cross-validation come to: each by itself, their mean and spread, and their predictions judged together."""
+"""Result of a cross-validation: metrics of each fold, their mean and standard deviation, and pooled predictions."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import io
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.evaluate import Evaluation, Part, Thresholds, evaluate
+from histopipe.evaluation.evaluate import Evaluation, Part, Thresholds, evaluate, judge
 from histopipe.evaluation.metrics import FIGURES
 from histopipe.evaluation.predictions_file import read_predictions, write_predictions
 from histopipe.evaluation.scores import with_common_patients
@@ -20,7 +20,10 @@ from histopipe.evaluation.table import aligned, evaluation_lines, number
 from histopipe.evaluation.thresholds import FALLBACK
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult
+from histopipe.runs.result import METRICS, TrainResult, read_result
+from histopipe.runs.settings import to_toml
+from histopipe.runs.task_config import load_config
+from histopipe.system.files import read_json
 
 SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
 _SHOWN = ("patch", "slide_mean", "patient_mean")
@@ -32,11 +35,12 @@ class Fold:
     """One fold.
 
     Attributes:
-        number, folder: from 1; its run's.
-        result: of a fold that is finished.
-        reason: why it is not.
-        attempts, seconds, host_bytes: of the last time that it was tried.
-        error: of which `reason` tells.
+        number: from 1.
+        folder: folder of its run.
+        result: result of a finished fold.
+        reason: why it is not finished.
+        attempts, seconds, host_bytes: of the last command that trained it.
+        error: the error of `reason`.
     """
 
     number: int
@@ -48,8 +52,8 @@ class Fold:
     host_bytes: int = 0
     error: HistopipeError | None = None
 
-    def facts(self) -> dict[str, Any]:
-        """What is known but its metrics."""
+    def summary(self) -> dict[str, Any]:
+        """Return status and costs of the fold."""
         done = self.result
         return {
             "fold": self.number,
@@ -64,16 +68,16 @@ class Fold:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class CrossValidation:
-    """A cross-validation.
+@dataclass(frozen=True, slots=True, repr=False)
+class CrossValidationResult:
+    """Result of `cross_validate`.
 
     Attributes:
-        folder: its folder.
-        folds: each with its result or the reason why there is none.
-        mean, deviation: over the folds that have it, of each figure of the test sets, by `LEVEL_FIGURE`; the deviation is
-            that of a sample, and missing for fewer than two.
-        pooled: all test sets judged together, each fold's predictions by its own thresholds; None if no fold is finished.
+        folder: folder of the cross-validation.
+        folds: each with its result, or the reason why there is none.
+        mean, deviation: mean and sample standard deviation over the folds, of each metric of the test sets, by
+            `LEVEL_METRIC`.
+        pooled: evaluation of all test sets together, each fold with its own thresholds; None if no fold is finished.
     """
 
     folder: Path
@@ -84,14 +88,14 @@ class CrossValidation:
 
     @property
     def failed(self) -> tuple[Fold, ...]:
-        """Folds without a result."""
+        """Folds without result."""
         return tuple(fold for fold in self.folds if fold.result is None)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it, for `summary.json`."""
+        """Return a JSON-ready dict, as in `summary.json`."""
         return {
             "folds": [
-                fold.facts() | ({"metrics": fold.result.to_json()} if fold.result else {})
+                fold.summary() | ({"metrics": fold.result.to_json()} if fold.result else {})
                 for fold in self.folds
             ],
             "mean": dict(self.mean),
@@ -99,37 +103,36 @@ class CrossValidation:
             "pooled": self.pooled.to_json() if self.pooled else None,
         }
 
-    def lines(self) -> list[str]:
-        """A table with a line a fold, then the pooled figures."""
+    def __repr__(self) -> str:
         shown = [name for name in _SHOWN if not self.mean or f"{name}_accuracy" in self.mean]
         rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} AUC" for name in shown),
                  "bal. acc.", "s", "host MB", "GPU MB"]]  # fmt: skip
         columns = [*(f"{name}_auc" for name in shown), f"{shown[0]}_balanced_accuracy"]
         for fold in self.folds:
-            facts, found = fold.facts(), _figures(fold)
+            summary, found = fold.summary(), _metrics(fold)
             rows.append([
-                str(fold.number), str(facts["epochs"] or facts["status"]),
-                *(number(found.get(name)) for name in columns), f"{facts['seconds']:.0f}",
-                f"{facts['host_mb']:.0f}", number(facts["gpu_mb"], 0),
+                str(fold.number), str(summary["epochs"] or summary["status"]),
+                *(number(found.get(name)) for name in columns), f"{summary['seconds']:.0f}",
+                f"{summary['host_mb']:.0f}", number(summary["gpu_mb"], 0),
             ])  # fmt: skip
         for title, values in (("mean", self.mean), ("sd", self.deviation)):
-            figures = [number(values.get(name)) for name in columns]
-            rows.append([title, "", *figures, "", "", ""])
+            cells = [number(values.get(name)) for name in columns]
+            rows.append([title, "", *cells, "", "", ""])
         lines = aligned(rows)
         lines += [f"fold {fold.number}: {fold.reason}" for fold in self.failed]
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
-        return lines
+        return "\n".join(lines)
 
 
-def summarise(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidation:
-    """Put the folds together."""
-    found = [_figures(fold) for fold in folds]
+def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
+    """Summarize the folds, and write their pooled predictions."""
+    found = [_metrics(fold) for fold in folds]
     columns: dict[str, list[float]] = {}
-    for figures in found:
-        for name, value in figures.items():
+    for metrics in found:
+        for name, value in metrics.items():
             columns.setdefault(name, []).append(value)
-    return CrossValidation(
+    return CrossValidationResult(
         folder, tuple(folds),
         mean={name: statistics.fmean(values) for name, values in columns.items()},
         deviation={
@@ -139,12 +142,12 @@ def summarise(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     )  # fmt: skip
 
 
-def write_summary(result: CrossValidation) -> None:
-    """`summary.csv` and `summary.json`."""
-    rows: list[dict[str, Any]] = [fold.facts() | _figures(fold) for fold in result.folds]
+def write_summary(result: CrossValidationResult) -> None:
+    """Write `summary.csv` and `summary.json`."""
+    rows: list[dict[str, Any]] = [fold.summary() | _metrics(fold) for fold in result.folds]
     rows += [{"fold": "mean", **result.mean}, {"fold": "sd", **result.deviation}]
     if result.pooled is not None:
-        rows.append({"fold": "pooled", **figures_of(result.pooled)})
+        rows.append({"fold": "pooled", **defined_metrics(result.pooled)})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns)
@@ -155,8 +158,8 @@ def write_summary(result: CrossValidation) -> None:
     run_folder.write_text(result.folder / SUMMARY_JSON, text + "\n")
 
 
-def figures_of(evaluation: Evaluation) -> dict[str, float]:
-    """Figures by `LEVEL_FIGURE`, without those that are not defined."""
+def defined_metrics(evaluation: Evaluation) -> dict[str, float]:
+    """Return the metrics that are defined by `LEVEL_METRIC`."""
     named = {
         f"{level}_{figure}": getattr(metrics, figure)
         for level, metrics in evaluation.named()
@@ -166,19 +169,19 @@ def figures_of(evaluation: Evaluation) -> dict[str, float]:
 
 
 def thresholds_of(evaluation: Evaluation) -> Thresholds:
-    """The thresholds that predictions were judged by."""
+    """Return the thresholds that an evaluation used."""
     return {
         level: (metrics.threshold, next((n for n in metrics.notes if n.startswith(FALLBACK)), None))
         for level, metrics in evaluation.named()
     }
 
 
-def _figures(fold: Fold) -> dict[str, float]:
-    return figures_of(fold.result.metrics["test"]) if fold.result else {}
+def _metrics(fold: Fold) -> dict[str, float]:
+    return defined_metrics(fold.result.metrics["test"]) if fold.result else {}
 
 
 def read_parts(results: Sequence[TrainResult]) -> list[Part]:
-    """Test predictions of finished runs, each with its thresholds.
+    """Read the test predictions of finished runs, each with its thresholds.
 
     Raises:
         DamagedStore: they cannot be read.
@@ -204,3 +207,30 @@ def _pooled(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Evaluat
         ],
     )
     return evaluate(parts, config.judging)
+
+
+def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
+    """Evaluate a finished run again if the evaluation settings have changed, from its predictions.
+
+    Args:
+        folder: folder of the run.
+        wanted: its positive class, threshold, top k and resamples are used.
+
+    Raises:
+        UsageError, DamagedStore: the files of the run cannot be read.
+    """
+    result = read_result(folder)
+    scores = read_predictions(folder / run_folder.PREDICTIONS)
+    own = load_config(folder / run_folder.CONFIG)
+    if own.judging == wanted.judging:
+        return result
+    changed = replace(result, metrics=judge(scores, wanted.judging))
+    config = replace(
+        own, positive=wanted.positive, threshold=wanted.threshold, top_k=wanted.top_k,
+        resamples=wanted.resamples,
+    )  # fmt: skip
+    recorded = read_json(folder / METRICS)
+    run_folder.write_metrics(folder, {**recorded, **changed.to_json()})
+    # The configuration last: until it is written, the run is evaluated again.
+    run_folder.write_text(folder / run_folder.CONFIG, to_toml(config))
+    return changed

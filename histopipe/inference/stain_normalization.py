@@ -1,4 +1,4 @@
-"""Stain normalisation of batches in numpy, on the processor that loads them. Needs TensorFlow."""
+"""Stain normalization of batches on the CPU, in the threads that load them. Loads TensorFlow."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from histopipe.store.stains import StainFit
 from histopipe.store.store import Store
 
 
-def one_slide_normaliser(
+def slide_normalizer(
     fit: StainFit, method: StainNorm
 ) -> Callable[[NDArray[np.uint8]], NDArray[np.uint8]]:
-    """What gives (B, H, W, 3) uint8 images of one slide, that is stained as `fit` says, the reference's stain."""
+    """Return a function that normalizes (B, H, W, 3) uint8 images of one slide by its stain fit."""
     with tf.device("CPU"):
         change, by = normalising_by(fit, method)
 
-    def normalised(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def normalize(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
         with tf.device("CPU"):
             changes = tf.repeat(by[None], len(images), axis=0)
             pixels: NDArray[np.uint8] = to_uint8(change(images, changes)).numpy()
         return pixels
 
-    return normalised
+    return normalize
 
 
-def numpy_normaliser(
+def store_normalizer(
     stores: Sequence[Store], method: StainNorm
 ) -> Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]:
-    """What gives (B, H, W, 3) uint8 images of keys (B,) the reference's stain.
+    """Return a function that normalizes (B, H, W, 3) uint8 images with (B,) keys by the stains that stores hold.
 
     Raises:
-        NothingToDo: a slide's stain has not been measured.
+        NothingToDo: the stain of a slide has not been measured.
     """
     with tf.device("CPU"):
-        normalise = StainNormaliser(stores, method)
+        normaliser = StainNormaliser(stores, method)
 
-    def normalised(images: NDArray[np.uint8], keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def normalize(images: NDArray[np.uint8], keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         with tf.device("CPU"):
-            pixels: NDArray[np.uint8] = to_uint8(normalise(images, tf.constant(keys))).numpy()
+            pixels: NDArray[np.uint8] = to_uint8(normaliser(images, tf.constant(keys))).numpy()
         return pixels
 
-    return normalised
+    return normalize

@@ -1,4 +1,4 @@
-"""Two runs on what both were tested on."""
+"""Differences between two runs that were tested on the same patches, slides or patients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from histopipe.evaluation.statistics import Statistics
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A figure of one run less that of another, on the same patients.
+    """Metric of one run minus that of another, on the same patients.
 
     Attributes:
-        value: None where one of them is not defined.
-        interval: 95 %, from resampling the patients of both at once.
+        value: None if one of the two is not defined.
+        interval: 95 % confidence interval, from resampling the patients of both at once.
     """
 
     value: float | None
@@ -30,8 +30,10 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
-    """What a run was tested on at one level, in the order of its keys, which tell it from all else in any run."""
+class TestedItems:
+    """Items that a run was tested on at one level, sorted by keys that identify them across runs."""
+
+    __test__ = False  # not a test, for pytest
 
     keys: list[tuple[Any, ...]]
     scores: Scores
@@ -39,7 +41,7 @@ class Items:
 
     @property
     def repeats(self) -> bool:
-        """Whether a key stands for several, as a slide that is divided among folds."""
+        """Whether several items have the same key, such as the parts of a slide in different folds."""
         return len(set(self.keys)) < len(self.keys)
 
 
@@ -51,8 +53,16 @@ def tested_items(
     positive: int | None,
     *,
     by_patches: bool,
-) -> Items:
-    """What was tested. Slides and patients of the same stores are the same if their patches are, else if their names are."""
+) -> TestedItems:
+    """Return the items that were tested.
+
+    Args:
+        parts: predictions, each with its thresholds.
+        level, how: level, and how patches are aggregated to it.
+        judging: evaluation settings.
+        positive: number of the positive class; None for more than two.
+        by_patches: slides and patients are equal if their patches are; else if their names are.
+    """
     scores, threshold, _ = joined(parts, level, how, judging)
     decided = decide(scores, positive, threshold)
     named = [_names(part, level, by_patches=by_patches) for part, _ in parts]
@@ -62,11 +72,11 @@ def tested_items(
         scores, label=scores.label[order], probability=scores.probability[order],
         patient=scores.patient[order], item=scores.item[order],
     )  # fmt: skip
-    return Items([keys[i] for i in order], taken, decided[order])
+    return TestedItems([keys[i] for i in order], taken, decided[order])
 
 
 def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
-    """A key for each patch, or slide or patient that there is a name for."""
+    """Return a key for each patch, slide or patient."""
     patches = [
         (scores.slides[slide], x, y)
         for slide, x, y in zip(
@@ -78,9 +88,9 @@ def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple
     names = scores.slides if level == "slide" else scores.patients
     if not by_patches or scores.level != "patch":
         return [(name,) for name in names]
-    whose = (scores.slide if level == "slide" else scores.patient).tolist()
+    owner = (scores.slide if level == "slide" else scores.patient).tolist()
     members: list[list[tuple[Any, ...]]] = [[] for _ in names]
-    for number, patch in zip(whose, patches, strict=True):
+    for number, patch in zip(owner, patches, strict=True):
         members[number].append(patch)
     return [
         (name, hashlib.sha256(repr(sorted(of_it)).encode()).hexdigest())
@@ -89,24 +99,24 @@ def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple
 
 
 def differences_of(
-    ours: Items, theirs: Items, positive: int | None, draws: NDArray[np.float64]
+    ours: TestedItems, theirs: TestedItems, positive: int | None, draws: NDArray[np.float64]
 ) -> dict[str, Difference]:
-    """Their figures less ours, with intervals from resampling the patients of both at once.
+    """Return their metrics minus ours, with intervals from resampling the patients of both at once.
 
     Args:
-        ours, theirs: of the same items.
+        ours, theirs: two runs on the same items.
         positive: number of the positive class; None for more than two.
         draws: (R, P) how often each patient was drawn.
     """
     first = Statistics(ours.scores, ours.decided, positive)
-    # Whose an item is may be said otherwise there; it is resampled as here.
+    # The patient of an item may be named differently there; it is resampled as here.
     scores = replace(theirs.scores, patient=ours.scores.patient)
     other = Statistics(scores, theirs.decided, positive)
     patients = len(np.unique(ours.scores.patient))
     whole = np.ones((1, first.patients))
     drawn = draws[:, : first.patients]
-    values = _less(other, first, whole)
-    resampled = _less(other, first, drawn) if len(draws) and patients > 1 else None
+    values = _differences(other, first, whole)
+    resampled = _differences(other, first, drawn) if len(draws) and patients > 1 else None
     return {
         name: Difference(
             float(values[name][0]) if np.isfinite(values[name][0]) else None,
@@ -118,7 +128,7 @@ def differences_of(
     }
 
 
-def _less(
+def _differences(
     a: Statistics, b: Statistics, weights: NDArray[np.float64]
 ) -> dict[str, NDArray[np.float64]]:
     ours, theirs = a.figures(weights), b.figures(weights)

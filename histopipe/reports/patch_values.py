@@ -1,4 +1,4 @@
-"""Values of a slide's patches as a picture: what heatmaps are drawn from."""
+"""One value per patch of a slide, and their raster: what heatmaps show."""
 
 from __future__ import annotations
 
@@ -7,27 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Kind = str
-"""What values are of, in words: `probability of tumour`, `attention (rank)`."""
-
 
 @dataclass(frozen=True, slots=True)
-class SlideHeat:
-    """Values of a slide's patches.
+class PatchValues:
+    """One value per patch of a slide.
 
     Attributes:
-        slide: its id.
-        what: the values are of, in words.
+        slide: slide id.
+        name: of the value, such as "probability of tumour".
         x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
-        side_l0: of every patch.
+        side_l0: side of the patches, level-0 pixels.
         values: (N,) float32, 0 to 1.
-        predicted: (N,) likeliest class of each; None where there are no classes.
-        bounds: x, y, width and height of what was scanned of level 0.
-        mpp: at level 0; None where unknown.
+        predicted: (N,) most probable class of each; None if the values are not of classes.
+        bounds: x, y, width and height of the scanned area, level-0 pixels.
+        mpp: of level 0; None if unknown.
     """
 
     slide: str
-    what: str
+    name: str
     x_l0: NDArray[np.int64]
     y_l0: NDArray[np.int64]
     side_l0: float
@@ -37,10 +34,10 @@ class SlideHeat:
     mpp: float | None
 
     def raster(self, pixel_l0: float) -> NDArray[np.float32]:
-        """(H, W) float32 mean of the patches that cover each pixel's centre; NaN where none does.
+        """Return (H, W) float32: for each pixel the mean of the patches that cover its centre; NaN where none does.
 
         Args:
-            pixel_l0: side of a pixel, level-0 pixels. The picture is of `bounds`.
+            pixel_l0: side of a pixel, level-0 pixels. The raster covers `bounds`.
         """
         left, top, width, height = self.bounds
         shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
@@ -54,14 +51,14 @@ class SlideHeat:
             sums[y0:y1, x0:x1] += value
             counts[y0:y1, x0:x1] += 1
         with np.errstate(invalid="ignore"):
-            sums /= counts  # NaN where no patch is
+            sums /= counts  # NaN where there is no patch
         return sums
 
 
 def _centres(
     start: NDArray[np.floating], side: float, pixel: float, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First pixel whose centre lies in each patch, and the first behind it, along one axis."""
+    """Return the first pixel whose centre is in each patch, and the first one after it, along one axis."""
     first = np.ceil(start / pixel - 0.5)
     last = np.ceil((start + side) / pixel - 0.5)
     return (
@@ -71,7 +68,7 @@ def _centres(
 
 
 def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """(N,) share of all values that lie below each, 0 to 1; equal ones get one rank. Attention differs by magnitudes, ranks do not."""
+    """Return (N,) the share of all values below each, 0 to 1. Attention weights differ by orders of magnitude; ranks do not."""
     if len(values) < 2:
         return np.ones(len(values), np.float32)
     _, place, counts = np.unique(values, return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""Finished runs side by side: what differs in their settings, and how sure it is that one is better."""
+"""Compare finished runs: differing settings, test metrics, and confidence intervals of differences."""
 
 from __future__ import annotations
 
@@ -21,31 +21,29 @@ from histopipe.evaluation.evaluate import (
     positive_class,
 )
 from histopipe.evaluation.metrics import bootstrap_draws
-from histopipe.evaluation.scores import (
-    Level,
-    with_common_patients,
-)
+from histopipe.evaluation.scores import Level, with_common_patients
+from histopipe.evaluation.table import aligned, evaluation_lines
 from histopipe.runs import folder as run_folder
 from histopipe.runs.folder import is_cross_validation
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
 from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
-from histopipe.studies.fold_summary import read_parts
-from histopipe.studies.pairing import Difference, differences_of, tested_items
+from histopipe.studies.cross_validation_result import read_parts
+from histopipe.studies.paired_differences import Difference, differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedRun:
-    """A run, or a cross-validation, as it was judged on test patches.
+class ComparedRun:
+    """A run or a cross-validation, with its evaluation on test patches.
 
     Attributes:
         folder: its folder.
-        settings: as its config.toml has them.
-        test: how good it is.
-        notes: what to know about it.
+        settings: as in its config.toml.
+        test: evaluation of its test patches.
+        notes: remarks on it.
     """
 
     folder: Path
@@ -54,24 +52,24 @@ class JudgedRun:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Runs side by side.
+@dataclass(frozen=True, slots=True, repr=False)
+class CompareResult:
+    """Result of `compare`.
 
     Attributes:
         runs: in the order given.
-        settings: those that differ, by name, a value a run; None where a run has none.
-        differences: of every run but the first, by level and figure: its figures less the first one's.
-        notes: of every run but the first, why a level is not compared.
+        settings: settings that differ, by name, one value per run; None where a run has none.
+        differences: for every run but the first, by level and metric: its metric minus that of the first.
+        notes: for every run but the first, why levels are not compared.
     """
 
-    runs: tuple[JudgedRun, ...]
+    runs: tuple[ComparedRun, ...]
     settings: Mapping[str, tuple[Any, ...]]
     differences: tuple[Mapping[str, Mapping[str, Difference]], ...]
     notes: tuple[tuple[str, ...], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """For a program."""
+        """Return a JSON-ready dict."""
         return {
             "runs": [
                 {"folder": str(run.folder), "test": run.test.to_json(), "notes": list(run.notes)}
@@ -86,9 +84,9 @@ class Comparison:
                     **{
                         level: {
                             name: {"difference": it.value, "interval": it.interval}
-                            for name, it in figures.items()
+                            for name, it in metrics.items()
                         }
-                        for level, figures in levels.items()
+                        for level, metrics in levels.items()
                     },
                 }
                 for run, levels, notes in zip(
@@ -97,39 +95,87 @@ class Comparison:
             ],
         }
 
+    def __repr__(self) -> str:
+        names = [str(run.folder) for run in self.runs]
+        rows = [["setting", *names]]
+        rows += [[name, *map(_text, values)] for name, values in self.settings.items()]
+        lines = aligned(rows) if self.settings else ["no setting differs"]
+        for run in self.runs:
+            lines += ["", *evaluation_lines(str(run.folder), run.test)]
+            lines += [f"  {note}" for note in run.notes]
+        compared = zip(self.runs[1:], self.differences, self.notes, strict=True)
+        for run, levels, notes in compared:
+            lines += ["", f"{run.folder} minus {names[0]}:"]
+            if levels:
+                lines += aligned(_difference_rows(levels))
+            lines += [f"  not compared: {note}" for note in notes]
+        return "\n".join(lines)
+
+
+def _difference_rows(levels: Mapping[str, Mapping[str, Difference]]) -> list[list[str]]:
+    """Return a row per level, without patients if each has one slide."""
+    shown = {"auc": "AUC", "balanced_accuracy": "bal. acc.", "brier": "Brier"}
+    rows = [["", *shown.values()]]
+    for name, metrics in levels.items():
+        level, _, how = name.partition("_")
+        if level != "patient" or metrics != levels.get(f"slide_{how}"):
+            rows.append([f"  {level} {how}".rstrip(), *(_signed(metrics[it]) for it in shown)])
+    return rows
+
+
+def _signed(difference: Difference) -> str:
+    if difference.value is None:
+        return "-"
+    if difference.interval is None:
+        return f"{difference.value:+.3f}"
+    low, high = difference.interval
+    return f"{difference.value:+.3f} [{low:+.2f}, {high:+.2f}]"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "-" if value is None else str(value)
+
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    run: JudgedRun
+    run: ComparedRun
     parts: list[Part]
     judging: JudgeSettings
     uuids: tuple[str, ...]
 
 
-def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1) -> Comparison:
-    """Hold finished runs, or cross-validations, against the first of them.
+def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1) -> CompareResult:
+    """Compare finished runs, or cross-validations, with the first of them.
 
-    Where two were tested on the same patches, slides or patients, the difference of their figures comes with an interval: both are
-    resampled by the same patients, which leaves out what makes all runs better or worse on some.
+    If two were tested on the same patches, slides or patients, the difference of their metrics has a confidence interval. Both are
+    resampled by the same patients, so that variation between patients that affects both runs cancels out.
 
     Args:
         runs: two folders or more.
-        resamples: of the patients; 0 for no intervals.
-        seed: of these.
+        resamples: number of bootstrap resamples of the patients; 0 for no intervals.
+        seed: seed of the resamples.
+
+    Returns:
+        Settings that differ, test metrics, and differences.
 
     Raises:
-        UsageError: fewer than two, or one that is not finished, or has no test patches.
-        DamagedStore: a run's files cannot be read.
+        UsageError: fewer than two runs, or one that is not finished, or has no test patches.
+        DamagedStore: the files of a run cannot be read.
+
+    Example:
+        >>> compare(["runs/a", "runs/b"]).differences[0]["slide_mean"]["auc"].interval  # doctest: +SKIP
     """
     if len(runs) < 2 or len(set(map(str, runs))) < len(runs):
         raise UsageError(
-            "RUNS", found=", ".join(map(str, runs)), expected="two different ones or more"
+            "RUNS", found=", ".join(map(str, runs)), expected="two or more different runs"
         )
     loaded = [_load(Path(folder)) for folder in runs]
     names = dict.fromkeys(name for it in loaded for name in it.run.settings if name not in _LOCAL)
     columns = {name: tuple(it.run.settings.get(name) for it in loaded) for name in names}
     compared = [_against(loaded[0], other, resamples, seed) for other in loaded[1:]]
-    return Comparison(
+    return CompareResult(
         tuple(it.run for it in loaded),
         {name: values for name, values in columns.items() if len(set(map(repr, values))) > 1},
         tuple(differences for differences, _ in compared), tuple(notes for _, notes in compared),
@@ -141,9 +187,9 @@ def _load(folder: Path) -> _Loaded:
         return _load_folds(folder)
     result = read_result(folder)
     if "test" not in result.metrics:
-        raise UsageError(f"{folder} has no test patches", todo="compare runs that held some out")
+        raise UsageError(f"{folder} has no test patches", todo="compare runs with a test set")
     settings = read_config(folder / run_folder.CONFIG)
-    run = JudgedRun(folder, settings, result.metrics["test"])
+    run = ComparedRun(folder, settings, result.metrics["test"])
     uuids = _uuids(folder / run_folder.SPLITS)
     return _Loaded(run, read_parts([result]), make_config(settings).judging, uuids)
 
@@ -159,12 +205,12 @@ def _load_folds(folder: Path) -> _Loaded:
     parts = read_parts(done)
     missing = len(places) - len(done)
     notes = (f"{missing} of {len(places)} folds are not finished",) if missing else ()
-    run = JudgedRun(folder, settings, evaluate(parts, judging), notes)
+    run = ComparedRun(folder, settings, evaluate(parts, judging), notes)
     return _Loaded(run, parts, judging, _uuids(folder / FOLD_SPLITS / "fold-1.json"))
 
 
 _LOCAL = frozenset(["fold_timeout", "retries", "parallel_folds"])
-"""Settings that no result depends on."""
+"""Settings that results do not depend on."""
 _TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
 
 
@@ -182,13 +228,13 @@ def _uuids(path: Path) -> tuple[str, ...]:
 def _against(
     first: _Loaded, other: _Loaded, resamples: int, seed: int
 ) -> tuple[dict[str, dict[str, Difference]], tuple[str, ...]]:
-    """Differences by level and figure, and why other levels have none."""
+    """Return differences by level and metric, and why other levels have none."""
     classes = first.parts[0][0].classes
     if other.parts[0][0].classes != classes:
-        return {}, ("other classes",)
+        return {}, ("different classes",)
     positive = positive_class(classes, first.judging.positive)
     if positive_class(classes, other.judging.positive) != positive:
-        return {}, ("another positive class",)
+        return {}, ("different positive classes",)
     parts = with_common_patients([scores for scores, _ in [*first.parts, *other.parts]])
     thresholds = [chosen for _, chosen in [*first.parts, *other.parts]]
     paired = list(zip(parts, thresholds, strict=True))
@@ -203,14 +249,14 @@ def _against(
         ours = tested_items(here, level, how, first.judging, positive, by_patches=same_stores)
         theirs = tested_items(there, level, how, other.judging, positive, by_patches=same_stores)
         if level == "patch" and not same_stores:
-            notes[level] = "patches of other stores"
+            notes[level] = "patches of different stores"
         elif ours.keys != theirs.keys or ours.repeats:
             common = len(set(ours.keys) & set(theirs.keys))
             notes[level] = (
-                f"{level}: tested on others ({len(ours.keys)} and {len(theirs.keys)}, {common} of them the same)"
+                f"{level}: tested on different items ({len(ours.keys)} and {len(theirs.keys)}, {common} in common)"
             )
         elif not np.array_equal(ours.scores.label, theirs.scores.label):
-            notes[level] = f"{level}: labelled otherwise"
+            notes[level] = f"{level}: different labels"
         elif ours.keys:
             found[name_of(level, how)] = differences_of(ours, theirs, positive, draws)
     return found, tuple(notes.values())

@@ -1,4 +1,4 @@
-"""Predictions of patches put together: a line for each slide and patient, and how good they are where labels are known."""
+"""Aggregate predictions of patches: tables of slides and patients, and metrics where labels are known."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.scores import Aggregation, Level, PatchScores, joined_scores, scores_of
-from histopipe.inference.slide_info import SlideFacts
+from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.system.files import appearing
 
 
-def write_summary(
+def write_table(
     path: Path,
     parts: Sequence[PatchScores],
-    facts: Sequence[SlideFacts],
+    slides: Sequence[PredictedSlide],
     level: Level,
     how: Aggregation,
     *,
@@ -34,47 +34,47 @@ def write_summary(
     judging: JudgeSettings,
     thresholds: Thresholds,
 ) -> None:
-    """A CSV with a line for each slide or patient: who, label, patches, likeliest class, the class decided for, probabilities.
+    """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probabilities.
 
-    Those without a patch have no class and no probability.
+    Slides and patients without a patch have no class and no probability.
 
     Args:
         path: the file.
-        parts: of all patches, slide by slide.
-        facts: of all slides.
+        parts: predictions of the patches of each slide that has some.
+        slides: all slides.
         level: "slide" or "patient".
-        how: patches are put together.
-        classes: names, by number.
-        judging: which class is positive, and what "top_k" takes.
-        thresholds: from which probability on it is decided for.
+        how: how patches are aggregated.
+        classes: class names.
+        judging: the positive class, and the number of patches for "top_k".
+        thresholds: from which probability on the positive class is decided for.
     """
-    told = _told(parts, level, how, judging, thresholds) if parts else {}
-    labels = _labels_by(facts, level)
-    patient = {it.slide: it.patient for it in facts}
-    names = sorted({it.slide if level == "slide" else it.patient for it in facts})
+    aggregated = _aggregated(parts, level, how, judging, thresholds) if parts else {}
+    labels = _labels(slides, level)
+    patient = {it.slide: it.patient for it in slides}
+    names = sorted({it.slide if level == "slide" else it.patient for it in slides})
     with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        who = ["slide", "patient"] if level == "slide" else ["patient"]
+        ids = ["slide", "patient"] if level == "slide" else ["patient"]
         writer.writerow(
-            [*who, "label", "patches", "predicted", "decided", *(f"p_{c}" for c in classes)]
+            [*ids, "label", "patches", "predicted", "decided", *(f"p_{c}" for c in classes)]
         )
         nothing: list[object] = [0, "", "", *("" for _ in classes)]
         for name in names:
-            whose = [patient[name]] if level == "slide" else []
-            writer.writerow([name, *whose, labels.get(name, ""), *told.get(name, nothing)])
+            more = [patient[name]] if level == "slide" else []
+            writer.writerow([name, *more, labels.get(name, ""), *aggregated.get(name, nothing)])
 
 
-def _told(
+def _aggregated(
     parts: Sequence[PatchScores],
     level: Level,
     how: Aggregation,
     judging: JudgeSettings,
     thresholds: Thresholds,
 ) -> dict[str, list[object]]:
-    """By slide or patient: patches, likeliest class, the class decided for, probabilities."""
+    """Return number of patches, predicted and decided class, and probabilities by slide or patient."""
     scores = joined_scores(parts)
     positive = positive_class(scores.classes, judging.positive)
-    # Whatever their patches' labels are, they all are put together.
+    # All patches are aggregated, also where their labels differ.
     blank = replace(scores, label=np.full(len(scores.label), -1, np.int32))
     found = scores_of(blank, level, how, top_k=judging.top_k, positive=positive or 0)
     threshold, _ = thresholds.get(name_of(level, how), (None, None))
@@ -93,24 +93,24 @@ def _told(
     }  # fmt: skip
 
 
-def _labels_by(facts: Sequence[SlideFacts], level: Level) -> dict[str, str]:
-    """Labels of slides; or of patients, where all of a patient's slides have one."""
+def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
+    """Return labels by slide, or by patient where all slides of the patient have the same."""
     found: dict[str, set[str]] = {}
-    for it in facts:
+    for it in slides:
         if it.label is not None:
             found.setdefault(it.slide if level == "slide" else it.patient, set()).add(it.label)
     return {name: labels.pop() for name, labels in found.items() if len(labels) == 1}
 
 
-def judged(
+def evaluate_labelled(
     parts: Sequence[PatchScores], judging: JudgeSettings, thresholds: Thresholds
 ) -> Evaluation | None:
-    """How good predictions are, of the patches whose labels are known; None where no two classes are.
+    """Evaluate the patches whose labels are known; None if these are of fewer than two classes.
 
     Args:
-        parts: of all slides.
-        judging: what a run is judged by.
-        thresholds: as chosen on validation.
+        parts: predictions of each slide.
+        judging: evaluation settings of the run.
+        thresholds: chosen on its validation patches.
     """
     known = [_labelled(part) for part in parts if (part.label >= 0).any()]
     if not known:

@@ -1,4 +1,4 @@
-"""All that a run's report is made of, read from the run's folder and checked."""
+"""Read everything that the report of a run shows."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
-class RunFacts:
+class RunData:
     """A finished run.
 
     Attributes:
-        folder: the run's.
+        folder: folder of the run.
         config: its settings.
-        result: what it came to.
-        facts: what else `metrics.json` says.
-        splits: what `splits.json` says.
-        history: a row an epoch, numbers by column.
-        predictions: of validation and test.
-        stores: its stores, where they still are; open.
+        result: its result.
+        metrics_file: content of `metrics.json`, with more than the result.
+        splits: content of `splits.json`.
+        history: one row per epoch, numbers by column.
+        predictions: of validation and test patches, or bags.
+        stores: its stores, as far as they were found; open.
         missing: what could not be read, and why.
     """
 
     folder: Path
     config: TrainConfig
     result: TrainResult
-    facts: Mapping[str, Any]
+    metrics_file: Mapping[str, Any]
     splits: Mapping[str, Any]
     history: Sequence[Mapping[str, float | None]]
     predictions: Mapping[Side, PatchScores]
@@ -52,16 +52,16 @@ class RunFacts:
 
     @property
     def judging(self) -> JudgeSettings:
-        """What it was judged by."""
+        """Evaluation settings."""
         return self.config.judging
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Names, by number."""
-        return tuple(self.facts["classes"])
+        """Class names."""
+        return tuple(self.metrics_file["classes"])
 
     def store_of(self, slide: str) -> tuple[Store, int] | None:
-        """The store that holds a slide, and its number there."""
+        """Return the store that holds a slide, and its number there."""
         name, _, uuid = slide.partition("@")
         for store in self.stores:
             for number, record in store.complete.items():
@@ -72,17 +72,17 @@ class RunFacts:
 
 def read_run(
     folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool = True
-) -> RunFacts:
-    """A finished run and its stores.
+) -> RunData:
+    """Read a finished run and open its stores.
 
     Args:
-        folder: the run's.
-        stores: where they are, if not where they were.
-        stack: closes them.
-        follow: if they are not given, open those that the run names.
+        folder: folder of the run.
+        stores: its stores, if they have moved.
+        stack: closes the stores.
+        follow: if `stores` is empty, open those that the run names.
 
     Raises:
-        UsageError: there is no finished run, or a cross-validation.
+        UsageError: there is no finished run, or it is a cross-validation.
         DamagedStore: it cannot be read.
     """
     check_one_run(folder)
@@ -97,10 +97,10 @@ def read_run(
         except HistopipeError as error:
             missing.append(f"Pictures of patches and slides: {error}.")
     if not follow and not stores:
-        missing.append("Pictures of patches and slides: --store names the stores.")
+        missing.append("Pictures of patches and slides: use --store to name the stores.")
     elif not of_patches and not opened:
-        missing.append("Heatmaps of attention: --store names the store of the patches.")
-    return RunFacts(
+        missing.append("Heatmaps of attention: use --store to name the store of the patches.")
+    return RunData(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
         _history(folder / run_folder.HISTORY), read_predictions(folder / run_folder.PREDICTIONS),
         opened, missing,
@@ -111,7 +111,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = read_json(path)
         if not isinstance(value, dict):
-            raise TypeError(type(value).__name__)  # noqa: TRY301 - told with the others
+            raise TypeError(type(value).__name__)  # noqa: TRY301 - reported with the others
     except (OSError, ValueError, TypeError) as error:
         raise DamagedStore(f"{path} cannot be read", found=repr(error)[:200]) from error
     return value

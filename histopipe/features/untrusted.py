@@ -1,4 +1,4 @@
-"""HDF5 files from strangers, looked at by a process that may hang or die of them: HDF5's library can."""
+"""Check untrusted HDF5 files in a separate process: damaged files can hang or crash the HDF5 library."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.features.feature_file import read_coords, read_features, read_header
-from histopipe.features.folder import feature_files
+from histopipe.features.feature_folder import feature_files
 from histopipe.ingest import coords
 from histopipe.system.worker_pool import WorkerPool
 
 _SECONDS = 60.0
 _MOST_EXPANSION = 1000
-"""How much larger than its file a dataset may say that it is."""
+"""Largest ratio of a dataset's size to the size of its file."""
 
 
 def check_features(folder: Path, *, seconds: float = _SECONDS) -> None:
-    """Refuse feature files that cannot be read through, each within some seconds.
+    """Read every feature file of a folder in a separate process, and refuse the first one that fails.
+
+    Args:
+        folder: the folder.
+        seconds: time limit per file.
 
     Raises:
-        UsageError: there is no such folder, or a file of something else in it.
-        DamagedStore: a file is damaged, or HDF5 hangs or dies of it.
+        UsageError: there is no such folder, or a file holds no features.
+        DamagedStore: a file is damaged, or hangs or crashes HDF5.
     """
     _check(feature_files(folder).values(), _read_through_features, seconds)
 
 
 def check_coords(folder: Path, *, seconds: float = _SECONDS) -> None:
-    """As `check_features`, of files of coordinates."""
+    """Check the coordinate files of a folder as `check_features` does."""
     _check(sorted(folder.rglob(f"*{coords.SUFFIX}")), _read_through_coords, seconds)
 
 
@@ -39,10 +43,10 @@ def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) 
                 pool.submit_within(seconds, read, path).result()
             except HistopipeError:
                 raise
-            except Exception as error:  # HDF5 hangs or dies of some, and h5py raises anything
+            except Exception as error:  # h5py raises many types
                 raise DamagedStore(
-                    f"{path} is not to be trusted", found=f"HDF5: {error}", expected="a file that can be read through",
-                    todo="leave it out",
+                    f"{path} cannot be trusted", found=f"HDF5: {error}", expected="a file that HDF5 can read completely",
+                    todo="remove it from the folder",
                 ) from error  # fmt: skip
     finally:
         pool.shutdown(cancel_futures=True)

@@ -1,0 +1,188 @@
+"""Keras networks on all devices of a strategy: the model of a run, and encoders. Loads TensorFlow."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.runs import folder as run_folder
+from histopipe.system.progress import message
+from histopipe.training.devices import make_strategy
+from histopipe.training.memory import MicroBatch
+from histopipe.training.models import LOGITS, build_encoder
+
+_SEED = 1
+"""Untrained weights are the same each time."""
+
+
+class KerasNetwork:
+    """A Keras model on the devices of a strategy. It computes in smaller pieces where memory runs out.
+
+    Args:
+        make: creates the model; called in the strategy's scope.
+        devices: as for training.
+        batch_size: patches per batch, over all devices.
+
+    Attributes:
+        dimension: numbers per patch that the model returns.
+        patch_size: side of its input in pixels.
+        sha256: of its weights.
+
+    Raises:
+        UsageError: no such device, or fewer patches than devices.
+    """
+
+    def __init__(self, make: Callable[[], keras.Model], *, devices: str, batch_size: int) -> None:
+        self._strategy = make_strategy(devices)
+        keras.utils.set_random_seed(_SEED)
+        with self._strategy.scope():
+            self._model = make()
+        self.dimension = int(self._model.output_shape[-1])
+        self.patch_size = int(self._model.input_shape[1])
+        self.sha256 = _weights_sha256(self._model)
+        count = self._strategy.num_replicas_in_sync
+        if batch_size < count:
+            raise UsageError(
+                "--batch-size", found=batch_size, expected=f"{count} or more: one per device"
+            )
+        self._parts = [replica_rows(batch_size, count, replica) for replica in range(count)]
+        self._micro_batch = MicroBatch(max(map(len, self._parts)), changed=_report_micro_batch)
+
+    def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the images unchanged: the model takes uint8 RGB."""
+        return images
+
+    def start(self, inputs: NDArray[np.uint8]) -> list[Sequence[tf.Tensor]]:
+        """Start computing a batch; by piece and device, (b, D)."""
+        return self._micro_batch.fit(lambda size: self._in_pieces(inputs, size))
+
+    def finish(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
+        """Wait for the (B, D) results, in the order of the batch."""
+        by_device = zip(*started, strict=True)
+        return np.concatenate([part.numpy() for pieces in by_device for part in pieces])
+
+    def _in_pieces(self, images: NDArray[np.uint8], size: int) -> list[Sequence[tf.Tensor]]:
+        pieces = []
+        for first in range(0, max(map(len, self._parts)), size):
+            own = [images[part.start : part.stop][first : first + size] for part in self._parts]
+            pieces.append(self._piece(own))
+        return pieces
+
+    def _piece(self, parts: Sequence[NDArray[np.uint8]]) -> Sequence[tf.Tensor]:
+        def part(context: tf.distribute.ValueContext) -> tf.Tensor:
+            return tf.constant(parts[int(context.replica_id_in_sync_group)])
+
+        batch = self._strategy.experimental_distribute_values_from_function(part)
+        found: Sequence[tf.Tensor] = self._strategy.experimental_local_results(self._step(batch))
+        return found
+
+    @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _step(self, batch: Any) -> Any:
+        return self._strategy.run(self._on_device, args=(batch,))
+
+    def _on_device(self, images: tf.Tensor) -> tf.Tensor:
+        return tf.cast(self._model(images, training=False), tf.float32)
+
+
+class KerasEncoder(KerasNetwork):
+    """An encoder: the model of a run without its last layer, or a network of `keras.applications`.
+
+    Args:
+        model: the folder of a run, or the name of a network.
+        weights: of a named network.
+        patch_size: side of the patches in pixels.
+        devices: as for training.
+        batch_size: patches per batch, over all devices.
+
+    Attributes:
+        identity: everything that the features depend on, as JSON values.
+
+    Raises:
+        UsageError: no such network or device, no such weights, or patches of another size.
+        DamagedStore: the model of the run cannot be read.
+    """
+
+    def __init__(
+        self, model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
+    ) -> None:
+        def make() -> keras.Model:
+            if isinstance(model, Path):
+                return _without_last_layer(model, patch_size)
+            return build_encoder(model, patch_size=patch_size, weights=weights)
+
+        super().__init__(make, devices=devices, batch_size=batch_size)
+        self.identity: Mapping[str, Any] = {
+            "encoder": model.name if isinstance(model, Path) else f"{model} ({weights})",
+            "dimension": self.dimension,
+            "patch_size": patch_size,
+            "sha256": self.sha256,
+        }
+
+
+def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
+    """Load the model of a run on patches.
+
+    Args:
+        folder: the run's.
+        patch_size: side of the patches in pixels that it must take; any if None.
+
+    Raises:
+        UsageError: there is none, or it takes features or patches of another size.
+        DamagedStore: it cannot be read.
+    """
+    path = folder / run_folder.MODEL
+    if not path.exists():
+        raise UsageError(
+            f"{folder} holds no trained model", expected=f"a file {run_folder.MODEL}",
+            todo=f"finish the run with `histopipe train --resume --out {folder}`",
+        )  # fmt: skip
+    try:
+        model = keras.models.load_model(path, safe_mode=True)  # runs no code from the file
+        shape = model.input_shape
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            expected="the model of a run on patches",
+        ) from error  # fmt: skip
+    if len(shape) != 4:
+        raise UsageError(
+            f"the model of {folder} takes features, not patches",
+            todo="use the encoder that computed the features",
+        )
+    if patch_size not in (None, shape[1]):
+        raise UsageError(
+            f"the model of {folder} was trained on other patches", found=f"{shape[1]} pixels",
+            expected=f"{patch_size}, as in the store",
+        )  # fmt: skip
+    return model
+
+
+def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
+    model = load_run_model(folder, patch_size)
+    try:
+        return keras.Model(model.input, model.get_layer(LOGITS).input)
+    except ValueError as error:
+        raise DamagedStore(
+            f"the model of {folder} has no layer {LOGITS!r}",
+            expected="the model of a run on patches",
+        ) from error
+
+
+def _weights_sha256(model: keras.Model) -> str:
+    digest = hashlib.sha256()
+    for value in model.get_weights():
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def _report_micro_batch(size: int, why: str) -> None:
+    message(f"memory ran out ({why}): continuing with {size} patches per device at once")

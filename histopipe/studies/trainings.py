@@ -1,0 +1,156 @@
+"""Run one of many trainings in a process of its own: with a time limit, retries and its share of the devices."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import (
+    DamagedStore,
+    HistopipeError,
+    Interrupted,
+    MachineShort,
+    NothingToDo,
+    OutOfMemory,
+    OutOfTime,
+    UsageError,
+)
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import TrainResult
+from histopipe.runs.stopping import StopRequest, Supervision
+from histopipe.runs.supervision import supervise
+from histopipe.system.progress import Progress
+
+_COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLimits:
+    """Limits of each training.
+
+    Attributes:
+        seconds: time limit of one attempt; 0 for none.
+        retries: number of attempts after the first.
+        stop: ends all trainings.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    seconds: float = 0.0
+    retries: int = 0
+    stop: StopRequest = field(default_factory=StopRequest)
+
+    def __post_init__(self) -> None:
+        for what, value in (("timeout", self.seconds), ("retries", self.retries)):
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise UsageError(what, found=value, expected="0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOutcome:
+    """Outcome of a training.
+
+    Attributes:
+        result: result of a finished training.
+        error: why it is not finished.
+        attempts: number of attempts.
+        seconds: duration of all attempts.
+        host_bytes: peak memory of its process.
+    """
+
+    result: TrainResult | None
+    error: HistopipeError | None
+    attempts: int = 0
+    seconds: float = 0.0
+    host_bytes: int = 0
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a folder holds a run that can be resumed."""
+    return (folder / run_folder.CONFIG).exists()
+
+
+def train_with_retries(
+    config: TrainConfig,
+    folder: Path,
+    limits: TrainingLimits,
+    *,
+    progress: Progress,
+    epoch: Callable[[dict[str, Any]], None] | None = None,
+    log: Path | None = None,
+) -> TrainingOutcome:
+    """Train, and retry after failures that may be temporary. Each attempt resumes from the last saved state.
+
+    Args:
+        config: all settings.
+        folder: folder of the run, new or to be resumed.
+        limits: time limit and retries.
+        progress: shows messages.
+        epoch: called with the row of each epoch; an exception that it raises ends the training and is passed on.
+        log: file for the messages of the training.
+    """
+    start, host_bytes = time.monotonic(), 0
+    for number in range(1, limits.retries + 2):
+        watch = Supervision(
+            seconds=limits.seconds or math.inf, stop=limits.stop, epoch=epoch, log=log,
+            alone=True, host_bytes=host_bytes,
+        )  # fmt: skip
+        result, failed = None, None
+        run_folder.clear_leftovers(folder)
+        try:
+            result = supervise(config, folder, resume=has_begun(folder), watch=watch)
+        except HistopipeError as error:
+            failed = error
+        host_bytes = watch.host_bytes
+        if failed is None or number > limits.retries or not _is_temporary(failed):
+            break
+        progress.message(f"{folder}: {failed}; retry {number} of {limits.retries}")
+    return TrainingOutcome(result, failed, number, time.monotonic() - start, host_bytes)
+
+
+def _is_temporary(error: HistopipeError) -> bool:
+    """Whether another attempt may succeed."""
+    if isinstance(error, UsageError | NothingToDo | DamagedStore | Interrupted):
+        return False
+    return not isinstance(error, MachineShort) or isinstance(error, OutOfMemory | OutOfTime)
+
+
+def share_devices(devices: str, trainings: int) -> list[str]:
+    """Return the `--devices` of each of several parallel trainings: GPUs are divided, the CPU is shared.
+
+    Args:
+        devices: `--devices` of all of them.
+        trainings: number of parallel trainings.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+    """
+    if trainings == 1 or devices.startswith("cpu"):
+        return [devices] * trainings
+    if devices.startswith("gpu:"):
+        gpus = devices.removeprefix("gpu:").split(",")
+    else:
+        gpus = [str(number) for number in range(count_gpus())]
+    if not gpus:
+        return [devices] * trainings
+    if len(gpus) < trainings:
+        raise UsageError(
+            "--parallel-folds", found=trainings, expected=f"at most {len(gpus)}: one per GPU"
+        )
+    return [f"gpu:{','.join(gpus[first::trainings])}" for first in range(trainings)]
+
+
+def count_gpus() -> int:
+    """Count the GPUs that TensorFlow finds, in another process: this one must not occupy them."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False
+    )
+    return int(done.stdout) if done.returncode == 0 else 0
