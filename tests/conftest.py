@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import importlib.util
+import io
 import json
 import os
 import select
@@ -9,9 +13,11 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,13 +122,23 @@ def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
 
 
 def make_slides(out: Path, *arguments: str) -> list[Path]:
-    """Slides by the project's own tool."""
-    subprocess.run(
-        [sys.executable, str(TOOLS / "make_slides.py"), str(out), *arguments],
-        check=True,
-        capture_output=True,
-    )
+    """Slides by the project's own tool; painted once for all tests that want the same."""
+    shutil.copytree(_painted(arguments), out, dirs_exist_ok=True, copy_function=shutil.copyfile)
     return sorted(path for path in out.iterdir() if path.suffix in (".svs", ".tiff", ".scn"))
+
+
+@cache
+def _painted(arguments: tuple[str, ...]) -> Path:
+    """A folder of slides, removed at the end."""
+    spec = importlib.util.spec_from_file_location("make_slides", TOOLS / "make_slides.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    folder = Path(tempfile.mkdtemp(prefix="painted-"))
+    atexit.register(shutil.rmtree, folder)
+    with contextlib.redirect_stderr(io.StringIO()):
+        tool.main([str(folder), *arguments])
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
 """Commands run in the test's own process, with their workers' tasks: no interpreter is started.
 
-Tests of commands use this. Tests of kills, crashes and signals start the command as a user does, by the fixture `run`.
+Tests of what a command does use this. Tests of kills, crashes and signals start the command as a user does.
 """
 
 from __future__ import annotations
 
-import os
+import importlib
 import signal
 import subprocess
 import sys
@@ -50,18 +50,16 @@ class InlineWorkers(Executor):
         storing.close_all()
 
 
-@pytest.fixture
-def inline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def in_process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """Runs `histopipe ARGUMENTS` in the folder `tmp_path` and in this process."""
+    """Return a function that runs `histopipe ARGUMENTS` in a folder and in this process, with tasks in this process."""
     for name in WITH_POOLS:
-        __import__(name)
-        monkeypatch.setattr(sys.modules[name], "WorkerPool", InlineWorkers)
-    monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
+    monkeypatch.chdir(folder)
 
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-        words = ["histopipe", *(os.fspath(a) if isinstance(a, Path) else str(a) for a in arguments)]
+        words = ["histopipe", *map(str, arguments)]
         monkeypatch.setattr(sys, "argv", words)
         capsys.readouterr()
         handler = signal.getsignal(signal.SIGTERM)
@@ -71,7 +69,6 @@ def inline(
         finally:
             signal.signal(signal.SIGTERM, handler)
         stdout, stderr = capsys.readouterr()
-        code = ended.value.code
-        return subprocess.CompletedProcess(words, int(code or 0), stdout, stderr)
+        return subprocess.CompletedProcess(words, int(ended.value.code or 0), stdout, stderr)
 
     return call

@@ -19,6 +19,7 @@ import shapely
 from conftest import Run, make_slides
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from inline import in_process
 from numpy.typing import NDArray
 
 from histopipe.annotations.folder import find_annotations
@@ -35,6 +36,12 @@ from histopipe.store.store import Store
 SIZE = Size(2220, 2967)
 WHOLE = RegionL0(PointL0(0, 0), SIZE)
 Point = tuple[float, float]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
 
 
 def shoelace(ring: list[list[float]]) -> float:

@@ -29,7 +29,6 @@ from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 FLAGS = ("--patch-size", "64", "--tissue", "none", "--scratch", "scratch")
-SLOWLY = ("--route", "openslide")
 SLIDES = 6
 
 SBATCH = """#!/bin/sh
@@ -63,7 +62,14 @@ distributed.deploy.lost-worker-timeout: 1s
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs") / "slides"
-    make_slides(folder, "--count", str(SLIDES), "--size", "2048x2048")
+    make_slides(folder, "--count", "2", "--size", "2048x2048")  # painting takes long
+    for number in range(2, SLIDES):
+        for suffix in ("svs", "geojson"):
+            shutil.copy(
+                folder / f"slide-00{number % 2}.{suffix}", folder / f"slide-00{number}.{suffix}"
+            )
+    rows = [f"slide-00{number},tumour\n" for number in range(SLIDES)]
+    (folder / "labels.csv").write_text("slide,label\n" + "".join(rows))
     return folder
 
 
@@ -102,6 +108,49 @@ def begin(
     )  # fmt: skip
 
 
+HOLD = """
+import os, time
+from histopipe.ingest import planning
+
+original = planning.plan_slide
+
+def plan_slide(slide, *others):
+    while slide.id == "slide-001" and not os.path.exists(os.environ["RELEASED"]):
+        time.sleep(0.05)
+    return original(slide, *others)
+
+plan_slide.__module__ = original.__module__
+planning.plan_slide = plan_slide
+"""
+
+
+def holding(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """An environment in which the plan of slide-001 waits for the file `released`, however fast the machine is."""
+    (folder / "hold").mkdir()
+    (folder / "hold" / "sitecustomize.py").write_text(HOLD)
+    return {
+        **environment, "PYTHONPATH": str(folder / "hold"), "RELEASED": str(folder / "released"),
+    }  # fmt: skip
+
+
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    while text not in (line := process.stderr.readline()):
+        assert line, "it has ended"
+
+
+def check_stopped(process: subprocess.Popen[str], folder: Path) -> None:
+    """What was complete is published once the slide in work ends, and the rest is left."""
+    wait_for_line(process, "complete slides are published first")
+    (folder / "released").touch()
+    _, told = process.communicate(timeout=240)
+    assert process.returncode == 130, told
+    assert "Traceback" not in told
+    catalog = read_catalog(folder / "parts")
+    assert catalog is not None
+    assert 1 <= len(catalog.slides) < SLIDES
+
+
 def test_slurm_is_asked_for_jobs_until_all_slides_are_in(
     slides: Path, tmp_path: Path, slurm: dict[str, str], run: Run
 ) -> None:
@@ -131,19 +180,10 @@ def test_slurm_is_asked_for_jobs_until_all_slides_are_in(
 def test_an_ingest_that_is_stopped_publishes_what_is_complete(
     slides: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1", *SLOWLY)
-    assert process.stderr is not None
-    line = ""
-    while "complete" not in line:
-        line = process.stderr.readline()
-        assert line, "it has ended"
+    process = begin(slides, tmp_path, holding(tmp_path, slurm), "--cluster", "slurm:1")
+    wait_for_line(process, "complete slide-")
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
-    assert "complete slides are published first" in told
-    catalog = read_catalog(tmp_path / "parts")
-    assert catalog is not None
-    assert len(catalog.slides) >= 1
+    check_stopped(process, tmp_path)
 
 
 def test_a_slurm_that_refuses_and_one_that_is_not_there(
@@ -234,19 +274,13 @@ def test_parts_that_were_left_behind(slides: Path, tmp_path: Path, run: Run) -> 
 
 def test_a_terminals_interrupt_is_the_commands_alone(slides: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, *SLOWLY, "--cluster", "local:1"],
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
+        cwd=tmp_path, env=holding(tmp_path, {**os.environ}), stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
     )  # fmt: skip
-    assert process.stderr is not None
-    while "complete" not in (line := process.stderr.readline()):
-        assert line, "it has ended"
+    wait_for_line(process, "complete slide-")
     os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 130, told
-    assert "Traceback" not in told
-    catalog = read_catalog(tmp_path / "parts")
-    assert catalog is not None
-    assert catalog.slides
+    check_stopped(process, tmp_path)
 
 
 def test_a_full_scratch_disk_is_told(slides: Path, tmp_path: Path, run: Run) -> None:

@@ -11,11 +11,18 @@ import numpy as np
 import openslide
 import pytest
 from conftest import Run, make_slides
+from inline import in_process
 from PIL import Image
 
 from histopipe.store.store import Store
 
 TRIDENT = {"patch_size": 128, "level0_magnification": 20, "target_magnification": 20, "overlap": 0}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
 
 
 def write_coords(path: Path, corners: Any, **attributes: Any) -> None:

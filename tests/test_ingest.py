@@ -21,6 +21,7 @@ import openslide
 import pytest
 import tifffile
 from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
+from inline import in_process
 from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
@@ -42,6 +43,23 @@ from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 CMU, TCGA = "CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Run:
+    """Runs commands as a user does, where this process must not be hit by a full disk."""
+
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        words = [*COMMAND, *map(str, arguments)]
+        return subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, check=False)
+
+    return call
 
 
 def outcomes(stdout: str) -> dict[str, dict[str, Any]]:
@@ -172,12 +190,10 @@ def test_bounds_move_the_grid(run: Run, tmp_path: Path) -> None:
     assert sorted(set(index["y_l0"].tolist())) == [320 + 250 * i for i in range(4)]
 
 
-def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path) -> None:
+def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path, run: Run) -> None:
     whole, killed = tmp_path / "whole.lmdb", tmp_path / "killed.lmdb"
     arguments = ["--patch-size", "64", "--workers", "2"]
-    subprocess.run(
-        [*COMMAND, "ingest", made, "--out", whole, *arguments], check=True, capture_output=True
-    )
+    assert run("ingest", made, "--out", whole, *arguments).returncode == 0
     complete: list[int] = []
     for part in (0.2, 0.5, 0.8):
         child = subprocess.Popen(
@@ -195,9 +211,7 @@ def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path) ->
             complete.append(len(store.complete))
     assert complete == sorted(complete)
     assert 0 < complete[-1] < 12, "the kills came too late to show anything"
-    subprocess.run(
-        [*COMMAND, "ingest", made, "--out", killed, *arguments], check=True, capture_output=True
-    )
+    assert run("ingest", made, "--out", killed, *arguments).returncode == 0
     assert contents(killed) == contents(whole)
     with Store(killed) as store:
         assert store._environment.handle is not None
@@ -448,28 +462,28 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_what_does_not_fit_is_not_begun(run: Run, tmp_path: Path, disk: Path) -> None:
+def test_what_does_not_fit_is_not_begun(command: Run, tmp_path: Path, disk: Path) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
     make_slides(tmp_path / "in", "--size", "6000x6000", "--name", "b")
     (disk / "other").write_bytes(bytes(24_000_000))
-    done = run("ingest", "in", "--out", disk / "s.lmdb")
+    done = command("ingest", "in", "--out", disk / "s.lmdb")
     assert done.returncode == 6, done.stderr
     assert "in/b000.svs needs about" in done.stderr
     assert "run the same command again" in done.stderr
     with Store(disk / "s.lmdb") as store:
         assert [record.state for record in store.slides] == ["complete", "pending"]
     (disk / "other").unlink()
-    assert run("ingest", "in", "--out", disk / "s.lmdb").returncode == 0
+    assert command("ingest", "in", "--out", disk / "s.lmdb").returncode == 0
 
 
 @pytest.mark.parametrize("route", ["copy", "openslide"])
 def test_a_disk_that_fills_midway_keeps_what_is_complete(
-    run: Run, tmp_path: Path, disk: Path, route: str
+    command: Run, tmp_path: Path, disk: Path, route: str
 ) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
     make_slides(tmp_path / "in", "--size", "6000x6000", "--name", "b")
     out = disk / "s.lmdb"
-    assert run("ingest", "in/a000.svs", "--out", out, "--route", route).returncode == 0
+    assert command("ingest", "in/a000.svs", "--out", out, "--route", route).returncode == 0
     before = contents(out)
     # Nobody else writes meanwhile: the estimate itself is made to miss, as a file that grows would make it.
     code = (
@@ -490,7 +504,7 @@ def test_a_disk_that_fills_midway_keeps_what_is_complete(
     assert "Traceback" not in done.stderr
     assert contents(out) == before
     (disk / "other").unlink()
-    assert run("ingest", "in", "--out", out, "--route", route).returncode == 0
+    assert command("ingest", "in", "--out", out, "--route", route).returncode == 0
     assert set(contents(out)) == {"a000", "b000"}
 
 
@@ -666,7 +680,7 @@ def test_a_damaged_overview_costs_its_tile_only(run: Run, tmp_path: Path) -> Non
     assert (index["x_l0"][lost].tolist(), index["y_l0"][lost].tolist()) == ([1024], [1024])
 
 
-def test_a_full_disk_at_the_start_is_told_and_leaves_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_full_disk_at_the_start_is_told_and_leaves_nothing(command: Run, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small filesystem needs root")
     make_slides(tmp_path / "in", "--size", "600x600")
@@ -675,7 +689,7 @@ def test_a_full_disk_at_the_start_is_told_and_leaves_nothing(run: Run, tmp_path:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
     try:
         (disk / "fill").write_bytes(bytes((1 << 20) - 8192))
-        done = run("ingest", "in", "--out", disk / "s.lmdb")
+        done = command("ingest", "in", "--out", disk / "s.lmdb")
         assert done.returncode == 6, done.stderr
         assert "is full" in done.stderr
         assert [path.name for path in disk.iterdir()] == ["fill"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Run, make_slides
+from inline import in_process
 from test_ingest import CMU, TCGA, contents
 
 from histopipe.errors import UsageError
@@ -17,6 +18,12 @@ from histopipe.ingest.options import IngestOptions
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
 
 
 def test_a_plan_writes_nothing_and_tells_what_then_happens(

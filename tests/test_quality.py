@@ -14,6 +14,7 @@ import pytest
 from conftest import Run, make_slides
 from hypothesis import given
 from hypothesis import strategies as st
+from inline import in_process
 from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 from test_reader import flip_a_byte
@@ -33,6 +34,12 @@ INKS = {
     "green": [(20, 110, 60), (45, 115, 100), (30, 75, 60)],
     "red": [(210, 40, 50), (220, 60, 60), (190, 30, 40)],
 }
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
 
 
 def tissue(data: Path, name: str) -> NDArray[np.uint8]:

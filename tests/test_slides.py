@@ -20,6 +20,8 @@ from histopipe.slides.discovery import discover
 from histopipe.slides.identity import fingerprint, tile_hash
 from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo, _on_background, rgb_image
+from histopipe.slides.tiles.dicom import find_tiles
+from histopipe.slides.tiles.native import NotNative
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -77,6 +79,22 @@ def test_a_mirax_slide_is_one_slide_with_its_folder(tmp_path: Path) -> None:
     before = fingerprint(slide)
     (tmp_path / "a" / "Data0000.dat").write_bytes(b"longer")
     assert fingerprint(slide) != before
+
+
+def test_damage_of_a_dicom_header_is_a_reason_and_not_a_warning_on_the_terminal(
+    tmp_path: Path, data: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    source = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
+    with Slide(source) as slide:
+        level = slide.info.levels[0]
+    damaged = tmp_path / "damaged.dcm"
+    syntax, wrong = b"1.2.840.10008.1.2.4.50", b"1.2.840.10008.1x2.4.50"
+    damaged.write_bytes(source.read_bytes().replace(syntax, wrong))
+    assert ids(tmp_path) == ["damaged"]
+    reason = r"its tiles are .*\(damaged header: Invalid value for VR UI: '1\.2\.840\.10008\.1x2"
+    with pytest.raises(NotNative, match=reason):
+        find_tiles((damaged,), level)
+    assert not recwarn.list
 
 
 def test_a_dicom_series_is_one_slide(tmp_path: Path, data: Path) -> None:

@@ -1,4 +1,4 @@
-"""Reading a file of annotations, whatever tool made it."""
+"""Read a file of annotations: GeoJSON or XML."""
 
 from __future__ import annotations
 
@@ -6,23 +6,19 @@ from pathlib import Path
 
 import shapely
 
-from histopipe.annotations.asap import ROOT as ASAP
-from histopipe.annotations.asap import read_asap
 from histopipe.annotations.geojson import read_geojson
-from histopipe.annotations.imagescope import ROOT as IMAGESCOPE
-from histopipe.annotations.imagescope import read_imagescope
 from histopipe.annotations.outline import Outlines
-from histopipe.annotations.xml_file import read_xml
+from histopipe.annotations.xml_formats import ASAP, IMAGESCOPE, read_asap, read_imagescope, read_xml
 from histopipe.errors import UsageError
 
 GEOJSON, XML = (".geojson", ".json"), (".xml",)
 SUFFIXES = (*GEOJSON, *XML)
 MOST_BYTES = 128 << 20
 """Outlines of a whole slide's glands are some megabytes. What is parsed takes 20 to 40 times its size in memory."""
-_STRANGE = (
+_PARSER_ERRORS = (
     ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, shapely.errors.ShapelyError,
 )  # fmt: skip
-"""What parsers raise at files that nobody thought of: encodings that they do not know, digits without end."""
+"""Errors of parsers for unusual files: unknown encodings, numbers with too many digits."""
 
 
 def read_annotations(path: Path) -> Outlines:
@@ -40,7 +36,7 @@ def read_annotations(path: Path) -> Outlines:
         raise UsageError(
             f"{path}: {error.what}", found=error.found, expected=error.expected, todo=error.todo
         ) from error
-    except _STRANGE as error:
+    except _PARSER_ERRORS as error:
         raise UsageError(
             f"{path} cannot be read", found=f"{type(error).__name__}: {str(error)[:200]}",
             expected="annotations of QuPath, ASAP or ImageScope",

@@ -157,12 +157,11 @@ def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
 
 
 def _series_uid(path: Path) -> str | None:
-    from histopipe.slides.dicom_header import read_header  # late: mostly there are no DICOM files
+    from histopipe.slides.dicom_header import read_text  # late: mostly there are no DICOM files
 
-    try:
-        return str(read_header(path, "SeriesInstanceUID").get("SeriesInstanceUID", "")) or None
-    except ValueError:
-        return None  # opening it will give the reason
+    return read_text(
+        path, "SeriesInstanceUID"
+    )  # if it is damaged, opening the slide gives the reason
 
 
 def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:

@@ -16,7 +16,7 @@ from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.uid import JPEGBaseline8Bit
 
 from histopipe.geometry import Level, Size
-from histopipe.slides.dicom_header import read_header
+from histopipe.slides.dicom_header import pydicom_warnings, read_header
 from histopipe.slides.tiles.jpeg import Colour
 from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
 
@@ -43,15 +43,24 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     Raises:
         NotNative: they cannot be taken directly; the text says why.
     """
-    found = [path for path in files if _shows(path, level.size)]
-    if len(found) != 1:
-        raise NotNative(f"{len(found)} of its files are {level.size}, where one should be")
     try:
-        return with_frame(_native(found[0], level.size))
-    except NotNative:
-        raise
+        with pydicom_warnings() as damage:
+            found = [path for path in files if _shows(path, level.size)]
+            if len(found) != 1:
+                raise NotNative(  # noqa: TRY301
+                    f"{len(found)} of its files are {level.size}, where one should be"
+                )
+            return with_frame(_native(found[0], level.size))
+    except NotNative as error:
+        raise NotNative(_with_damage(str(error), damage)) from error
     except Exception as error:
-        raise NotNative(f"its frames cannot be found: {error}") from error
+        reason = f"its frames cannot be found: {error}"
+        raise NotNative(_with_damage(reason, damage)) from error
+
+
+def _with_damage(reason: str, damage: list[str]) -> str:
+    """Return a reason with the damage of the header that pydicom has found."""
+    return f"{reason} (damaged header: {'; '.join(damage[:2])})" if damage else reason
 
 
 def _shows(path: Path, size: Size) -> bool:

@@ -1,0 +1,169 @@
+"""Annotations in XML: ASAP and Aperio ImageScope."""
+
+from __future__ import annotations
+
+import io
+import math
+import xml.etree.ElementTree as ET
+
+import defusedxml
+import defusedxml.ElementTree
+import shapely
+
+from histopipe.annotations.outline import Outline, Outlines, Point, polygonal
+from histopipe.errors import UsageError
+
+Element = ET.Element
+_MOST_DEPTH = 32
+
+ASAP = "ASAP_Annotations"
+_AREAS = ("polygon", "spline", "rectangle")
+_CAMELYON = {"_0": "tumor", "_1": "tumor"}
+_EXCLUDED = ("_2", "exclusion")
+_NO_GROUP = ("", "none")
+
+IMAGESCOPE = "Annotations"
+_ELLIPSE, _ARROW, _RULER = "2", "3", "4"
+_CORNERS = 2
+_ELLIPSE_POINTS = 128
+
+
+def read_xml(data: bytes) -> Element:
+    """Return the root element of a file, which may be hostile: no entities, no document types, no deep nesting.
+
+    Raises:
+        UsageError: it is not XML, is truncated, has entities or a document type, or elements nested more than 32 deep.
+    """
+    depth = 0
+    root: Element | None = None
+    try:
+        for event, element in defusedxml.ElementTree.iterparse(
+            io.BytesIO(data), events=("start", "end"), forbid_dtd=True
+        ):
+            depth += 1 if event == "start" else -1
+            root = element if root is None else root
+            if depth > _MOST_DEPTH:
+                raise UsageError(
+                    "elements within elements", found=f"more than {_MOST_DEPTH} deep",
+                    expected="annotations",
+                )  # fmt: skip
+    except ET.ParseError as error:
+        raise UsageError("not XML, or cut off", found=str(error)) from error
+    except defusedxml.DefusedXmlException as error:
+        raise UsageError(
+            "XML with a document type or entities, which annotations have no use for",
+            found=type(error).__name__,
+        ) from error
+    if root is None:
+        raise UsageError("an empty file", expected="XML")
+    return root
+
+
+def coordinate(element: Element, feature: str) -> tuple[float, float]:
+    """Return the attributes X and Y as numbers.
+
+    Raises:
+        UsageError: one is missing or not a number.
+    """
+    try:
+        return float(element.attrib["X"]), float(element.attrib["Y"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"{feature}: a coordinate", found=dict(element.attrib), expected="numbers X and Y"
+        ) from error
+
+
+def read_asap(root: Element) -> Outlines:
+    """Return the outlines of an ASAP file, the format of CAMELYON16 and 17. A spline becomes the polygon of its points.
+
+    Raises:
+        UsageError: a coordinate is missing or not a number.
+
+    Source:
+        ASAP's files; the README of CAMELYON16: groups "_0" and "_1" outline tumour, "_2" what is cut out of these.
+    """
+    outlines = Outlines("slide")
+    for number, annotation in enumerate(root.iter("Annotation"), 1):
+        group = annotation.get("PartOfGroup", "").strip()
+        feature = annotation.get("Name") or f"annotation {number}"
+        kind = annotation.get("Type", "").lower()
+        if kind not in _AREAS:
+            outlines.leave_out(feature, f"{kind or 'no type'} has no area")
+            continue
+        points = [coordinate(it, feature) for it in _coordinates_in_order(annotation)]
+        excluded = group.lower() in _EXCLUDED
+        name = None if excluded or group.lower() in _NO_GROUP else _CAMELYON.get(group, group)
+        outlines.add(feature, name, [[points]], excluded=excluded)
+    return outlines
+
+
+def _coordinates_in_order(annotation: Element) -> list[Element]:
+    found = list(annotation.iter("Coordinate"))
+    try:
+        return sorted(found, key=lambda it: int(float(it.attrib["Order"])))
+    except (KeyError, ValueError, OverflowError):
+        return found  # in the order of the file
+
+
+def read_imagescope(root: Element) -> Outlines:
+    """Return the outlines of an Aperio ImageScope file.
+
+    The class of a layer (`Annotation`) is its name; else the value of its attribute "Description", which ImageScope
+    creates for each layer; else the name of its first attribute. Regions with `NegativeROA="1"` are cut out of the other
+    regions of their layer.
+
+    Raises:
+        UsageError: a coordinate is missing or not a number.
+
+    Source:
+        ImageScope's files.
+    """
+    outlines = Outlines("slide")
+    for number, layer in enumerate(root.iter("Annotation"), 1):
+        positive, negative = Outlines("slide"), Outlines("slide")
+        for region in layer.iter("Region"):
+            feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
+            into = negative if region.get("NegativeROA") == "1" else positive
+            points = [coordinate(it, feature) for it in region.iter("Vertex")]
+            if region.get("Type") in (_ARROW, _RULER):
+                into.leave_out(feature, "an arrow or a ruler has no area")
+                continue
+            if region.get("Type") == _ELLIPSE and len(points) == _CORNERS:
+                points = _ellipse(*points)
+            into.add(feature, _class_of(layer), [[points]])
+        outlines.notes += positive.notes + negative.notes
+        left = _without(positive.found, [it.area for it in negative.found])
+        gone = {it.feature for it in positive.found} - {it.feature for it in left}
+        for feature in sorted(gone):
+            outlines.leave_out(feature, "negative regions cover it")
+        outlines.found += left
+    return outlines
+
+
+def _without(found: list[Outline], holes: list[shapely.Geometry]) -> list[Outline]:
+    hole = shapely.union_all(holes)
+    cut = ((it, polygonal(shapely.difference(it.area, hole))) for it in found)
+    return [Outline(it.feature, it.name, area) for it, area in cut if not area.is_empty]
+
+
+def _class_of(layer: Element) -> str | None:
+    attributes = [it for it in layer.iterfind("Attributes/Attribute") if it.get("Name")]
+    described = [it.get("Value") for it in attributes if it.get("Name") == "Description"]
+    others = [it.get("Name") for it in attributes if it.get("Name") != "Description"]
+    for name in (layer.get("Name"), *described, *others):
+        if name and name.strip():
+            return name.strip()
+    return None
+
+
+def _ellipse(first: Point, second: Point) -> list[Point]:
+    """Return an ellipse, given by two opposite corners of its bounding rectangle."""
+    (left, top), (right, bottom) = first, second
+    turns = (2 * math.pi * i / _ELLIPSE_POINTS for i in range(_ELLIPSE_POINTS))
+    return [
+        (
+            (left + right) / 2 + (right - left) / 2 * math.cos(turn),
+            (top + bottom) / 2 + (bottom - top) / 2 * math.sin(turn),
+        )
+        for turn in turns
+    ]
