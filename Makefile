@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test check format lock image-check clean
+.PHONY: help demo test check format docs lock image-check clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -37,6 +37,9 @@ check: $(VENV)/.installed ## format, lint, types and tests
 format: $(VENV)/.dependencies ## write every file in the one format
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.installed ## write docs/settings.md from the declared settings
+	$(BIN)/python -P tools/settings_table.py
 
 image-check: ## build the container images without Docker, and use them: root, 10 minutes, 30 GB of disk
 	docker/check

@@ -1,0 +1,162 @@
+"""Settings are declared once: flags, checks, files, resume rules and docs/settings.md agree with the declaration."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from dataclasses import MISSING
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from conftest import PROJECT, TOOLS
+
+from histopipe.cli.train import command
+from histopipe.errors import UsageError
+from histopipe.runs.settings import DeclaredSetting, declared_settings, to_toml
+from histopipe.runs.task_config import (
+    CONFIGS,
+    BagTrainConfig,
+    PatchTrainConfig,
+    changed_config,
+    load_config,
+    make_config,
+    resumed_config,
+)
+from histopipe.studies.settings import FoldSettings, StudySettings
+
+ALL = declared_settings(*CONFIGS, FoldSettings, StudySettings)
+
+OLD_CONFIG = """
+stores = ["a.lmdb", "b.lmdb"]
+allow_extra_rows = false
+model = "resnet50"
+weights = "none"
+epochs = 3
+batch_size = 32
+seed = 7
+labels_from = "slide"
+min_tissue = 0.5
+min_focus = 0.0
+exclude_pen = 1.0
+exclude_dark = 1.0
+split_by = "region"
+fractions = [0.6, 0.2, 0.2]
+region_um = 250.0
+allow_leaks = false
+optimizer = "adamw"
+learning_rate = 0.001
+weight_decay = 0.004
+schedule = "constant"
+warmup_steps = 0
+clip_norm = 0.0
+label_smoothing = 0.0
+class_weights = "none"
+dropout = 0.15
+augment = ["flips", "colour"]
+stain_norm = "none"
+balance = "none"
+max_per_slide = 0
+shuffle_block = 0
+on_error = "raise"
+patience = 5
+threshold = "youden"
+top_k = 10
+resamples = 1000
+accumulate = 1
+precision = "float32"
+xla = false
+save_minutes = 10.0
+tensorboard = false
+devices = "auto"
+communication = "auto"
+worker_timeout = 600.0
+log_device_placement = false
+deterministic = true
+"""
+"""As version 0.1 wrote it, with all settings of a training on patches that have a value."""
+
+
+def test_docs_settings_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("settings_table", TOOLS / "settings_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    written = (PROJECT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert written == tool.settings_page(), "run `make docs`"
+
+
+def test_every_setting_of_a_training_is_a_flag_with_its_help() -> None:
+    options = {it.name: it for it in command.params if isinstance(it, click.Option)}
+    for name, declared in declared_settings(*CONFIGS, FoldSettings).items():
+        if name != "stores":  # the argument
+            assert declared.flag in options[name].opts
+            assert declared.about.help in (options[name].help or "")
+            assert options[name].is_flag == (declared.item_type is bool)
+
+
+@pytest.mark.parametrize("declared", ALL.values(), ids=lambda it: it.name)
+def test_defaults_pass_their_own_checks_and_wrong_types_do_not(declared: DeclaredSetting) -> None:
+    assert declared.about.help.endswith((".", ")"))
+    if declared.default is not MISSING:
+        declared.check(declared.default)
+    with pytest.raises(UsageError, match=declared.flag):
+        declared.check(object())
+    if declared.item_type in (int, float) and not declared.is_list:
+        with pytest.raises(UsageError, match=declared.flag):
+            declared.check(float("nan"))
+        with pytest.raises(UsageError, match=declared.flag):
+            declared.check(True)
+    if declared.choices:
+        wrong = ("nothing",) if declared.is_list else "nothing"
+        with pytest.raises(UsageError, match=f"{declared.flag}: found 'nothing', expected"):
+            declared.check(wrong)
+
+
+def test_an_old_configuration_loads_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(OLD_CONFIG)
+    config = load_config(tmp_path / "config.toml")
+    assert isinstance(config, PatchTrainConfig)
+    assert config.stores == ("a.lmdb", "b.lmdb")
+    assert config.labels is None
+    assert tomllib.loads(to_toml(config)) == tomllib.loads(OLD_CONFIG)
+
+
+def test_settings_of_bags_are_a_class_of_their_own() -> None:
+    bags = make_config({"mil": Path("features"), "fractions": [0.5, 0.25, 0.25]})
+    assert isinstance(bags, BagTrainConfig)
+    assert (bags.mil, bags.batch_size, bags.learning_rate) == ("features", 1, 2e-4)
+    assert "stores" not in tomllib.loads(to_toml(bags))
+    assert make_config({"mil": None}) == PatchTrainConfig()
+    # What is switched off may be named.
+    assert make_config({"mil": "f", "augment": ("none",), "model": "small-cnn"}).unit == "bags"
+    for wrong, says in (
+        ({"mil": "f", "model": "resnet50"}, "--model: found --mil f, expected patches"),
+        ({"mil": "f", "stores": ("a",)}, "STORES: found --mil f"),
+        ({"pooling": "max"}, "--pooling: found no --mil, expected --mil with a folder"),
+        ({"mil": "f", "split_by": "patch"}, "--split-by: found 'patch', expected patient or site"),
+        ({"colour": 3}, "unknown settings: found colour, expected accumulate, "),
+    ):
+        with pytest.raises(UsageError, match=says):
+            make_config(wrong)
+
+
+def test_a_resumed_run_changes_only_what_is_declared_so() -> None:
+    recorded = {"stores": ["a.lmdb"], "epochs": 3, "seed": 2}
+    same: dict[str, Any] = {"stores": ("a.lmdb",), "seed": 2}
+    assert resumed_config(recorded, same | {"epochs": 9}).epochs == 9
+    refused = "only --out and .*--epochs"
+    for change in ({"seed": 3}, {"stores": ["b.lmdb"]}, {"mil": "features"}):
+        with pytest.raises(UsageError, match=refused):
+            resumed_config(recorded, change)
+    with pytest.raises(UsageError, match="unknown settings"):
+        resumed_config(recorded, {"colour": 3})
+
+
+def test_changed_settings_are_checked_together() -> None:
+    config = PatchTrainConfig(shuffle_block=8)
+    with pytest.raises(UsageError, match="--shuffle-block reads neighbours"):
+        changed_config(config, balance="slide")
+    assert changed_config(config, epochs=4) == PatchTrainConfig(shuffle_block=8, epochs=4)

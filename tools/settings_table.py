@@ -1,0 +1,77 @@
+"""Write docs/settings.md: every setting of a training, a cross-validation and a search, from its declaration.
+
+make docs    # or: python tools/settings_table.py [FILE]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from histopipe.cli.setting_options import default_text
+from histopipe.runs.settings import DeclaredSetting, declared_settings
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.studies.settings import FoldSettings, StudySettings
+
+PATH = Path(__file__).parents[1] / "docs" / "settings.md"
+_HEAD = """# Settings
+
+Written by `make docs` from the declarations in `runs/` and `studies/settings.py`. Do not edit.
+
+The settings of `histopipe train`, of `histopipe train --folds` and of `histopipe tune`. Flags have
+their names with `-` for `_`. Python functions (`histopipe.train`, `cross_validate`, `tune`) and
+TOML files (`--config`, `config.toml`) use the names as they are. "for": trainings on patches, on
+bags (`--mil`), or both. "resume": may change with `--resume`. "search": `histopipe tune` may try
+different values.
+"""
+
+
+def settings_page() -> str:
+    """Return the page."""
+    patches, bags = declared_settings(PatchTrainConfig), declared_settings(BagTrainConfig)
+    training = declared_settings(PatchTrainConfig, BagTrainConfig)
+    groups: dict[str, list[str]] = {}
+    for name, declared in training.items():
+        scope = "both" if name in patches and name in bags else "patches"
+        scope = scope if name in patches else "bags"
+        default = _default(declared)
+        if scope == "both" and _default(bags[name]) != default:
+            default = f"{default}; bags: {_default(bags[name])}"
+        cells = [f"`{name}`", _values(declared), default, scope]
+        cells += ["yes" if yes else "" for yes in (declared.about.resume, declared.about.search)]
+        groups.setdefault(declared.about.group, []).append(_row([*cells, declared.about.help]))
+    head = ["setting", "values", "default", "for", "resume", "search", "description"]
+    parts = [_HEAD] + [_section(group, head, rows) for group, rows in groups.items()]
+    for kind, title in ((FoldSettings, "Cross-validation"), (StudySettings, "Search")):
+        rows = [
+            _row([f"`{name}`", _values(it), _default(it), it.about.help])
+            for name, it in declared_settings(kind).items()
+        ]
+        parts.append(_section(title, ["setting", "values", "default", "description"], rows))
+    return "\n".join(parts)
+
+
+def _section(title: str, head: list[str], rows: list[str]) -> str:
+    return "\n".join([f"## {title}", "", _row(head), _row(["---"] * len(head)), *rows, ""])
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _values(declared: DeclaredSetting) -> str:
+    if declared.choices:
+        return ", ".join(declared.choices)
+    kinds = {bool: "flag", int: "whole number", float: "number", str: "text"}
+    kind = declared.about.format or kinds[declared.item_type]
+    kind = f"list of {kind}s" if declared.is_list else kind
+    return f"{kind}, {declared.range_text}" if declared.range_text else kind
+
+
+def _default(declared: DeclaredSetting) -> str:
+    return default_text(declared) or "-"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PATH
+    path.write_text(settings_page(), encoding="utf-8")
