@@ -25,8 +25,9 @@ from test_folds import faulty, marked
 
 from histopipe.errors import MachineShort, UsageError
 from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
+from histopipe.studies.settings import StudySettings
 from histopipe.studies.storage import JOURNAL, open_storage
-from histopipe.studies.study import Study, StudySettings
+from histopipe.studies.study import Study
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }

@@ -26,7 +26,7 @@ def _load_config(ctx: click.Context, _: click.Parameter, path: Path | None) -> N
         # Late: `--help` needs no config.
         from histopipe.runs.config import TrainConfig
         from histopipe.runs.settings_file import read_config
-        from histopipe.studies.cross_validation import FoldSettings
+        from histopipe.studies.settings import FoldSettings
 
         ctx.default_map = read_config(path, TrainConfig, FoldSettings)
 

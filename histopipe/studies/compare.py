@@ -29,9 +29,9 @@ from histopipe.runs.folder import is_cross_validation
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings_file import read_config
 from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
-from histopipe.studies.cross_validation import FoldSettings
 from histopipe.studies.cross_validation_result import read_parts
 from histopipe.studies.paired_differences import Difference, differences_of, tested_items
+from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
 

@@ -7,8 +7,7 @@ import queue
 import shutil
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished
-from histopipe.runs.setting_checks import flag
 from histopipe.runs.settings_file import changed, known, read_config
 from histopipe.runs.splits import new_folds, opened_sources
 from histopipe.runs.supervision import sigterm_interrupts
@@ -30,6 +28,7 @@ from histopipe.studies.cross_validation_result import (
     summarize,
     write_summary,
 )
+from histopipe.studies.settings import FoldSettings
 from histopipe.studies.trainings import (
     TrainingLimits,
     TrainingOutcome,
@@ -40,36 +39,6 @@ from histopipe.studies.trainings import (
 from histopipe.system.progress import Progress, default_progress
 
 SPLITS, LOGS = run_folder.FOLD_SPLITS, "logs"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoldSettings:
-    """Settings of a cross-validation.
-
-    Attributes:
-        folds: number of folds; 0 for a single training.
-        fold_timeout: time limit in seconds of one attempt at a fold; 0 for none.
-        retries: number of retries of a fold that failed.
-        parallel_folds: number of folds trained at once, each on its share of the GPUs.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    folds: int = 0
-    fold_timeout: float = 0.0
-    retries: int = 0
-    parallel_folds: int = 1
-
-    def __post_init__(self) -> None:
-        least = {"folds": 0, "fold_timeout": 0, "retries": 0, "parallel_folds": 1}
-        for name, bound in least.items():
-            value = getattr(self, name)
-            kinds = (int, float) if name == "fold_timeout" else (int,)
-            if type(value) not in kinds or not bound <= value < inf:
-                raise UsageError(flag(name), found=value, expected=f"{bound} or more")
-        if self.folds == 1:
-            raise UsageError("--folds", found=1, expected="2 or more, or 0 for a single training")
 
 
 FOLD_SETTINGS = tuple(field.name for field in dataclasses.fields(FoldSettings))

@@ -13,13 +13,12 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.runs.setting_checks import flag, one_of
 from histopipe.studies.search_space import SearchSpace
+from histopipe.studies.settings import StudySettings
 from histopipe.studies.storage import load_optuna, open_storage
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked
@@ -32,48 +31,6 @@ _HOME, _SETTINGS = "home", "settings"
 _LOCK, _ID = "study.lock", "study.id"
 _POLL_SECONDS = 1.0
 _START_TRIALS = 5
-
-
-Metric = Literal["auc", "accuracy", "loss"]
-Sampler = Literal["tpe", "random"]
-Pruner = Literal["median", "none"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StudySettings:
-    """Settings of a search.
-
-    Attributes:
-        trials: number of trials, of all processes together.
-        metric: validation metric to optimize.
-        sampler: "tpe" or "random".
-        pruner: "median" stops trials that are worse than the median at the same epoch; "none".
-        seed: of the sampler.
-        storage: see `open_storage`; None for a file in the folder of the search.
-        name: of the study in that storage; None for the name of the folder.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    trials: int = 20
-    metric: Metric = "auc"
-    sampler: Sampler = "tpe"
-    pruner: Pruner = "median"
-    seed: int = 1
-    storage: str | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        if type(self.trials) is not int or self.trials < 1:
-            raise UsageError("--trials", found=self.trials, expected="1 or more")
-        for name, kind in (("metric", Metric), ("sampler", Sampler), ("pruner", Pruner)):
-            one_of(flag(name), getattr(self, name), get_args(kind))
-
-    @property
-    def direction(self) -> str:
-        """Direction of the optimization, as Optuna names it."""
-        return "minimize" if self.metric == "loss" else "maximize"
 
 
 class Study:

@@ -19,8 +19,9 @@ from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.settings_file import known
 from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
+from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.storage import load_optuna
-from histopipe.studies.study import TRIALS, Metric, Pruner, Sampler, Study, StudySettings
+from histopipe.studies.study import TRIALS, Study
 from histopipe.studies.trainings import (
     TrainingLimits,
     TrainingOutcome,
