@@ -22,7 +22,7 @@ from PIL import Image
 from test_reader import a_store, flip_a_byte, jpegs
 
 import histopipe
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.features.feature_file import read_coords, read_features, read_header, writing
 from histopipe.features.feature_folder import feature_files, feature_path
 from histopipe.store.store import Store
@@ -128,13 +128,21 @@ def test_devices_do_not_matter(small_store: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(other[slide], values, rtol=1e-5, atol=1e-6)
 
 
+UNTRAINED: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "features"
+    histopipe.embed(small_store, out=folder, **UNTRAINED)
+    return folder
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_stopped_and_gone_on_with_equals_uninterrupted(
-    small_store: Path, tmp_path: Path, number: signal.Signals, run: Run
+def test_stopped_and_continued_equals_uninterrupted(
+    small_store: Path, uninterrupted: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     arguments = ["embed", small_store, *NETWORK, "--batch-size", 2, "--json"]
-    done = run(*arguments, "--out", "whole")
-    assert done.returncode == 0, done.stderr
     command = [*INTERRUPTIBLE, *map(str, arguments), "--out", str(tmp_path / "parts")]
     with subprocess.Popen(
         command, text=True, stderr=subprocess.PIPE, stdout=subprocess.PIPE
@@ -146,12 +154,11 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
                 break
         assert process.wait(60) == (-9 if number is signal.SIGKILL else 130)
     assert 2 <= len(feature_files(tmp_path / "parts")) < 12
-    again = run(*arguments, "--out", "parts")
-    told = json.loads(again.stdout)
-    assert again.returncode == 0
-    assert len(told["kept"]) >= 2
-    assert len(told["kept"]) + len(told["done"]) == 12
-    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    again = histopipe.embed(small_store, out=tmp_path / "parts", **UNTRAINED)
+    assert len(again.kept) >= 2
+    assert len(again.kept) + len(again.done) == 12
+    assert f"{len(again.kept)} already done, 0 failed" in str(again)
+    assert contents(tmp_path / "parts") == contents(uninterrupted)
     assert not list((tmp_path / "parts").rglob("*part-*"))
 
 
@@ -369,32 +376,28 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 def test_what_is_wrong_is_told_before_anything_is_made(
     small_store: Path, a_run: Path, made_store: Path, onnx_file: Path, tmp_path: Path, run: Run
 ) -> None:
-    cases: list[tuple[list[object], int, str]] = [
-        (["--model", "nonsense"], 2, "expected a run's folder, an ONNX file, ConvNeXtBase"),
-        (["--model", a_run, "--weights", "none"], 2, "which has its own"),
-        (["--model", onnx_file, "--devices", "gpu"], 2, "an onnxruntime without CUDA"),
-        (["--model", onnx_file, "--batch-size", 0], 2, "batch_size"),
-        (["--model", "mobilenet", "--stain-norm", "macenko", "--weights", "none"], 4, "histopipe stains"),
-        (["--model", "mobilenet"], 2, "imagenet weights are fetched once over the network"),
+    cases: list[tuple[Path, dict[str, Any], int, str]] = [
+        (small_store, {"model": "nonsense"}, 2, "expected a run's folder, an ONNX file, ConvNeXtBase"),
+        (small_store, {"model": a_run, "weights": "none"}, 2, "which has its own"),
+        (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
+        (small_store, {"model": onnx_file, "batch_size": 0}, 2, "batch_size"),
+        (small_store, UNTRAINED | {"stain_norm": "macenko"}, 4, "histopipe stains"),
+        (made_store, {"model": a_run}, 2, "was trained on other patches: found 32 pixels, expected 128"),
+        (tmp_path / "none.lmdb", {"model": onnx_file}, 4, "none.lmdb"),
     ]  # fmt: skip
+    for number, (store, options, code, expected) in enumerate(cases):
+        with pytest.raises(HistopipeError) as error:
+            histopipe.embed(store, out=tmp_path / f"f{number}", **options)
+        assert (error.value.exit_code, expected in str(error.value)) == (code, True), error.value
     environment = os.environ | {
         "https_proxy": "http://127.0.0.1:9",
         "KERAS_HOME": str(tmp_path / "k"),
     }
-
-    def embed(number: int) -> subprocess.CompletedProcess[str]:
-        return run("embed", small_store, "--out", f"f{number}", *cases[number][0], env=environment)
-
-    for number, done in two_at_a_time(embed, range(len(cases))).items():
-        _, code, expected = cases[number]
-        assert done.returncode == code, done.stderr
-        assert expected in done.stderr
-        assert not list(tmp_path.glob(f"f{number}/**/*.h5"))
-    other = run("embed", made_store, "--model", a_run, "--out", "g")
-    assert other.returncode == 2
-    assert "was trained on other patches: found 32 pixels, expected 128" in other.stderr
-    nothing = run("embed", "none.lmdb", "--model", onnx_file, "--out", "g")
-    assert nothing.returncode == 4
+    # In a process of its own: Keras reads KERAS_HOME when it is imported.
+    done = run("embed", small_store, "--out", "g", "--model", "mobilenet", env=environment)
+    assert done.returncode == 2, done.stderr
+    assert "imagenet weights are fetched once over the network" in done.stderr
+    assert not list(tmp_path.rglob("*.h5"))
     gc.collect()
 
 

@@ -395,7 +395,7 @@ def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
     (tmp_path / ".part-3.h5").write_text("what a kill has left")
     (tmp_path / "l.csv").write_text("slide,label\nnone,a\npart-2,b\n")
     bags = BagSet(tmp_path)
-    assert [bag.name for bag in bags.bags.values()] == [
+    assert [bag.id for bag in bags.bags.values()] == [
         "TCGA-AB-1234-01",
         "part-2",
         "sub/TCGA-AB-1234-02",

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides, two_at_a_time
+from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.scores import PatchScores, joined_scores
 from histopipe.inference.predict import predict
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
@@ -41,23 +41,17 @@ def patch_files(folder: Path) -> dict[str, bytes]:
 def predicted(
     trained: Path, made: Path, made_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Predictions from the store, on one and on two devices, and from its slides."""
+    """Predictions from the store, on one and on two devices, and from its slides.
+
+    Two devices need a process of their own: TensorFlow divides the CPU once per process.
+    """
     base = tmp_path_factory.mktemp("predicted")
-    commands: dict[str, list[str]] = {
-        "store": [str(made_store)],
-        "two": [str(made_store), "--devices", "cpu:2", "--batch-size", "33"],
-        "slides": [str(made), "--labels", str(made / "labels.csv")],
-    }
-
-    def work(name: str) -> Path:
-        out = base / name
-        subprocess.run(
-            [*COMMAND, "predict", str(trained), *commands[name], "--out", str(out)],
-            check=True, capture_output=True,
-        )  # fmt: skip
-        return out
-
-    return two_at_a_time(work, list(commands))
+    two = [*COMMAND, "predict", str(trained), str(made_store), "--out", str(base / "two")]
+    with subprocess.Popen([*two, "--devices", "cpu:2", "--batch-size", "33"]) as process:
+        predict(trained, made_store, out=base / "store")
+        predict(trained, made, out=base / "slides", labels=made / "labels.csv")
+    assert process.returncode == 0
+    return {name: base / name for name in ("store", "two", "slides")}
 
 
 def test_probabilities_are_the_models_own(
@@ -155,9 +149,9 @@ def test_what_was_interrupted_goes_on(
         assert "run the same command again to do the others" in told
     # What was written half is not taken for whole.
     (out / "patches" / f"{done[0]}.json").unlink()
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert again.returncode == 0, again.stderr
-    assert f"{len(done) - 1} already done" in again.stdout
+    again = predict(trained, made, out=out)
+    assert (len(again.kept), len(again.done)) == (len(done) - 1, 13 - len(done))
+    assert f"{len(done) - 1} already done, 0 failed" in str(again)
     assert patch_files(out) == _without_labels(predicted["slides"])
 
 
@@ -188,39 +182,42 @@ def test_a_bad_slide_costs_itself_only(
     assert set(told["failed"]) == {"broken", "TCGA-CR-7395-01A-01-TS1"}
     assert "no usable mpp" in told["failed"]["TCGA-CR-7395-01A-01-TS1"]
     # Only what is missing is done, now that its scale is known.
-    done = run("predict", trained, folder, "--out", "out", "--json", "--default-mpp", "0.25")
-    told = json.loads(done.stdout)
-    assert told["done"] == ["TCGA-CR-7395-01A-01-TS1"]
-    assert list(told["failed"]) == ["broken"]
+    again = predict(trained, folder, out=tmp_path / "out", default_mpp=0.25)
+    assert again.done == ("TCGA-CR-7395-01A-01-TS1",)
+    assert list(again.failed) == ["broken"]
     assert rows_of(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
 
 
 def test_what_cannot_be_predicted_is_told(
     trained: Path, made: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:
-    def refused(code: int, message: str, *arguments: object) -> None:
-        done = run("predict", *arguments)
-        assert (done.returncode, message in done.stderr) == (code, True), done.stderr
+    def refused(code: int, message: str, folder: Path, *sources: Path, **options: Any) -> None:
+        with pytest.raises(HistopipeError) as error:
+            predict(folder, sources, out=tmp_path / options.pop("out", "a"), **options)
+        assert (error.value.exit_code, message in str(error.value)) == (code, True), error.value
 
-    refused(2, "holds no finished run", tmp_path, made, "--out", "a")
-    refused(4, "nowhere does not exist", trained, "nowhere", "--out", "a")
-    refused(2, "SLIDES and STORES are mixed", trained, made, made_store, "--out", "a")
+    refused(2, "holds no finished run", tmp_path, made)
+    refused(4, "nowhere does not exist", trained, tmp_path / "nowhere")
+    refused(2, "SLIDES and STORES are mixed", trained, made, made_store)
     (tmp_path / "empty").mkdir()
-    refused(4, "no slide in empty", trained, "empty", "--out", "a")
+    refused(4, "no slide in", trained, tmp_path / "empty")
     slide = next(made.glob("*.svs"))
     for name, flags, message in (
         ("large", ["--patch-size", "256"], "patches of another size"),
         ("coarse", ["--patch-size", "128", "--mpp", "1"], "patches of another scale"),
     ):
         assert run("ingest", slide, "--out", f"{name}.lmdb", *flags).returncode == 0
-        refused(2, message, trained, f"{name}.lmdb", "--out", "a")
-    assert run("predict", trained, slide, "--out", "b").returncode == 0
-    refused(2, "holds predictions made with other settings", trained, slide, "--out", "b", "--overlap", "64")  # fmt: skip
+        refused(2, message, trained, tmp_path / f"{name}.lmdb")
+    assert len(predict(trained, slide, out=tmp_path / "b").done) == 1
+    message = "holds predictions made with other settings"
+    refused(2, message, trained, slide, out="b", overlap=64)
 
 
-def test_slides_that_were_trained_on_are_told(trained: Path, made_store: Path, run: Run) -> None:
-    done = run("predict", trained, made_store, "--out", "out")
-    assert "of these slides were used in the training" in done.stderr
+def test_slides_of_the_training_are_named(
+    trained: Path, made_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict(trained, made_store, out=tmp_path / "out")
+    assert "of these slides were used in the training" in capsys.readouterr().err
 
 
 ROUTES: dict[str, tuple[dict[str, Any], str]] = {
@@ -273,8 +270,7 @@ def test_a_model_of_one_stain_sees_that_stain(made: Path, made_store: Path, tmp_
     done = run("train", store, "--epochs", "1", "--stain-norm", "reinhard", "--out", "run")
     assert done.returncode == 0, done.stderr
     for source in (store, made):
-        done = run("predict", "run", source, "--out", f"of-{source.name}")
-        assert done.returncode == 0, done.stderr
+        assert not predict(tmp_path / "run", source, out=tmp_path / f"of-{source.name}").failed
     stored, files = (rows_of(tmp_path / f"of-{s.name}" / "slides.csv") for s in (store, made))
     # A slide's stain is measured on other patches of it where there is no store.
     for a, b in zip(stored, files, strict=True):
@@ -312,9 +308,6 @@ def test_joined_predictions_keep_whose_they_are() -> None:
     assert names == ["z", "z", "a", "a", "a", "m"]
     assert [joined.patients[i] for i in joined.patient] == ["p", "p", "q", "q", "q", "p"]
     assert joined.probability[:, 0].tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.3, 0.1])
-
-
-# In this process: TensorFlow takes three seconds to load.
 
 
 def test_labels_may_come_later(trained: Path, made: Path, tmp_path: Path) -> None:
@@ -375,13 +368,12 @@ def test_levels_of_another_scale_are_refused(trained: Path, made: Path, tmp_path
     assert "patches of another scale" in next(iter(result.failed.values()))
 
 
-def test_nothing_else_is_written_over(trained: Path, made: Path, tmp_path: Path, run: Run) -> None:
+def test_nothing_else_is_written_over(trained: Path, made: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trained, tmp_path / "copy")
     before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
     slide = next(made.glob("*.svs"))
-    done = run("predict", copy, slide, "--out", copy)
-    assert done.returncode == 2
-    assert "holds files that are not predictions" in done.stderr
+    with pytest.raises(UsageError, match="holds files that are not predictions"):
+        predict(copy, slide, out=copy)
     assert {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()} == before
 
 

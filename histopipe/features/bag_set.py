@@ -1,4 +1,4 @@
-"""Bags of a folder of feature files: the slides, or the patients, that a multiple-instance model learns of."""
+"""Bags of a folder of feature files: the slides, or patients, that a multiple-instance model is trained on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,36 +15,45 @@ from numpy.typing import NDArray
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import FeatureHeader, read_header
-from histopipe.features.feature_folder import feature_files
+from histopipe.features.feature_folder import ENCODER, feature_files
 from histopipe.ingest.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
-from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """The patches of a slide, or of all of a patient's slides.
+    """The patches of a slide, or of all slides of a patient: a `SampleGroup` of one sample.
 
     Attributes:
-        name: the slide's id, or the patient.
+        id: slide id, or patient.
         slides: ids of its slides.
         headers: their feature files.
+        label, patient, site: of its slides; no site if these are of several.
+        content: checksum that bags with copies of one slide share; None if unknown.
     """
 
-    name: str
+    planned: ClassVar = 1
+    stored: ClassVar = 1
+    patch_labels: ClassVar[Mapping[str, int]] = {}
+
+    id: str
     slides: tuple[str, ...]
     headers: tuple[FeatureHeader, ...]
+    label: str | None
+    patient: str | None
+    site: str | None
+    content: str | None
 
     @property
     def rows(self) -> int:
-        """Patches."""
+        """Number of patches."""
         return sum(header.rows for header in self.headers)
 
     @property
     def crc(self) -> int:
-        """A checksum of what its files are, without reading their features."""
-        facts = [
+        """Checksum of its feature files, by their recorded checksums or by sampled rows."""
+        files = [
             (
                 header.rows,
                 header.dimension,
@@ -53,29 +62,33 @@ class Bag:
             )
             for header in self.headers
         ]
-        return zlib.crc32(repr((self.slides, facts)).encode())
+        return zlib.crc32(repr((self.slides, files)).encode())
 
 
 class BagSet:
-    """The bags of a folder. To splits it is what a store is: slides with one item each.
+    """The bags of a folder of feature files: a `SampleSource`, as a store is.
 
     Args:
-        folder: of feature files, as `histopipe embed`, CLAM or TRIDENT make them.
-        bag: what a bag is of.
-        labels: a CSV slide,label[,patient][,site]; what `histopipe embed` recorded, if not given.
-        allow_extra: ignore rows of it that name no slide.
-        numbers: of bags by name, as splits that are to be read have them; others get numbers behind these.
+        folder: feature files by `histopipe embed`, CLAM or TRIDENT.
+        bag: what a bag holds the patches of.
+        labels: CSV file slide,label[,patient][,site]; by default the labels that `histopipe embed` recorded.
+        allow_extra: ignore rows that name no slide.
+        numbers: numbers of bags by name in existing splits; other bags get higher numbers.
 
     Raises:
         NothingToDo: the folder holds no features.
-        UsageError: its files are no features or differ in their number, labels that fit no slide, or a patient of two labels.
+        UsageError: files without features or with different numbers of features, labels of unknown slides, or a patient with two
+            labels.
         DamagedStore: a file cannot be read.
 
     Attributes:
-        bags: by number.
-        dimension: features of a patch.
-        notes: what to know about it.
+        bags: bags by number.
+        dimension: number of features per patch.
+        notes: remarks for the user.
     """
+
+    classes: Sequence[str] = ()
+    """Patches of bags have no classes of their own."""
 
     def __init__(
         self,
@@ -87,44 +100,46 @@ class BagSet:
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         self.path = folder
-        self.classes: Sequence[str] = ()  # a bag is of its slide's
         headers = {name: read_header(path) for name, path in feature_files(folder).items()}
         filled = {name: header for name, header in headers.items() if header.rows}
         if not filled:
             raise NothingToDo(
                 f"{folder} holds no features",
-                expected="files NAME.h5, as `histopipe embed` makes them",
+                expected="files SLIDE.h5, as `histopipe embed` writes them",
             )
         self.dimension = _common_dimension(filled)
         self.uuid = _identity(folder, self.dimension)
-        said = _said(headers, labels, allow_extra=allow_extra)
-        said = {name: of_it for name, of_it in said.items() if name in filled}
-        grouped = _by_patient(said) if bag == "patient" else {name: [name] for name in said}
-        made = [
-            Bag(name, tuple(slides), tuple(filled[slide] for slide in slides))
-            for name, slides in grouped.items()
-        ]
-        self.bags = _numbered(made, numbers or {})
-        scans = _scans(made)
-        self.records = {
-            number: _record(bag, [said[slide] for slide in bag.slides], scans[bag.name])
-            for number, bag in self.bags.items()
-        }
+        labelled = _slide_labels(headers, labels, allow_extra=allow_extra)
+        labelled = {name: label for name, label in labelled.items() if name in filled}
+        groups = _by_patient(labelled) if bag == "patient" else {name: [name] for name in labelled}
+        contents = _contents(groups, filled)
+        self.bags = _numbered(
+            [
+                _bag(name, slides, filled, labelled, contents[name])
+                for name, slides in groups.items()
+            ],
+            numbers or {},
+        )
         empty = len(headers) - len(filled)
-        self.notes = (f"{empty} feature files without a patch are left out",) if empty else ()
+        self.notes = (f"{empty} feature files without patches are ignored",) if empty else ()
 
     @property
-    def slides(self) -> list[SlideRecord]:
-        """Every bag's record."""
-        return list(self.records.values())
+    def records(self) -> Mapping[int, Bag]:
+        """All bags by number."""
+        return self.bags
 
     @property
-    def complete(self) -> Mapping[int, SlideRecord]:
-        """Every bag's record by number: all can be read."""
-        return self.records
+    def complete(self) -> Mapping[int, Bag]:
+        """All bags by number: all can be read."""
+        return self.bags
+
+    @property
+    def slides(self) -> Sequence[Bag]:
+        """All bags."""
+        return list(self.bags.values())
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
-        """The columns of a bag's one item."""
+        """Return the columns of a bag, with one row."""
         return {"crc": np.array([self.bags[slide].crc], np.uint32)}
 
 
@@ -133,26 +148,26 @@ def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
     for header in others:
         if header.dimension != first.dimension:
             raise UsageError(
-                f"{header.path}: features of a patch", found=header.dimension,
+                f"{header.path}: features per patch", found=header.dimension,
                 expected=f"{first.dimension}, as in {first.path}",
-                todo="give each encoder's features a folder of their own",
+                todo="use one folder per encoder",
             )  # fmt: skip
     return first.dimension
 
 
 def _identity(folder: Path, dimension: int) -> str:
-    """What made the features, if that is written down; how many there are, in other tools' folders."""
+    """Return the recorded encoder of the features; in folders of other tools, the number of features."""
     try:
-        found = read_json(folder / "features.json")
+        found = read_json(folder / ENCODER)
         return f"features-{found['sha256'][:16]}-{found['precision']}"
     except (OSError, ValueError, KeyError, TypeError):
         return f"features-{dimension}"
 
 
-def _said(
+def _slide_labels(
     headers: Mapping[str, FeatureHeader], labels: Path | None, *, allow_extra: bool
 ) -> dict[str, SlideLabel]:
-    """Label, patient and site of every slide; its patient is never empty."""
+    """Return label, patient and site of every slide. The patient is never empty."""
     recorded = {
         name: SlideLabel(*(_text(header.facts.get(key)) for key in ("label", "patient", "site")))
         for name, header in headers.items()
@@ -164,30 +179,32 @@ def _said(
         given = {name: rows.get(name, SlideLabel(None)) for name in headers}
     return {
         name: SlideLabel(
-            said.label,
-            said.patient or recorded[name].patient or patient_of(name),
-            said.site or recorded[name].site,
+            label.label,
+            label.patient or recorded[name].patient or patient_of(name),
+            label.site or recorded[name].site,
         )
-        for name, said in given.items()
+        for name, label in given.items()
     }
 
 
 def _text(value: Any) -> str | None:
-    """An attribute of a file, of whatever type its writer gave it."""
+    """Return an attribute of a file as text; writers use several types."""
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _numbered(bags: Sequence[Bag], numbers: Mapping[str, int]) -> dict[int, Bag]:
-    """Bags by number: those that are known keep theirs, so that one more slide in the folder moves none."""
-    behind = itertools.count(max(numbers.values(), default=-1) + 1)
-    found = {numbers[bag.name] if bag.name in numbers else next(behind): bag for bag in bags}
+    """Return bags by number. Known bags keep their numbers, so that a new slide in the folder changes none."""
+    others = itertools.count(max(numbers.values(), default=-1) + 1)
+    found = {numbers[bag.id] if bag.id in numbers else next(others): bag for bag in bags}
     return dict(sorted(found.items()))
 
 
-def _scans(bags: Sequence[Bag]) -> dict[str, str | None]:
-    """What bags have in common that hold copies of one scan, by name; None for those of which no content is known."""
+def _contents(
+    groups: Mapping[str, Sequence[str]], headers: Mapping[str, FeatureHeader]
+) -> dict[str, str | None]:
+    """Return one content checksum per bag, by name. Bags with copies of one slide share it; None if unknown."""
     parent: dict[str, str] = {}
 
     def root(content: str) -> str:
@@ -196,8 +213,8 @@ def _scans(bags: Sequence[Bag]) -> dict[str, str | None]:
         return content
 
     contents = {
-        bag.name: [text for h in bag.headers if (text := _text(h.facts.get("content")))]
-        for bag in bags
+        name: [text for it in slides if (text := _text(headers[it].facts.get("content")))]
+        for name, slides in groups.items()
     }
     for first, *others in filter(None, contents.values()):
         for other in others:
@@ -205,28 +222,37 @@ def _scans(bags: Sequence[Bag]) -> dict[str, str | None]:
     return {name: root(found[0]) if found else None for name, found in contents.items()}
 
 
-def _by_patient(said: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
-    """The labelled slides of each patient."""
-    grouped: dict[str, list[str]] = {}
-    for name, of_it in said.items():
-        if of_it.label:
-            grouped.setdefault(str(of_it.patient), []).append(name)
-    for patient, slides in grouped.items():
-        found = sorted({str(said[name].label) for name in slides})
+def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
+    """Return the labelled slides of each patient.
+
+    Raises:
+        UsageError: a patient has slides with different labels.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, label in labels.items():
+        if label.label:
+            groups.setdefault(str(label.patient), []).append(name)
+    for patient, slides in groups.items():
+        found = sorted({str(labels[name].label) for name in slides})
         if len(found) > 1:
             raise UsageError(
                 f"patient {patient}", found=f"slides labelled {' and '.join(found)}",
-                expected="one label, where a bag is all of a patient's slides",
-                todo="take --bag slide, or label patients in --labels",
+                expected="one label for all slides of a patient with --bag patient",
+                todo="use --bag slide, or one label per patient in --labels",
             )  # fmt: skip
-    return dict(sorted(grouped.items()))
+    return dict(sorted(groups.items()))
 
 
-def _record(bag: Bag, said: Sequence[SlideLabel], scan: str | None) -> SlideRecord:
-    """A bag as splits see it. One of slides of several sites has none: it can be split by patient only."""
-    path, sites = str(bag.headers[0].path), {of_it.site for of_it in said}
-    return SlideRecord(
-        id=bag.name, path=path, resolved_path=path, state=SlideState.COMPLETE, planned=1, stored=1,
-        label=said[0].label, patient=said[0].patient, site=sites.pop() if len(sites) == 1 else None,
-        quickhash=scan,
+def _bag(
+    name: str,
+    slides: Sequence[str],
+    headers: Mapping[str, FeatureHeader],
+    labels: Mapping[str, SlideLabel],
+    content: str | None,
+) -> Bag:
+    """Create a bag. With slides of several sites it has none: then it can be split by patient only."""
+    sites, first = {labels[slide].site for slide in slides}, labels[slides[0]]
+    return Bag(
+        name, tuple(slides), tuple(headers[slide] for slide in slides), first.label, first.patient,
+        sites.pop() if len(sites) == 1 else None, content,
     )  # fmt: skip

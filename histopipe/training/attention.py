@@ -40,11 +40,11 @@ def write_attention(folder: Path, bags: Sequence[Bag], model: BagModel) -> None:
     """
     for bag in bags:
         try:
-            path = path_within(folder / run_folder.ATTENTION, f"{bag.name}.csv")
+            path = path_within(folder / run_folder.ATTENTION, f"{bag.id}.csv")
             attention = attention_of(model, read_bag(bag, bag.headers[0].dtype))
             rows = list(_rows(bag, attention))
         except DamagedStore as error:  # one that was skipped in training, too
-            message(f"no attention of {bag.name}: {error}")
+            message(f"no attention of {bag.id}: {error}")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         with (
