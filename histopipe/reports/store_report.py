@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingest.request import duplicates
+from histopipe.maintenance.info import info_of
 from histopipe.reports import charts
 from histopipe.reports.page import (
     Card,
@@ -32,7 +33,6 @@ from histopipe.reports.pictures import SIDE, plan_picture, strip
 from histopipe.store.picture import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.store.summary import summarise
 
 _SAMPLED = 6
 _MOST_FRAMES = 20_000
@@ -70,7 +70,7 @@ def store_page(
         NothingToDo, DamagedStore: it cannot be read.
     """
     with Store(path) as store:
-        summary = summarise(store)
+        summary = info_of(store).to_json()
         measures, rows = _Measures({}), []
         for slide, record in store.records.items():
             rows.append(_row(store, slide, record, measures, pictures=pictures))
