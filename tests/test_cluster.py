@@ -21,7 +21,7 @@ from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageEr
 from histopipe.ingest.cluster.dask_cluster import connected
 from histopipe.ingest.cluster.part_store import parts_locked
 from histopipe.maintenance.verify import verify
-from histopipe.store.catalog import Catalog, parts_of, read_catalog
+from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
 from histopipe.store.recorded import recorded
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
@@ -185,7 +185,7 @@ def test_a_cluster_ingests_what_one_machine_does(
     assert "Traceback" not in said
     check_all(tmp_path / "parts", local, run)
     assert {path.name for path in (tmp_path / "parts").iterdir()} >= {
-        "catalog.json",
+        CATALOG,
         "ingest.log",
         "ingest.csv",
     }
@@ -286,7 +286,7 @@ def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_catalogs_are_looked_at(tmp_path: Path, content: str, error: type[Exception]) -> None:
-    with appearing(tmp_path / "catalog.json") as part:
+    with appearing(tmp_path / CATALOG) as part:
         part.write_text(content)
     with pytest.raises(error):
         read_catalog(tmp_path)

@@ -218,7 +218,7 @@ def test_slides_are_taken_out(parts: list[Path], run: Run) -> None:
         with pytest.raises(UsageError, match="an ingest is at slide b"):
             remove(store, ["b"])
     done = run("remove", store, "b")
-    assert (done.returncode, "1 slides of 5 patches taken out" in done.stdout) == (0, True)
+    assert (done.returncode, "1 slides of 5 patches removed" in done.stdout) == (0, True)
     assert contents(store) == {name: slide for name, slide in before.items() if name != "b"}
     assert verify(store).findings == []
     with Store(store) as opened:

@@ -31,6 +31,8 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.geometry import Mpp
+from histopipe.maintenance.merge import merge
+from histopipe.store.catalog import CATALOG, Catalog, parts_of
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
     INDEX_COLUMNS,
@@ -43,6 +45,7 @@ from histopipe.store.format import (
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store, StoreSet, open_store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 SPEC = TilingSpec(mpp=Mpp(0.5), patch_size=16)
@@ -287,7 +290,7 @@ def test_a_truncated_store_is_refused_not_a_sigbus(tmp_path: Path, keep: float) 
     one_slide(tmp_path / "s.lmdb", [bytes(10_000)] * 20).close()
     data = tmp_path / "s.lmdb" / "data.mdb"
     os.truncate(data, int(data.stat().st_size * keep))
-    with pytest.raises(DamagedStore, match="is cut short"):
+    with pytest.raises(DamagedStore, match="is truncated"):
         Store(tmp_path / "s.lmdb")
 
 
@@ -448,3 +451,39 @@ def test_room_left_by_deleted_values_is_known(tmp_path: Path) -> None:
         ):  # LMDB uses what a transaction left free in the next but one
             writer.put_patches(number, range(first, first + 10), values[:10])
         assert (tmp_path / "s.lmdb" / "data.mdb").stat().st_size < size * 1.05
+
+
+STAC = {"type": "Catalog", "id": "slides", "stac_version": "1.0.0", "links": []}
+
+
+@pytest.mark.parametrize("content", [json.dumps(STAC), "[]", "not JSON", '{"version": 2}'])
+def test_a_catalog_of_another_tool_next_to_a_store_is_ignored(tmp_path: Path, content: str) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"x"]).close()
+    (tmp_path / "catalog.json").write_text(content)
+    with Store(tmp_path / "s.lmdb") as store:
+        assert len(store) == 1
+    with pytest.raises(NothingToDo, match=r"expected a folder with a data\.mdb"):
+        open_store(tmp_path)
+
+
+def test_a_damaged_catalog_hides_nothing_of_a_store_next_to_it(tmp_path: Path) -> None:
+    one_slide(tmp_path / "s.lmdb", [b"x"]).close()
+    (tmp_path / CATALOG).write_text('{"version": 2}')
+    with Store(tmp_path / "s.lmdb") as store:
+        assert len(store) == 1
+    with pytest.raises(UnknownVersion):
+        open_store(tmp_path)
+
+
+@pytest.mark.parametrize("name", [CATALOG, "catalog.json"])
+def test_a_folder_of_parts_is_opened_by_its_catalog(tmp_path: Path, name: str) -> None:
+    for part in ("part-a.lmdb", "part-b.lmdb"):
+        one_slide(tmp_path / part, [b"x"]).close()
+    catalog = Catalog(tmp_path, slides={"a": "part-b.lmdb"})
+    catalog.write()
+    (tmp_path / CATALOG).rename(tmp_path / name)
+    assert parts_of(tmp_path) == [tmp_path / "part-b.lmdb"]
+    merged = tmp_path / "all.lmdb"  # next to the parts, and no part
+    assert merge([tmp_path], merged, progress=SilentProgress()).slides == ["a"]
+    with Store(merged) as store:
+        assert len(store) == 1

@@ -17,16 +17,16 @@ import h5py
 import numpy as np
 import pytest
 from conftest import PROGRAMS, Run
+from lmdb_pages import PAGE, pages_of
 from test_reader import a_store, jpegs
-from test_verify import edited, pages_of, patched
+from test_verify import edited, patched
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.features.feature_file import writing
 from histopipe.features.untrusted import check_coords, check_features
-from histopipe.maintenance.finding import Kind
-from histopipe.maintenance.trust import check_untrusted
-from histopipe.maintenance.verify import verify
+from histopipe.maintenance.findings import FindingKind
+from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key
 from histopipe.store.picture import decode_picture
@@ -55,8 +55,7 @@ def test_a_stranger_s_store_is_looked_at_first(made_store: Path, tmp_path: Path,
         done = run(*command, "--untrusted")
         assert done.returncode == 0, done.stderr
     store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
-    _, leaves, _ = pages_of(store)
-    patched(store / "data.mdb", 4096 * leaves[0] + 2)
+    patched(store / "data.mdb", PAGE * pages_of(store).leaves["patches"][0] + 2)
     for command in (
         ["info", store],
         ["train", store, "--out", tmp_path / "run"],
@@ -106,20 +105,26 @@ def test_what_a_store_says_of_itself_is_looked_at(
         txn.put(name.encode(), json.dumps(made).encode(), db=db)
 
     edited(store, "meta", change)
-    assert {finding.kind for finding in verify(store).findings} == {Kind.FORMAT}
+    assert {finding.kind for finding in verify(store).findings} == {FindingKind.FORMAT}
     for flags in ([], ["--untrusted"]):
         done = run("info", store, *flags)
         assert done.returncode == 5, done.stdout
         assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_both_walks_have_to_agree(made_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untrusted_store_is_not_opened_before_its_pages_are_verified(
+    made_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_untrusted(made_store)
-    monkeypatch.setattr(
-        "histopipe.maintenance.verify.lmdb_faults", lambda _: ["page 3 is upside down"]
-    )
+    monkeypatch.setattr("histopipe.maintenance.verify.page_faults", upside_down)
+    monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # is not called
     with pytest.raises(DamagedStore, match="page 3 is upside down"):
         check_untrusted(made_store)
+
+
+def upside_down(store: Path, keep_state: bool) -> list[str]:
+    assert not keep_state
+    return ["page 3 is upside down"]
 
 
 def test_a_run_s_paths_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:

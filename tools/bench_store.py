@@ -1,9 +1,9 @@
-"""How long looking at a store and rewriting it take, and their memory: of a made store of a million patches, and of real slides.
+"""Measure time and memory of verify, repair, merge, split, remove and compact, on a synthetic store and on real slides.
 
-python tools/bench_store.py --work /scratch [--patches 1000000] [--slides shared/slides] [--rounds 3]
+python tools/bench_store.py --work /scratch [--patches 1000000] [--value-bytes 12000] [--slides shared/slides] [--rounds 3]
 
-Verify is compared with reading the file, both from a cold cache (which takes root), in turns; medians. Repair is measured where
-there are slides to repair from, after a byte of two slides has been changed.
+Verify is compared with reading the file by `cat`, both with a cold cache (which needs root), in turns; medians are printed.
+With `--only-verify`, nothing else is measured. Repair is measured on real slides, after a byte of two slides was changed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import lmdb
 import numpy as np
 from peak_memory import peaks_of
 from PIL import Image
@@ -28,10 +29,9 @@ from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
 from histopipe.geometry import Mpp
 from histopipe.ingest.encode import encode
-from histopipe.store.data_file import DataFile
+from histopipe.store.format import patch_key
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.store.structure import Structure
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec
 
@@ -39,12 +39,14 @@ COMMAND = [sys.executable, "-P", "-m", "histopipe"]
 SIDE, PER_SLIDE, PICTURES = 64, 2000, 512
 
 
-def make_store(path: Path, patches: int) -> None:
-    """Slides of 2,000 patches of 64 pixels, about 3 kB each, of two classes."""
+def make_store(path: Path, patches: int, value_bytes: int) -> None:
+    """Slides of 2,000 patches of two classes: of 64 pixels, about 3 kB each, or noise of a given size."""
     rng = np.random.default_rng(0)
     spec = TilingSpec(patch_size=SIDE, mpp=Mpp(0.5))
     coarse = rng.integers(90, 230, (PICTURES, SIDE // 4, SIDE // 4, 3), dtype=np.uint8)
     files = [encode(np.asarray(Image.fromarray(c).resize((SIDE, SIDE))), spec) for c in coarse]
+    if value_bytes:
+        files = [rng.bytes(value_bytes) for _ in range(PICTURES)]
     rows = np.arange(PER_SLIDE)
     with StoreWriter(path, spec) as writer:
         names = [f"slide-{i:05}" for i in range(patches // PER_SLIDE)]
@@ -75,7 +77,7 @@ def cold() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def told(name: str, words: list[str]) -> None:
+def timed(name: str, words: list[str]) -> None:
     """Run a command from a cold cache; its seconds and largest anonymous memory."""
     cold()
     started = time.monotonic()
@@ -90,7 +92,7 @@ def told(name: str, words: list[str]) -> None:
 
 
 def compared(store: Path, rounds: int) -> None:
-    """Verify against reading, in turns."""
+    """Compare verify with reading, in turns."""
     took: dict[str, list[float]] = {"cat": [], "verify": [], "verify --workers 1": []}
     ways: dict[str, Callable[[], object]] = {
         "cat": lambda: subprocess.run(["/bin/cat", str(store / "data.mdb")], stdout=subprocess.DEVNULL, check=True),
@@ -116,28 +118,18 @@ def compared(store: Path, rounds: int) -> None:
 
 
 def flip(store: Path, slides: list[int]) -> None:
-    """Change a byte of a patch of some slides, on disk."""
-    with DataFile(store / "data.mdb") as file:
-        metas = [meta for meta in file.metas if meta is not None]
-        structure = Structure(file, max(metas, key=lambda meta: meta.transaction))
-        structure.read_databases()
-        places: dict[int, int] = {}
-        for read in structure.reads("patches", structure.trees["patches"]):
-            for node in range(len(read.nodes)):
-                place = read.place(node)
-                slide = int.from_bytes(read.nodes.key(node)[:4], "big")
-                if slide in slides and isinstance(place, tuple):
-                    places.setdefault(slide, place[0] * file.page_size + 100)
-    with (store / "data.mdb").open("r+b") as data:
-        for offset in places.values():
-            data.seek(offset)
-            old = data.read(1)
-            data.seek(offset)
-            data.write(bytes([old[0] ^ 1]))
+    """Change a byte of a patch of some slides."""
+    with lmdb.open(str(store), max_dbs=32, map_size=1 << 40) as handle:
+        database = handle.open_db(b"patches", create=False)
+        with handle.begin(write=True) as transaction:
+            for slide in slides:
+                value = bytearray(transaction.get(patch_key(slide, 0), b"", db=database))
+                value[100] ^= 1
+                transaction.put(patch_key(slide, 0), bytes(value), db=database)
 
 
 def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
-    """Every command on a store."""
+    """Measure every command on a store."""
     with Store(store) as opened:
         complete = opened.complete
         size = (store / "data.mdb").stat().st_size
@@ -149,11 +141,11 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
             write_splits(make_splits([opened], split_by="slide", seed=0), work / "splits.json")
     names = [record.id for record in complete.values()]
     compared(store, rounds)
-    told("verify --full", ["verify", str(store), "--full"])
-    told("verify --untrusted", ["verify", str(store), "--untrusted"])
-    told("info --untrusted", ["info", str(store), "--untrusted"])
+    timed("verify --full", ["verify", str(store), "--full"])
+    timed("verify --untrusted", ["verify", str(store), "--untrusted"])
+    timed("info --untrusted", ["info", str(store), "--untrusted"])
     if len(labels) > 1:
-        told(
+        timed(
             "split",
             [
                 "split",
@@ -164,17 +156,17 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
                 str(work / "sides"),
             ],
         )
-        told(
+        timed(
             "merge, of the three sides",
             ["merge", str(work / "sides"), "--out", str(work / "merged.lmdb")],
         )
         shutil.rmtree(work / "sides")
     else:
-        told("merge", ["merge", str(store), "--out", str(work / "merged.lmdb")])
+        timed("merge", ["merge", str(store), "--out", str(work / "merged.lmdb")])
     some = names[:: max(2, len(names) // 50)] if len(names) > 4 else names[:1]
-    told(f"remove {len(some)} slides", ["remove", str(work / "merged.lmdb"), *some])
-    told("compact", ["compact", str(work / "merged.lmdb")])
-    told("verify of that", ["verify", str(work / "merged.lmdb")])
+    timed(f"remove {len(some)} slides", ["remove", str(work / "merged.lmdb"), *some])
+    timed("compact", ["compact", str(work / "merged.lmdb")])
+    timed("verify of that", ["verify", str(work / "merged.lmdb")])
     if slides is not None:
         hit = [number for number, record in complete.items() if record.stored][:2]
         flip(store, hit)
@@ -182,13 +174,13 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
             [*COMMAND, "verify", str(store), "--json"], capture_output=True, check=False
         )
         print("  damaged:", json.loads(found.stdout)["damaged_slides"])
-        told(f"repair {len(hit)} slides", ["repair", str(store), str(slides)])
-        told("verify of that", ["verify", str(store)])
+        timed(f"repair {len(hit)} slides", ["repair", str(store), str(slides)])
+        timed("verify of that", ["verify", str(store)])
     shutil.rmtree(work / "merged.lmdb")
 
 
 def main() -> None:
-    """Make the stores, measure."""
+    """Make the stores and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--work", type=Path, required=True, help="An empty folder on the disk in question."
@@ -196,6 +188,10 @@ def main() -> None:
     parser.add_argument("--patches", type=int, default=1_000_000)
     parser.add_argument("--slides", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--value-bytes", type=int, default=0, help="Of a patch; 0: a JPEG of 64 pixels."
+    )
+    parser.add_argument("--only-verify", action="store_true")
     arguments = parser.parse_args()
     work = arguments.work
     work.mkdir(exist_ok=True)
@@ -215,7 +211,10 @@ def main() -> None:
         )
         measured(work / "real.lmdb", work, arguments.slides, arguments.rounds)
     if arguments.patches:
-        make_store(work / "made.lmdb", arguments.patches)
+        make_store(work / "made.lmdb", arguments.patches, arguments.value_bytes)
+        if arguments.only_verify:
+            compared(work / "made.lmdb", arguments.rounds)
+            return
         measured(work / "made.lmdb", work, None, arguments.rounds)
 
 

@@ -1,4 +1,4 @@
-"""`histopipe compact`: a store without the room that removals have left in it."""
+"""`histopipe compact`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from histopipe.cli.untrusted import untrusted_option
 )
 @untrusted_option("store")
 def command(store: Path, out: Path | None) -> None:
-    """Copy STORE without free room, and put the copy in its place at once.
+    """Copy STORE without its free pages, and replace it by the copy.
 
-    That takes as much disk as the store's values, for a while. Trainings that read the store go on with the old file; nobody
-    may be writing it. Interrupted at any moment, the store is as it was.
+    The disk needs room for the copy. Trainings that read the store continue with the old file. No process may have it open for
+    writing. Interrupted at any moment, the store is as before.
 
     \b
     Example: histopipe compact patches.lmdb
     """
     # Late: `--help` needs none of it.
-    from histopipe.cli.progress import fraction_bar
     from histopipe.maintenance.compact import compact
 
-    with fraction_bar("compact", "bytes", scale=True) as told:
-        done = compact(store, out, told=told)
-    click.echo(f"{done.store}: {done.before / 1e6:,.1f} MB before, {done.after / 1e6:,.1f} MB now")
+    click.echo(str(compact(store, out)))

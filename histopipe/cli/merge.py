@@ -1,12 +1,13 @@
-"""`histopipe merge`: several stores into one."""
+"""`histopipe merge`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
-from histopipe.cli.copied import allow_network, as_json, print_copied
+from histopipe.cli.copy_options import allow_network, as_json
 from histopipe.cli.untrusted import untrusted_option
 
 
@@ -16,7 +17,7 @@ from histopipe.cli.untrusted import untrusted_option
     "--out",
     required=True,
     type=click.Path(path_type=Path),
-    help="The store; made if missing, added to if there.",
+    help="The merged store. It is made if missing, else slides are added.",
 )
 @allow_network
 @as_json
@@ -24,17 +25,20 @@ from histopipe.cli.untrusted import untrusted_option
 def command(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: bool) -> None:
     """Copy the slides of STORES, or of folders of stores (*.lmdb), into one store.
 
-    The stores' settings must be the same. Of a slide that several stores have, the first one's is taken, and told. Every
-    value is held against its checksum on the way. The same command goes on where it was interrupted. Slides get other
-    numbers, so that a run goes on with the stores that it began with.
+    The stores' settings must be equal. Of a slide that several stores have, the first one's is taken, with a note. Every value
+    is compared with its checksum. After an interruption, run the same command again. Slides get new numbers, so resume a run
+    on the stores that it began with.
 
     \b
     Example: histopipe merge node1.lmdb node2.lmdb --out patches.lmdb
     """
     # Late: `--help` needs none of it.
-    from histopipe.cli.progress import fraction_bar
     from histopipe.maintenance.merge import merge
 
-    with fraction_bar("merge", "bytes", scale=True) as told:
-        copied = merge(stores, out, allow_network=allow_network, told=told)
-    print_copied([copied], as_json=as_json)
+    copied = merge(stores, out, allow_network=allow_network)
+    if as_json:
+        click.echo(json.dumps([copied.to_json()], indent=2, ensure_ascii=False))
+        return
+    for note in copied.notes:
+        click.echo(note, err=True)
+    click.echo(str(copied))

@@ -1,12 +1,13 @@
-"""`histopipe split`: a store's slides into one store a side."""
+"""`histopipe split`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
-from histopipe.cli.copied import allow_network, as_json, print_copied
+from histopipe.cli.copy_options import allow_network, as_json
 from histopipe.cli.untrusted import untrusted_option
 
 
@@ -30,17 +31,20 @@ from histopipe.cli.untrusted import untrusted_option
 def command(
     stores: tuple[Path, ...], splits: Path, out: Path, allow_network: bool, as_json: bool
 ) -> None:
-    """Copy the slides of STORES into one store a side, as a splits.json has them; those without a side are left out.
+    """Copy the slides of STORES into one store per side of a split. Slides without a side are left out.
 
-    Slides go whole: a split by region or patch is refused. The same command goes on where it was interrupted.
+    A split by region or patch is refused, because slides are copied whole. After an interruption, run the same command again.
 
     \b
     Example: histopipe split patches.lmdb --splits runs/first/splits.json --out sides
     """
     # Late: `--help` needs none of it.
-    from histopipe.cli.progress import fraction_bar
     from histopipe.maintenance.split import split
 
-    with fraction_bar("split", "bytes", scale=True) as told:
-        copied = split(stores, splits, out, allow_network=allow_network, told=told)
-    print_copied(list(copied.values()), as_json=as_json)
+    copied = split(stores, splits, out, allow_network=allow_network)
+    if as_json:
+        click.echo(json.dumps(copied.to_json(), indent=2, ensure_ascii=False))
+        return
+    for note in (note for side in copied.sides.values() for note in side.notes):
+        click.echo(note, err=True)
+    click.echo(str(copied))

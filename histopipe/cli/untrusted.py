@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import click
 
 _DEFAULT = "patches.lmdb"
-"""What commands take that are given no store."""
+"""The store of commands that are given none."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,12 +18,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 def untrusted_option(
     *parameters: str, features: str = "", coords: str = "", passed: bool = False
 ) -> Callable[[F], F]:
-    """Decorates a command with the flag: the stores that it is given are looked at before they are opened.
+    """Add the flag to a command: its stores are verified before they are opened.
 
     Args:
-        parameters: of the command, which hold paths of stores, or of what is none.
-        features, coords: parameters that hold a folder of HDF5 files.
-        passed: the command wants to know of the flag, as `untrusted`.
+        parameters: names of the command's parameters that hold paths of stores, among others.
+        features, coords: names of parameters that hold a folder of HDF5 files.
+        passed: give the flag to the command, too, as `untrusted`.
     """
 
     def decorate(command: F) -> F:
@@ -39,7 +39,7 @@ def untrusted_option(
         flag = click.option(
             "--untrusted",
             is_flag=True,
-            help="A stranger made it: verify stores before they are opened, follow no path.",
+            help="Treat the input as untrusted: verify stores before they are opened, follow no path in them.",
         )
         return cast(F, flag(checked))
 
@@ -55,14 +55,12 @@ def _paths(name: str, value: Any) -> list[Path]:
 
 def _check(paths: list[Path]) -> None:
     # Late: only the flag needs it.
-    from histopipe.cli.progress import fraction_bar
-    from histopipe.maintenance.trust import check_untrusted
+    from histopipe.maintenance.verify import check_untrusted
 
     for path in paths:
         inside = [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb"))
         for store in inside:
-            with fraction_bar(f"verify {store}", "pages", scale=True) as told:
-                check_untrusted(store, told=told)
+            check_untrusted(store)
 
 
 def _check_hdf5(features: str | Path | None, coords: str | Path | None) -> None:

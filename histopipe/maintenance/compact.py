@@ -1,54 +1,77 @@
-"""Giving back the room that deleted and replaced values have left free inside a store's file."""
+"""Compact a store: return the space of deleted and replaced values to the disk."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
+from histopipe.maintenance.verify import check_untrusted
+from histopipe.maintenance.worker_tasks import refuse_killed, silence
 from histopipe.store.claims import WriteLease
-from histopipe.store.compaction import copy_compacted, used_bytes
+from histopipe.store.data_file import page_faults
+from histopipe.store.environment import open_environment
+from histopipe.store.lmdb_errors import mapped_errors
+from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing
 from histopipe.system.filesystems import free_bytes, is_full_disk
+from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SPARE_BYTES = 16 << 20
-_LMDB_S = ("data.mdb", "lock.mdb", "ingest.lock")
-"""Files that the copy has, or will have, of its own."""
-
-Told = Callable[[int, int], None]
-"""Called with the bytes that have been written, and with about how many will be."""
+_NOT_CARRIED = ("data.mdb", "lock.mdb", "ingest.lock")
+"""Files that the copy has, or will have, itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compacted:
-    """What a compaction did: where the copy is, and bytes of data.mdb before and after."""
+class CompactResult:
+    """What was compacted.
+
+    Attributes:
+        store: path of the copy, which may be the store itself.
+        before, after: bytes of data.mdb.
+    """
 
     store: str
     before: int
     after: int
 
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a JSON-ready dict."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.store}: {self.before / 1e6:,.1f} MB before, {self.after / 1e6:,.1f} MB now"
+
+    __repr__ = __str__
+
 
 def compact(
-    store: str | Path, out: str | Path | None = None, *, told: Told = lambda *_: None
-) -> Compacted:
-    """Copy a store without its free room, and put the copy in its place at once, or elsewhere.
+    store: str | Path,
+    out: str | Path | None = None,
+    *,
+    untrusted: bool = False,
+    progress: Progress | None = None,
+) -> CompactResult:
+    """Copy a store without its free pages, and replace the store by the copy.
 
-    All that it holds is kept, whether this version knows it or not. Who reads the store meanwhile goes on reading the old
-    file. Interrupted at any moment, the store is as it was.
+    Everything is kept, also what a later version has added. Processes that read the store meanwhile continue to read the old
+    file. Interrupted at any moment, the store is as before.
 
     Args:
         store: the store's folder. No process may have it open for writing.
         out: a path that does not exist, for the copy; the store then stays as it is.
-        told: hears how far it is.
+        untrusted: verify the store before LMDB opens it.
+        progress: where to show progress.
 
     Raises:
         NothingToDo, DamagedStore: there is no store, or it cannot be copied.
@@ -56,12 +79,15 @@ def compact(
         MachineShort: there is no room for the copy.
     """
     store, out = Path(store), Path(out) if out is not None else None
-    size = used_bytes(store)
+    progress = progress or default_progress()
+    if untrusted:
+        check_untrusted(store, progress=progress)
+    size = _used_bytes(store)
     before = (store / "data.mdb").stat().st_size
     target = store.resolve() if out is None else out
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
         raise UsageError(f"{out} exists already, or lies in the store", todo="choose another --out")
-    with _told_as_ours(target):
+    with _own_errors(target):
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
     if free_bytes(target.absolute().parent) < size + _SPARE_BYTES:
         raise MachineShort(
@@ -70,17 +96,21 @@ def compact(
             expected=f"{size >> 20} MB",
             todo="make room, or pass --out with a path on another disk",
         )
-    with _told_as_ours(target), _copy_of(store, out) as part:
-        _copy(store, part, size, told)
+    with (
+        _own_errors(target),
+        _copy_of(store, out) as part,
+        progress.bar("compact", unit="bytes", total=size) as bar,
+    ):
+        _copy(store, part, size, bar)
         carry_files(store, part)
         after = (part / "data.mdb").stat().st_size
-    return Compacted(str(target if out else store), before, after)
+    return CompactResult(str(target if out else store), before, after)
 
 
 def carry_files(store: Path, part: Path) -> None:
-    """Copy what lies in a store's folder beside its data, such as `ingest.log`; who may read the data stays the same."""
+    """Copy the other files of a store's folder, such as `ingest.log`, and the owner and permissions of data.mdb."""
     for path in store.iterdir():
-        if path.name in _LMDB_S or path == part:
+        if path.name in _NOT_CARRIED or path == part:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, part / path.name, symlinks=True)
@@ -94,8 +124,8 @@ def carry_files(store: Path, part: Path) -> None:
 
 
 @contextmanager
-def _told_as_ours(path: Path) -> Iterator[None]:
-    """A folder that cannot be written, or a full disk, told as everywhere."""
+def _own_errors(path: Path) -> Iterator[None]:
+    """Raise our errors for a folder that cannot be written and for a full disk."""
     try:
         yield
     except HistopipeError:
@@ -110,15 +140,15 @@ def _told_as_ours(path: Path) -> Iterator[None]:
 
 @contextmanager
 def in_place_of(store: Path) -> Iterator[Path]:
-    """An empty folder that takes a store's place at the end; nobody may be writing the store.
+    """An empty folder that replaces a store at the end, by one rename. No process may have the store open for writing.
 
     Raises:
-        UsageError: somebody is, or the filesystem cannot put one folder in another's place.
+        UsageError: a process has, or the filesystem cannot exchange two folders.
     """
     real = store.resolve()
-    if real.is_mount():  # told before anything is copied
+    if real.is_mount():  # before anything is copied
         raise UsageError(
-            f"{store} is a mount point, which no copy can take the place of",
+            f"{store} is a mount point, which no copy can replace",
             todo="write the copy elsewhere (histopipe compact --out), or mount the folder above",
         )
     with WriteLease(store, alone=True):
@@ -148,22 +178,63 @@ def _copy_of(store: Path, out: Path | None) -> Iterator[Path]:
         yield part
 
 
-def _copy(store: Path, part: Path, size: int, told: Told) -> None:
-    """Let another process copy, which can be ended at any moment, and which a damaged store may bring down."""
-    pool = WorkerPool(1)
+def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
+    """Copy in a worker process, which can be ended at any moment, and which a damaged store may kill."""
+    pool = WorkerPool(1, silence)
     try:
-        copied: Future[None] = pool.submit(copy_compacted, store, part)
+        copied: Future[None] = pool.submit(_copy_compacted, store, part)
         while True:
             try:
                 copied.result(timeout=_SECONDS_BETWEEN_LOOKS)
             except NotYet:
                 if (part / "data.mdb").exists():
-                    told(min(size, (part / "data.mdb").stat().st_size), size)
+                    bar.update(min(size, (part / "data.mdb").stat().st_size))
             else:
                 return
     except WorkerDied as error:
+        refuse_killed(error)
         raise DamagedStore(
             f"{store} cannot be copied", found=f"LMDB {error}", todo="see `histopipe verify`"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _copy_compacted(store: Path, folder: Path) -> None:
+    """Let LMDB copy data.mdb into an empty folder, and write it to disk.
+
+    Raises:
+        DamagedStore: the copy is damaged, because the store is.
+    """
+    environment = open_environment(store)
+    try:
+        with mapped_errors(folder):
+            environment.handle.copy(str(folder), compact=True)
+    finally:
+        environment.close()
+    faults = page_faults(folder, False)
+    if faults:
+        raise DamagedStore(
+            f"{store} cannot be copied", found=faults[0], todo="see `histopipe verify`"
+        )
+    for path in (folder / "data.mdb", folder):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def _used_bytes(store: Path) -> int:
+    """Bytes of the pages that a store uses, by LMDB's statistics.
+
+    Raises:
+        NothingToDo, DamagedStore, UnknownVersion: there is no store, or it cannot be read.
+    """
+    environment = open_environment(store)
+    try:
+        with environment.read() as transaction:
+            read_meta(transaction, environment.databases, "format", dict, store)
+        return environment.used_bytes()
+    finally:
+        environment.close()

@@ -1,21 +1,24 @@
-"""Several stores of one spec into one."""
+"""Merge several stores of one spec into one."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingest.records import duplicates
-from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
-from histopipe.maintenance.finding import some
+from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, common_spec, copy_slides
+from histopipe.maintenance.findings import some
+from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.catalog import read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
+from histopipe.system.progress import Progress, default_progress
 
 _PLACES = ("x_l0", "y_l0", "length")
 
@@ -25,68 +28,73 @@ def merge(
     out: str | Path,
     *,
     allow_network: bool = False,
-    told: Told = lambda *_: None,
-) -> Copied:
-    """Copy the slides of several stores into one, which is made if missing and added to if there.
+    untrusted: bool = False,
+    progress: Progress | None = None,
+) -> CopyResult:
+    """Copy the slides of several stores into one, which is made if missing.
 
-    Slides keep everything that is stored of them, what a later version has added too, but get numbers of their own: a run's
-    `splits.json` is of the stores that it was made with. Of a slide that several stores have, the first one's is taken. What
-    a stopped ingest has left half done is left out.
+    Slides keep everything that is stored of them, also what a later version has added, but get new numbers: a run's
+    `splits.json` belongs to the stores that the run began with. Of a slide that several stores have, the first one's is
+    taken. Slides that an ingest has not finished are left out.
 
     Args:
         sources: stores, or folders of stores, `*.lmdb`.
-        out: the store's folder. Called again after an interruption, it goes on.
-        allow_network: let it lie on a network filesystem.
-        told: hears how far it is.
+        out: the store's folder. After an interruption, the same call continues.
+        allow_network: allow it to be on a network filesystem.
+        untrusted: verify the sources before LMDB opens them.
+        progress: where to show progress.
 
     Raises:
         NothingToDo: there is no store.
-        SpecMismatch: the stores' patches were not made in one way.
+        SpecMismatch: the stores have different specs.
         UsageError: slides of one id are not the same.
         DamagedStore: a slide is not what was written.
-        MachineShort: there is no room.
+        MachineShort: there is not enough free space.
     """
-    out = Path(out)
+    out, progress = Path(out), progress or default_progress()
     with ExitStack() as stack:
         paths = find_stores([Path(source) for source in sources], out)
+        if untrusted:
+            for path in paths:
+                check_untrusted(path, progress=progress)
         stores = [stack.enter_context(Store(path)) for path in paths]
-        spec = same_spec(stores)
-        there: list[str] = []
-        before_patches = 0
+        spec = common_spec(stores)
+        there: list[StoredSlide] = []
         try:
             with Store(out) as before:
                 chosen, notes = choose(stores, before)
-                there = [part.record.id for part in chosen if part.store is before]
-                before_patches = sum(p.record.planned for p in chosen if p.store is before)
-                chosen = [part for part in chosen if part.store is not before]
+                there = [slide for slide in chosen if slide.store is before]
+                chosen = [slide for slide in chosen if slide.store is not before]
         except NothingToDo:
             chosen, notes = choose(stores)
-        result = copy_slides(chosen, out, spec, allow_network=allow_network, told=told)
-        result.patches += before_patches
-    result.already += there
-    result.notes += notes
-    return result
+        total = sum(slide.record.stored_bytes for slide in chosen)
+        bar = stack.enter_context(progress.bar("merge", unit="bytes", total=total))
+        result = copy_slides(chosen, out, spec, allow_network=allow_network, bar=bar)
+    return replace(
+        result,
+        already=[*result.already, *(slide.record.id for slide in there)],
+        patches=result.patches + sum(slide.record.planned for slide in there),
+        notes=notes,
+    )
 
 
 def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
-    """The stores that are meant, each once: given by name, or all of a folder but the one that is to be made.
+    """List the stores to merge, each once: those given, and all in a folder except `out`.
 
     Raises:
         NothingToDo: a path is no store, and no folder of stores.
-        UsageError: the store to be made is one of them.
+        UsageError: `out` is one of the given stores.
     """
     found: dict[Path, Path] = {}
     for source in sources:
-        catalog = read_catalog(source)
-        inside = (
-            sorted(path.parent for path in source.glob("[!.]*.lmdb/data.mdb"))
-            if catalog is None
-            else catalog.parts
-        )
         if (source / "data.mdb").exists():
             if source.resolve() == out.resolve():
                 raise UsageError(f"{out} is one of the stores that are to be merged into it")
             inside = [source]
+        else:
+            catalog = read_catalog(source)
+            stores = (path.parent for path in source.glob("[!.]*.lmdb/data.mdb"))
+            inside = sorted(stores) if catalog is None else catalog.parts
         if not inside:
             raise NothingToDo(
                 f"{source} is no store", expected="a store, or a folder of stores called *.lmdb"
@@ -95,38 +103,45 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
     return list(found.values())
 
 
-def choose(stores: Sequence[Store], out: Store | None = None) -> tuple[list[Part], list[str]]:
-    """Which store gives each slide, in the order of the stores, and what a person should know of that.
+def choose(
+    stores: Sequence[Store], out: Store | None = None
+) -> tuple[list[StoredSlide], list[str]]:
+    """Choose the store that each slide is copied from, in the order of the stores.
 
     Args:
         stores: to be merged.
-        out: what they are merged into, if it is there; its slides stay.
+        out: what they are merged into, if it exists; its slides stay.
+
+    Returns:
+        The slides, and notes for the user.
 
     Raises:
         UsageError: slides of one id are not the same.
     """
-    chosen: dict[str, Part] = {}
+    chosen: dict[str, StoredSlide] = {}
     twice: dict[tuple[Path, Path], list[str]] = defaultdict(list)
     notes: list[str] = []
     unequal: list[str] = []
     pending: list[tuple[str, Path]] = []
     for store in [*([out] if out else []), *stores]:
         for number, record in store.records.items():
-            part, first = Part(store, number), chosen.get(record.id)
+            slide, first = StoredSlide(store, number), chosen.get(record.id)
             if record.state is SlideState.PENDING:
                 pending.append((record.id, store.path))
             elif first is None or first.record.state is SlideState.FAILED is not record.state:
-                chosen[record.id] = part
+                chosen[record.id] = slide
             elif record.state is SlideState.FAILED:
                 continue
-            elif is_same(first, part):
+            elif _is_same(first, slide):
                 twice[first.store.path, store.path].append(record.id)
-                says = _contradictions(first.record, record)
-                if says:
-                    unequal.append(f"{record.id}: {says} of {first.store.path} and of {store.path}")
-                elif _says_more(record, first.record):
+                contradictions = _contradictions(first.record, record)
+                if contradictions:
+                    unequal.append(
+                        f"{record.id}: {contradictions} of {first.store.path} and of {store.path}"
+                    )
+                elif _has_more(record, first.record):
                     notes.append(
-                        f"{record.id}: what {store.path} says of it beyond {first.store.path} is left out"
+                        f"{record.id}: {store.path} records more of it than {first.store.path}; left out"
                     )
             else:
                 unequal.append(f"{record.id} of {first.store.path} and of {store.path}")
@@ -145,33 +160,35 @@ def choose(stores: Sequence[Store], out: Store | None = None) -> tuple[list[Part
         for (one, other), ids in twice.items()
         if out is None or one != out.path  # copied by an earlier call, most likely
     ]
-    return list(chosen.values()), notes + duplicates(part.record for part in chosen.values())
+    return list(chosen.values()), notes + duplicates(slide.record for slide in chosen.values())
 
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
-    """What a person has said of a slide differently."""
-    said = [(fact, _said(one, fact), _said(other, fact)) for fact in ("label", "patient", "site")]
+    """Labels, patients and sites in which two records differ."""
+    facts = [
+        (fact, _given(one, fact), _given(other, fact)) for fact in ("label", "patient", "site")
+    ]
     return ", ".join(
         f"{fact} {here!r} and {there!r}"
-        for fact, here, there in said
+        for fact, here, there in facts
         if None not in (here, there) and here != there
     )
 
 
-def _says_more(one: SlideRecord, other: SlideRecord) -> bool:
-    """Whether something was said of a slide, or measured, that another record of it lacks."""
+def _has_more(one: SlideRecord, other: SlideRecord) -> bool:
+    """Whether a record has a label, patient, site or measurement that another record of the slide lacks."""
     facts = ("label", "patient", "site", "annotations", "quality")
-    return any(_said(other, fact) is None and _said(one, fact) is not None for fact in facts)
+    return any(_given(other, fact) is None and _given(one, fact) is not None for fact in facts)
 
 
-def _said(record: SlideRecord, fact: str) -> str | None:
-    """A fact of a slide; where nobody has said the patient, that is the slide's id."""
+def _given(record: SlideRecord, fact: str) -> str | None:
+    """A field of a record; None for a patient who is only the slide's id, which ingest records by default."""
     value: str | None = getattr(record, fact)
     return None if fact == "patient" and value == record.id else value
 
 
-def is_same(one: Part, other: Part) -> bool:
-    """Whether two stores have the same patches of the same scan; their values are not looked at."""
+def _is_same(one: StoredSlide, other: StoredSlide) -> bool:
+    """Whether two stores have the same patches of the same scan; their values are not read."""
     here, there = one.record, other.record
     facts = ("content", "width", "height", "planned", "stored", "stored_bytes")
     if any(getattr(here, fact) != getattr(there, fact) for fact in facts):

@@ -1,45 +1,73 @@
-"""Taking slides out of a store."""
+"""Remove slides from a store."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from histopipe.errors import UsageError
-from histopipe.maintenance.finding import some
+from histopipe.maintenance.findings import some
+from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import Claims
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-
-Told = Callable[[int, int], None]
-"""Called with the slides that are gone, and with all that will be."""
+from histopipe.system.progress import Progress, default_progress
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
-    """What was taken out, and the bytes that are now free inside the file, also by earlier removals."""
+class RemoveResult:
+    """What was removed.
+
+    Attributes:
+        store: path of the store.
+        slides: ids of the removed slides.
+        patches: of these slides.
+        reusable_bytes: that are free inside the file now, also by earlier removals.
+    """
 
     store: str
     slides: list[str]
     patches: int
     reusable_bytes: int
 
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a JSON-ready dict."""
+        return asdict(self)
 
-def remove(store: str | Path, slides: Sequence[str], *, told: Told = lambda *_: None) -> Removed:
-    """Take slides out of a store, with all that is stored of them: each is there or gone, whenever this ends.
+    def __str__(self) -> str:
+        return (
+            f"{self.store}: {len(self.slides)} slides of {self.patches:,} patches removed; "
+            f"{self.reusable_bytes / 1e6:,.1f} MB of the file are free (`histopipe compact` returns them to the disk)"
+        )
+
+    __repr__ = __str__
+
+
+def remove(
+    store: str | Path,
+    slides: Sequence[str],
+    *,
+    untrusted: bool = False,
+    progress: Progress | None = None,
+) -> RemoveResult:
+    """Remove slides from a store, each with everything that is stored of it by one transaction.
 
     Args:
         store: the store's folder.
-        slides: ids. Nothing is taken out if one is not known.
-        told: hears how far it is.
+        slides: ids. If one is unknown, nothing is removed.
+        untrusted: verify the store before LMDB opens it.
+        progress: where to show progress.
 
     Raises:
         NothingToDo, DamagedStore: there is no store, or it cannot be written.
         UsageError: a slide is not in the store, or an ingest is at it.
     """
-    store = Path(store)
+    store, progress = Path(store), progress or default_progress()
+    if untrusted:
+        check_untrusted(store, progress=progress)
     with Store(store) as opened:
         spec = opened.spec
         numbers = {record.id: number for number, record in opened.records.items()}
@@ -51,14 +79,18 @@ def remove(store: str | Path, slides: Sequence[str], *, told: Told = lambda *_: 
             f"{store} has no such slide", found=some(unknown),
             expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers) or "any slide",
         )  # fmt: skip
-    with StoreWriter(store, spec) as writer, Claims(store) as claims:
-        for count, name in enumerate(wanted):
+    with (
+        StoreWriter(store, spec) as writer,
+        Claims(store) as claims,
+        progress.bar("remove", unit="slides", total=len(wanted)) as bar,
+    ):
+        for name in wanted:
             if not claims.take(numbers[name]):
                 raise UsageError(
                     f"an ingest is at slide {name} of {store}", todo="wait until it is done"
                 )
             writer.remove(numbers[name])
             claims.release(numbers[name])
-            told(count + 1, len(wanted))
+            bar.advance()
         free = writer.reusable_bytes()
-    return Removed(str(store), wanted, sum(planned[name] for name in wanted), free)
+    return RemoveResult(str(store), wanted, sum(planned[name] for name in wanted), free)

@@ -1,64 +1,49 @@
-"""Bringing back what is damaged in a store, from the slides; all that is sound stays as it is."""
+"""Repair a store: ingest its damaged slides again, in their places. Sound slides are not touched."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from histopipe.annotations.rules import AnnotationRules
-from histopipe.errors import DamagedStore, ExitCode, NothingToDo, UsageError
-from histopipe.geometry import Mpp
+from histopipe.annotations.folder import find_annotations
+from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingest.checks import refuse_network
-from histopipe.ingest.ingest_slides import ingest_slides
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.maintenance.compact import carry_files, in_place_of
-from histopipe.maintenance.damage import Damage, damage_of
-from histopipe.maintenance.finding import Kind
-from histopipe.maintenance.mend import mend, rewrite
-from histopipe.maintenance.put_back import PutBack
-from histopipe.maintenance.verify import Told, examined, verify
-from histopipe.slides.discovery import SlideFile
-from histopipe.store.store import Store
-from histopipe.system.locks import lock_if_free
-from histopipe.system.progress import Progress
-from histopipe.tiling.spec import TilingSpec
-
-_LEAST_UNREADABLE = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepairOptions:
-    """How slides are ingested again.
-
-    Attributes:
-        full: decode every patch, too, and bring back slides with some that cannot be.
-        workers: processes; one a core if not given.
-        annotations: files of outlines by slide id; without one a slide's patches keep the classes that they had.
-        rules: how outlines become labels.
-        allow_network: let the store lie on a network filesystem.
-    """
-
-    full: bool = False
-    workers: int | None = None
-    annotations: Mapping[str, Path] = field(default_factory=dict)
-    rules: AnnotationRules = field(default_factory=AnnotationRules)
-    allow_network: bool = False
+from histopipe.ingest.options import IngestOptions
+from histopipe.ingest.records import resolved
+from histopipe.maintenance.findings import Finding, FindingKind, some
+from histopipe.maintenance.rebuild import rebuild
+from histopipe.maintenance.reingest import Reingestion
+from histopipe.maintenance.verify import Examination, examine
+from histopipe.slides.discovery import SlideFile, discover
+from histopipe.slides.tables import SlideNames
+from histopipe.store.claims import Claims
+from histopipe.store.data_file import make_readable
+from histopipe.store.deletion import delete_entries
+from histopipe.store.environment import Environment
+from histopipe.store.folder import open_for_change
+from histopipe.store.format import META, SLIDES, slide_key, to_json
+from histopipe.store.meta import read_records
+from histopipe.store.record import SlideRecord, SlideState, corrected_record
+from histopipe.system.locks import locked
+from histopipe.system.progress import Progress, default_progress
 
 
-@dataclass(slots=True)
-class Repaired:
-    """What was done.
+@dataclass(frozen=True, slots=True)
+class RepairResult:
+    """What was repaired.
 
     Attributes:
+        store: path of the store.
         findings: how much was wrong.
-        slides: ids of those that were ingested again.
-        left: why, by id, of damaged slides that were not.
-        notes: what a person should know.
-        remaining: what is still wrong, of other slides than those left.
+        slides: ids of slides that were ingested again.
+        left: reasons by id, of damaged slides that were not.
+        notes: what the user should know.
+        remaining: what is still wrong, except for the slides in `left`.
     """
 
     store: str
@@ -70,177 +55,234 @@ class Repaired:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Of the command."""
+        """The exit code of the command."""
         if self.remaining:
             return ExitCode.DAMAGED
         return ExitCode.PARTLY if self.left else ExitCode.DONE
 
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a JSON-ready dict."""
+        return asdict(self) | {"exit_code": int(self.exit_code)}
+
+    def __str__(self) -> str:
+        if not self.findings and not self.slides and not self.left:
+            return f"{self.store} is whole: nothing to repair"
+        names = f": {', '.join(self.slides)}" if self.slides else ""
+        return f"{self.store}: {self.findings} findings, {len(self.slides)} slides ingested again{names}"
+
+    __repr__ = __str__
+
 
 def repair(
-    store: Path,
-    slides: Sequence[SlideFile],
-    options: RepairOptions,
-    progress: Progress,
-    told: Told = lambda *_: None,
-) -> Repaired:
-    """Look at a store, ingest the damaged slides again beside it, put them in their places, and look again.
+    store: str | Path,
+    slides: str | Path | Sequence[str | Path],
+    *,
+    annotations: str | Path | None = None,
+    annotation_threshold: float = 0.5,
+    unclassified: str | None = None,
+    annotation_origin: Origin = "auto",
+    full: bool = False,
+    workers: int | None = None,
+    allow_network: bool = False,
+    progress: Progress | None = None,
+) -> RepairResult:
+    """Verify a store, ingest the damaged slides again in their places, and verify it again.
 
-    A slide keeps its number, its label, its stains, and what was measured of its patches where they are cut as before. Nothing
-    of a slide goes before what takes its place is there: one whose file is not given, or is another scan by now, stays as it
-    is. One whose record is lost is known by its patches; until its file is given it is hidden, as `lost-slide-NUMBER`.
-    Interrupted, the same call goes on.
+    A slide keeps its number, label, patient, site, stain fit, and what was measured of its patches if these are at the same
+    places. It is touched only if its file is given and is the same scan. If the file of the store is damaged, all that can be
+    read is first copied into a new one. After an interruption, the same call continues.
 
     Args:
-        store: the store's folder; nobody may be writing it.
-        slides: what `discover` found where the store's slides lie.
-        options: how to ingest.
-        progress: told what the ingest does.
-        told: hears how far looking is.
+        store: the store's folder.
+        slides: files or folders of slides.
+        annotations: file or folder of outlines. Without them, patches keep their classes where these are intact.
+        annotation_threshold, unclassified, annotation_origin: as for `annotate`.
+        full: decode every patch, too, and ingest slides again that have patches which are no images.
+        workers: number of processes; one per core if not given.
+        allow_network: allow the store to be on a network filesystem.
+        progress: where to show progress.
 
     Raises:
-        NothingToDo, UnknownVersion: there is no store, or not of this version.
-        DamagedStore: what the store says of itself is lost.
+        NothingToDo, UnknownVersion: there is no store, or a later version wrote it.
+        DamagedStore: the entries of `meta` are damaged.
         UsageError, MachineShort: the store cannot be written, or was written meanwhile.
     """
-    if not options.allow_network:
-        refuse_network(store)
-    real = store.resolve()
-    beside = real.with_name(f".repair-{real.name}")
-    begun = _begun(beside)
-    with examined(store, full=options.full, workers=options.workers, told=told) as looked:
-        result = Repaired(str(store), len(looked.verified.findings))
-        damage, records = damage_of(looked, begun), looked.contents.records
-    fits = sum(finding.kind is Kind.STAIN for finding in looked.verified.findings)
-    if fits:
-        result.notes.append(
-            f"how {fits} slides are stained was lost: `histopipe stains` fits it anew"
-        )
-    if not (result.findings or damage.records or damage.lost):
-        return result
-    wanted = damage.wanted(slides, records)
-    with _kept(beside):
-        result.left |= _ingest(wanted, beside, damage, options, progress)
-        if damage.rewrite:
-            with in_place_of(store) as part:
-                rewrite(store, part, damage, records)
-                returned = PutBack(part, beside, damage)
-                returned.run()
-                carry_files(store, part)
-            result.notes.append(
-                f"{store / 'data.mdb'} was written anew from all that can be read of it"
-            )
+    given = discover([Path(p) for p in ([slides] if isinstance(slides, str | Path) else slides)])
+    rules = AnnotationRules(
+        threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin
+    )
+    outlines: Mapping[str, Path] = {}
+    if annotations is not None:
+        outlines = find_annotations(Path(annotations), SlideNames(s.id for s in given)).by_slide
+    if not allow_network:
+        refuse_network(Path(store))
+    options = IngestOptions(
+        workers=workers, rules=rules, retry_failed=True, allow_network=True,
+        allow_mixed_mpp=True,
+    )  # fmt: skip
+    real = Path(store).resolve()
+    shown = progress or default_progress()
+    look = partial(examine, full=full, workers=workers, progress=shown)
+    with _alone(real):
+        if (real / "data.mdb").exists():
+            make_readable(real)
+        found = look(real)
+        count = len(found.result.findings)
+        notes = _stain_notes(found.result.findings)
+        known = _known_records(found)
+        if found.result.is_structural:
+            _refuse_lost_meta(found)
+            _rebuild(real, found, known, shown)
+            notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
+    with _alone(real):
+        if found.result.is_structural:
+            before, found = found, look(real)
         else:
-            mend(store, damage)
-            returned = PutBack(store, beside, damage)
-            returned.run()
-    result.slides = list(returned.done.values())
-    result.notes += returned.notes
-    _tell_left(result, real, damage, returned, slides)
-    found = verify(real, full=options.full, workers=options.workers, told=told).findings
-    result.remaining = [
-        f"{f.slide + ': ' if f.slide else ''}{f.what}" for f in found if f.slide not in result.left
-    ]
-    return result
-
-
-def _begun(beside: Path) -> set[str]:
-    """Ids of the slides that an earlier repair, which was interrupted, has ingested."""
-    try:
-        with Store(beside) as made:
-            return {record.id for record in made.complete.values()}
-    except (NothingToDo, DamagedStore):
-        return set()
+            before = found
+            _refuse_lost_meta(found)
+            _delete_orphans(real, found, known)
+            if found.damaged_records or found.without_record:
+                found = look(real)
+        work = Reingestion(real, found, given, options, outlines, shown)
+        work.run()
+    left = work.left | _lost(before, known, given, found)
+    remaining = []
+    if count or work.done:
+        remaining = [
+            str(f).partition(": ")[2] for f in look(real).result.findings if f.slide not in left
+        ]
+    return RepairResult(
+        str(store), count, list(work.done.values()), left, notes + work.notes, remaining
+    )
 
 
 @contextmanager
-def _kept(beside: Path) -> Iterator[None]:
-    """The folder beside the store, this process's alone; it goes at the end, and stays after an interruption.
+def _alone(store: Path) -> Iterator[None]:
+    """Let no other repair of the store run.
 
     Raises:
-        UsageError: another repair is at work, or it cannot be made.
+        UsageError: another one does.
     """
-    try:
-        beside.mkdir(exist_ok=True)
-        folder = os.open(beside, os.O_RDONLY)
-    except OSError as error:
-        raise UsageError(f"{beside} cannot be made", found=error.strerror) from error
-    try:
-        if not lock_if_free(folder):
+    if not store.is_dir():
+        yield
+        return
+    with locked(store) as free:
+        if not free:
             raise UsageError("another repair of the store is at work", todo="wait until it is done")
         yield
-        shutil.rmtree(beside, ignore_errors=True)
-    finally:
-        os.close(folder)
 
 
-def _ingest(
-    slides: list[SlideFile],
-    beside: Path,
-    damage: Damage,
-    options: RepairOptions,
-    progress: Progress,
-) -> dict[str, str]:
-    """Ingest slides into a store of their own; why not, by id, those damaged ones that cannot be."""
-    spec = damage.spec
-    if spec is None or not slides:
-        return {}
-    _clear(beside, spec)
-    # A user may have given the scales.
-    mpps = {r.id: Mpp(r.mpp) for r in damage.records.values() if r.mpp}
-    inputs = [
-        SlideInput(s, mpp=mpps.get(s.id), annotations=options.annotations.get(s.id)) for s in slides
-    ]
-    how = IngestOptions(
-        workers=options.workers, rules=replace(options.rules, roi=spec.roi), retry_failed=True, allow_network=True, allow_mixed_mpp=True,
-        max_unreadable=max(_LEAST_UNREADABLE, damage.max_unreadable),
-    )  # fmt: skip
-    report = ingest_slides(inputs, beside, spec, how, progress=progress)
-    damaged = {record.id for record in damage.records.values()}
-    return {name: reason for name, reason in report.failed.items() if name in damaged}
-
-
-def _clear(beside: Path, spec: TilingSpec) -> None:
-    """Empty the folder of what an earlier repair has left there, if it is of no use."""
-    try:
-        with Store(beside) as made:
-            if made.spec == spec.to_json():
-                return
-    except NothingToDo:
-        return
-    except DamagedStore:
-        pass  # it is only a copy
-    for path in beside.iterdir():
-        path.unlink()
-
-
-def _tell_left(
-    result: Repaired,
-    store: Path,
-    damage: Damage,
-    returned: PutBack,
-    slides: Sequence[SlideFile],
-) -> None:
-    """Why damaged slides are not back."""
-    result.left |= returned.left
-    given = {slide.id for slide in slides}
-    for number in damage.records.keys() - returned.done.keys():
-        name = damage.records[number].id
-        why = "it was not ingested again" if name in given else "its file is not among those given"
-        result.left.setdefault(name, why)
-    lost = [lost for number, lost in damage.lost.items() if number not in returned.done]
-    for slide in lost:
-        other = returned.twins.get(slide.number)
-        why = (
-            f"it is in the store as {other}, too: `histopipe remove` {slide.record.id}"
-            if other
-            else "its file is not among those given"
+def _refuse_lost_meta(found: Examination) -> None:
+    """Refuse a store whose own settings are damaged: no slide could bring them back."""
+    lost = [f for f in found.result.findings if f.kind is FindingKind.FORMAT]
+    if lost or found.store.spec is None:
+        raise DamagedStore(
+            f"what {found.result.store} says of itself is lost",
+            found=some(f.what for f in lost or found.result.findings),
+            todo="take it from a backup, or ingest into a new store",
         )
-        result.left[slide.record.id] = why
-    if lost or damage.some_are_gone:
-        with Store(store) as opened:
-            known = {record.resolved_path for record in opened.slides}
-        missing = [s.id for s in slides if os.path.realpath(s.path) not in known]
-        for name in missing:
-            result.left.setdefault(
-                name, "it is not in the store, or nothing shows where: `histopipe ingest` adds it"
-            )
+
+
+def _stain_notes(findings: Sequence[Finding]) -> list[str]:
+    fits = sum(finding.kind is FindingKind.STAIN for finding in findings)
+    return [f"the stain fits of {fits} slides are damaged: run `histopipe stains`"] if fits else []
+
+
+def _next_number(found: Examination, records: Mapping[int, SlideRecord]) -> int:
+    return max([found.store.next_number, *(number + 1 for number in records)])
+
+
+def _known_records(found: Examination) -> dict[int, SlideRecord]:
+    """Records by number: those that can be read or corrected, and placeholders that hide what is stored of other slides."""
+    records = dict(found.records)
+    lost = [n for n in found.without_record if n < _next_number(found, records)]
+    for number in [*found.damaged_records, *lost]:
+        corrected = corrected_record(number, found.damaged_records.get(number, b""))
+        records[number] = corrected or SlideRecord(
+            id=f"lost-slide-{number}", path="", resolved_path="(lost)"
+        )
+    return dict(sorted(records.items()))
+
+
+def _is_placeholder(record: SlideRecord) -> bool:
+    return record.state is SlideState.PENDING and not record.path
+
+
+def _rebuild(
+    store: Path, found: Examination, records: Mapping[int, SlideRecord], progress: Progress
+) -> None:
+    with progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar:
+        rebuild(
+            store,
+            records,
+            found.store.databases,
+            next_number=_next_number(found, records),
+            transaction=found.transaction,
+            bar=bar,
+        )
+
+
+def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
+    """Delete what belongs to no slide, write records that were corrected, and hide slides that have none."""
+    findings = found.result.findings
+    entries = [
+        f.entry for f in findings if f.entry and f.number not in known.keys() - found.records
+    ]
+    hit = {f.number for f in findings if f.number is not None and f.entry is None}
+    strays = {n for n in hit if n not in known or known[n].state is SlideState.FAILED}
+    changed = {n: record for n, record in known.items() if found.records.get(n) != record}
+    if not entries and not strays and not changed and not findings:
+        return
+    environment = open_for_change(store)
+
+    def work(transaction: Any) -> None:
+        for database, key in entries:
+            held = environment.database(database.encode(), transaction)
+            transaction.delete(bytes.fromhex(key), db=held)
+        slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
+        for number, record in changed.items():
+            transaction.put(slide_key(number), record.to_bytes(number), db=slides)
+        # An ingest may have given numbers to slides since the store was verified.
+        now = read_records(transaction, environment.databases, store)
+        wanted = max([_next_number(found, known), *(number + 1 for number in now)])
+        transaction.put(b"next_number", to_json(wanted), db=meta)
+
+    try:
+        with Claims(store) as claims:
+            for number in sorted(strays):
+                if claims.take(number) and not _is_in_use(environment, store, number):
+                    delete_entries(environment, number)
+        environment.change(work)
+    finally:
+        environment.close()
+
+
+def _is_in_use(environment: Environment, store: Path, number: int) -> bool:
+    """Whether a number has a slide by now, which has not failed."""
+    with environment.read() as transaction:
+        value = transaction.get(slide_key(number), db=environment.databases[SLIDES]) or b""
+    try:
+        record = SlideRecord.from_bytes(number, value, where=str(store))
+    except DamagedStore:
+        return False
+    return record.state is not SlideState.FAILED
+
+
+def _lost(
+    before: Examination,
+    known: Mapping[int, SlideRecord],
+    given: Sequence[SlideFile],
+    found: Examination,
+) -> dict[str, str]:
+    """Reasons why slides are not back whose records are lost, and files that no slide of the store is of."""
+    why = "its record is lost: `histopipe ingest` adds its file again, `histopipe remove` removes what is left"
+    lost = {r.id: why for n, r in known.items() if _is_placeholder(r) and n not in before.records}
+    pages = [f.what for f in before.result.findings if f.kind is FindingKind.STRUCTURE]
+    if lost or any("slides" in what or "main DB" in what for what in pages):
+        stored = {record.resolved_path for record in found.records.values()}
+        for slide in given:
+            if resolved(slide.path) not in stored:
+                lost[slide.id] = (
+                    "it is not in the store, or its record is lost: `histopipe ingest` adds it"
+                )
+    return lost

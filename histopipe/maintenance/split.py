@@ -1,19 +1,38 @@
-"""A store's slides into one store a side of a split."""
+"""Split a store into one store per side of a split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import DROPPED, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.maintenance.copying import Copied, Part, Told, copy_slides, same_spec
-from histopipe.maintenance.finding import some
+from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, common_spec, copy_slides
+from histopipe.maintenance.findings import some
+from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.store import Store
+from histopipe.system.progress import Progress, default_progress
+
+
+@dataclass(frozen=True, slots=True)
+class SplitResult:
+    """What was copied, by side of the split. Sides without slides have no store."""
+
+    sides: dict[Side, CopyResult]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return one JSON-ready dict per store."""
+        return [copied.to_json() for copied in self.sides.values()]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.sides.values()))
+
+    __repr__ = __str__
 
 
 def split(
@@ -22,49 +41,53 @@ def split(
     out: str | Path,
     *,
     allow_network: bool = False,
-    told: Told = lambda *_: None,
-) -> dict[Side, Copied]:
-    """Copy slides into `train.lmdb`, `validation.lmdb` and `test.lmdb`, as a split has them.
+    untrusted: bool = False,
+    progress: Progress | None = None,
+) -> SplitResult:
+    """Copy slides into `train.lmdb`, `validation.lmdb` and `test.lmdb`, by the sides of a split.
 
     Args:
         sources: the stores that the split was made of, in their order.
         splits: its `splits.json`.
-        out: folder for the new stores, made if missing. Called again after an interruption, it goes on.
-        allow_network: let it lie on a network filesystem.
-        told: hears how far it is.
-
-    Returns:
-        What was copied, by side; sides without slides have no store.
+        out: folder for the new stores, made if missing. After an interruption, the same call continues.
+        allow_network: allow it to be on a network filesystem.
+        untrusted: verify the stores before LMDB opens them.
+        progress: where to show progress.
 
     Raises:
         NothingToDo: there is no store, or no slide has a side.
         UsageError: the split divides slides, as by region or patch; a store holds slides whole.
         DamagedStore: the split is not of these stores, or a slide is not what was written.
-        MachineShort: there is no room.
+        MachineShort: there is not enough free space.
     """
-    splits, out = Path(splits), Path(out)
+    splits, out, progress = Path(splits), Path(out), progress or default_progress()
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(path)) for path in store_paths(sources)]
-        spec = same_spec(stores)
+        paths = store_paths(sources)
+        if untrusted:
+            for path in paths:
+                check_untrusted(path, progress=progress)
+        stores = [stack.enter_context(Store(path)) for path in paths]
+        spec = common_spec(stores)
         sides = _sides(read_splits(splits, stores).slides, splits)
         if not sides:
             raise NothingToDo(f"{splits} has no slide on any side")
-        parts = {
-            side: [Part(stores[slide.store], slide.slide) for slide in slides]
-            for side, slides in sides.items()
+        slides = {
+            side: [StoredSlide(stores[slide.store], slide.slide) for slide in held]
+            for side, held in sides.items()
         }
-        for side, chosen in parts.items():
-            _refuse_others(out / f"{side}.lmdb", {part.record.id for part in chosen})
-        sizes = {side: sum(p.record.stored_bytes for p in chosen) for side, chosen in parts.items()}
+        for side, held in slides.items():
+            _refuse_others(out / f"{side}.lmdb", {slide.record.id for slide in held})
+        total = sum(slide.record.stored_bytes for held in slides.values() for slide in held)
         out.mkdir(parents=True, exist_ok=True)
-        result: dict[Side, Copied] = {}
-        for side, chosen in parts.items():
-            before = sum(sizes[other] for other in result)
-            result[side] = copy_slides(
-                chosen, out / f"{side}.lmdb", spec, allow_network=allow_network,
-                told=partial(_told, told, before, sum(sizes.values())),
-            )  # fmt: skip
-        return result
+        bar = stack.enter_context(progress.bar("split", unit="bytes", total=total))
+        return SplitResult(
+            {
+                side: copy_slides(
+                    held, out / f"{side}.lmdb", spec, allow_network=allow_network, bar=bar
+                )
+                for side, held in slides.items()
+            }
+        )
 
 
 def _refuse_others(store: Path, ids: set[str]) -> None:
@@ -83,11 +106,6 @@ def _refuse_others(store: Path, ids: set[str]) -> None:
             f"{store} holds slides that are not of its side", found=some(others),
             expected="the stores of this split, or none", todo="choose another --out",
         )  # fmt: skip
-
-
-def _told(told: Told, before: int, total: int, count: int, _: int) -> None:
-    """One side's progress as a part of all sides'."""
-    told(before + count, total)
 
 
 def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSplit]]:

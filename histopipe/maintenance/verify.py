@@ -1,47 +1,41 @@
-"""Whether a store is what was written: its file, its records, its indices, and every value.
+"""Verify a store: its file, its records, its indices and every value.
 
-data.mdb is read as a file of pages and never given to LMDB, which a damaged tree can bring down. Values are read in the order
-that they lie in, by several processes.
+The main process never opens the file with LMDB, which a damaged tree can crash or hang. Worker processes do, and one that dies
+costs only the slide that it was reading.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from itertools import chain
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from zlib import crc32
 
-from histopipe.errors import MachineShort, NothingToDo
-from histopipe.maintenance.contents import Contents
-from histopipe.maintenance.finding import Finding, Kind, Verified
-from histopipe.maintenance.patches import PatchCheck
-from histopipe.maintenance.values import Decoder, PatchDecoder, Values, picture_problem, read_values
+from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
+from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, some
+from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
+from histopipe.maintenance.store_check import Orphans, StoreCheck, check_store, find_orphans
+from histopipe.maintenance.worker_tasks import refuse_killed, results_of, silence
 from histopipe.store.catalog import no_store
-from histopipe.store.data_file import DataFile, Meta
-from histopipe.store.format import DATABASES, PATCHES, THUMBNAILS
-from histopipe.store.handle import pinned
-from histopipe.store.second_opinion import lmdb_faults
-from histopipe.store.structure import Structure, meta_faults
+from histopipe.store.data_file import check_length, newest_transaction, page_faults
+from histopipe.store.format import patch_key
+from histopipe.store.record import SlideRecord
+from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
-T = TypeVar("T")
-
-_AT_ONCE = 4
-"""Tasks given out for each worker."""
-_PATCHES, _PICTURES = PATCHES.decode(), THUMBNAILS.decode()
-
-_ATTEMPTS = 20
-_FEW_PAGES = 8192
-"""Pages, 32 MB, that are looked at sooner than processes would have started."""
-
-Told = Callable[[int, int], None]
-"""Called with the pages that have been looked at, and with all there are."""
+_SMALL_BYTES = 32 << 20
+"""A file that one worker reads sooner than a second one has started."""
+_BATCH_BYTES, _BATCH_SLIDES = 64 << 20, 500
+"""Of the slides that one task checks."""
+_LEAST_SECONDS, _SLOWEST = 60.0, 2e6
+"""What a task may take: so long, and the time to read the file with so many bytes per second."""
+_MOST_COMPARED = 200
+"""Wrong values that are compared with each other, to find swapped ones."""
 
 
 def verify(
@@ -50,172 +44,248 @@ def verify(
     full: bool = False,
     untrusted: bool = False,
     workers: int | None = None,
-    told: Told = lambda *_: None,
-) -> Verified:
-    """Look at all of a store; nothing is written.
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Verify the integrity of a store. Nothing is written.
 
     Args:
         store: the store's folder.
-        full: decode every value too.
-        untrusted: do not even ask LMDB to keep writers from using pages again, for which it opens the file; ask `lmdb.verify`,
-            too, whether the pages are whole; look for links in the folder.
-        workers: processes; one a core if not given.
-        told: hears how far it is.
+        full: decode every patch and picture, too.
+        untrusted: do not let LMDB open the file before its pages are verified; refuse links in the folder.
+        workers: number of processes; one per core if not given.
+        progress: where to show progress.
 
     Returns:
-        What is wrong, which is nothing for a healthy store. Slides that an ingest has not finished are no fault.
+        What is wrong. Slides that an ingest has not finished are no finding.
 
     Raises:
-        NothingToDo: there is no store, or nothing in it yet.
-        UnknownVersion: it is of a later version, or has a feature that is not known here.
+        NothingToDo: there is no store, or it is empty.
+        UnknownVersion: a later version wrote the store.
+        MachineShort: memory ran out.
 
     Example:
         >>> verify("patches.lmdb").findings  # doctest: +SKIP
         []
     """
-    with examined(Path(store), full=full, untrusted=untrusted, workers=workers, told=told) as found:
-        return found.verified
+    return examine(
+        Path(store), full=full, untrusted=untrusted, workers=workers, progress=progress
+    ).result
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """A store that has been looked at, with its file still open.
+def check_untrusted(store: Path, *, progress: Progress | None = None) -> None:
+    """Refuse a store that is damaged, before LMDB opens it in this process.
+
+    What the store says may still be wrong, as in any file of an unknown source. But it cannot make a reader follow a path,
+    leave a folder, or use more memory than its size and its patch size account for.
+
+    Raises:
+        NothingToDo: there is no store.
+        DamagedStore, UnknownVersion: something is wrong with it.
+    """
+    findings = [f.what for f in verify(store, untrusted=True, progress=progress).findings]
+    if findings:
+        raise DamagedStore(
+            f"the store {store} is not to be trusted",
+            found=f"{len(findings)} findings: {some(findings)}"[:500],
+            todo="see `histopipe verify --untrusted`",
+        )
+
+
+@dataclass(slots=True)
+class Examination:
+    """What was found out about a store.
 
     Attributes:
-        structure: of the file, all of it walked.
-        contents: what the store says of itself and its slides.
-        verified: what is wrong.
+        result: what is wrong.
+        store: what the store says of itself.
+        records: by slide number, of those that can be read.
+        damaged_records: bytes of the other ones by slide number; empty where there are none.
+        without_record: numbers that have entries, but no record.
+        transaction: number of the last transaction before the store was verified.
     """
 
-    structure: Structure
-    contents: Contents
-    verified: Verified
+    result: VerifyResult
+    store: StoreCheck = field(default_factory=StoreCheck)
+    records: dict[int, SlideRecord] = field(default_factory=dict)
+    damaged_records: dict[int, bytes] = field(default_factory=dict)
+    without_record: set[int] = field(default_factory=set)
+    transaction: int = 0
 
 
-@contextmanager
-def examined(
+def examine(
     store: Path,
     *,
     full: bool = False,
     untrusted: bool = False,
     workers: int | None = None,
-    told: Told = lambda *_: None,
-) -> Iterator[Examined]:
-    """As `verify`, for whoever goes on reading the state that was looked at."""
+    progress: Progress | None = None,
+) -> Examination:
+    """Verify a store, as `verify`, and return all that was found out."""
     started = time.monotonic()
     data = store / "data.mdb"
-    with _opened(data, pin=not untrusted) as (file, meta):
-        structure = Structure(file, meta)
-        structure.faults += meta_faults(file)
-        structure.read_databases()
-        if not structure.faults and not any(tree.entries for tree in structure.trees.values()):
-            raise NothingToDo(
-                f"{store} is empty: an ingest has only just begun it, or was stopped there"
-            )
-        contents = Contents(store, structure)
-        contents.read()
-        check = PatchCheck(contents)
-        decoders: dict[str, Decoder | None] = {_PATCHES: None, _PICTURES: None}
-        if full and contents.spec:
-            decode = PatchDecoder(int(contents.spec["patch_size"]))
-            decoders = {_PATCHES: decode, _PICTURES: picture_problem}
-        takers = {_PATCHES: check.take, _PICTURES: contents.take_pictures}
-        for name, values in _values(data, structure, decoders, workers, told):
-            structure.count(name, values.count)
-            for key, why in values.lost:
-                structure.lost_value(name, key, why)
-            takers[name](values)
-        check.finish()
-        contents.miss_pictures()
-        for name, tree in structure.trees.items():
-            if name.encode("ascii", "replace") not in DATABASES:
-                structure.look_through(name, tree)  # a later version's
-        structure.finish()
-        findings = [*contents.structural(structure.faults), *contents.findings]
-        if untrusted:
-            findings += _strange_files(store)
-        if untrusted and not any(finding.kind is Kind.STRUCTURE for finding in findings):
-            findings += [Finding(Kind.STRUCTURE, f"lmdb.verify: {f}") for f in lmdb_faults(store)]
-        seconds = round(time.monotonic() - started, 3)
-        slides = len(contents.records)
-        verified = Verified(str(store), full, slides, check.patches, file.length, seconds, findings)
-        yield Examined(structure, contents, verified)
+    if not data.is_file() or data.stat().st_size == 0:
+        raise no_store(store)
+    size = data.stat().st_size
+    found = Examination(VerifyResult(str(store), full, 0, 0, size, 0.0))
+    count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
+    progress = progress or default_progress()
+    try:
+        check_length(data)
+        found.transaction = newest_transaction(data)
+    except DamagedStore as error:
+        findings, patches = [Finding(FindingKind.STRUCTURE, str(error))], 0
+    else:
+        pool = WorkerPool(count, silence)
+        try:
+            with progress.bar(f"verify {store}", unit="bytes", total=size) as bar:
+                findings, patches = _examine(found, pool, store, untrusted=untrusted, bar=bar)
+        finally:
+            pool.shutdown(cancel_futures=True)
+    found.result = replace(
+        found.result, slides=len(found.records), patches=patches, findings=findings,
+        seconds=round(time.monotonic() - started, 3),
+    )  # fmt: skip
+    return found
 
 
-def _strange_files(store: Path) -> list[Finding]:
-    """What in a store's folder would have another file read or written."""
+def _examine(
+    found: Examination, pool: WorkerPool, store: Path, *, untrusted: bool, bar: Bar
+) -> tuple[list[Finding], int]:
+    """Findings, and the number of patches."""
+    findings: list[Finding] = _links(store) if untrusted else []
+    seconds = _LEAST_SECONDS + found.result.file_bytes / _SLOWEST
+    pages = pool.submit_within(seconds, page_faults, store, not untrusted)
+    if untrusted:
+        findings += _structure(pages)
+        if findings:
+            return findings, 0
+    try:
+        found.store = pool.submit_within(seconds, check_store, store).result()
+    except WorkerDied as error:
+        refuse_killed(error)
+        found.store.findings.append(
+            Finding(FindingKind.STRUCTURE, f"LMDB cannot read `meta` and `slides`: {error}")
+        )
+    except UnknownVersion:
+        raise
+    except DamagedStore as error:
+        return [*findings, *_structure(pages), Finding(FindingKind.STRUCTURE, str(error))], 0
+    except NothingToDo:
+        findings += _structure(pages)
+        if not findings:
+            raise
+        return findings, 0
+    numbers = found.store.slides
+    if numbers is None:
+        numbers = list(range(found.store.next_number))
+    batches = _batches(numbers, found.result.file_bytes)
+    checks: list[SlideCheck] = []
+    died: list[Finding] = []
+    for batch, result in results_of(
+        pool, seconds, partial(check_slides, store, found.result.full), batches
+    ):
+        if isinstance(result, WorkerDied):
+            what = f"LMDB crashes or hangs reading this slide: {result}"
+            died.append(Finding(FindingKind.STRUCTURE, what, None, batch[0]))
+            continue
+        checks += result
+        bar.advance(sum(check.value_bytes for check in result))
+    checks.sort(key=lambda check: check.number)
+    _collect(found, checks)
+    orphans = _orphans(pool, seconds, store, {c.number for c in checks if c.patches})
+    found.without_record = orphans.without_record
+    findings += [
+        *_structure(pages), *found.store.findings, *died, *(f for c in checks for f in c.findings),
+        *_duplicate_ids(found), *_wrong_values(found, [w for c in checks for w in c.wrong]), *orphans.findings,
+    ]  # fmt: skip
+    return findings, sum(check.patches for check in checks)
+
+
+def _structure(pages: Future[list[str]]) -> list[Finding]:
+    """Findings of LMDB's verifier."""
+    try:
+        faults = pages.result()
+    except WorkerDied as error:
+        refuse_killed(error)
+        faults = [f"LMDB's verifier crashes or hangs: {error}"]
+    except DamagedStore as error:
+        faults = [str(error)]
+    return [Finding(FindingKind.STRUCTURE, fault) for fault in faults]
+
+
+def _links(store: Path) -> list[Finding]:
+    """Files of the folder that would have another file read or written."""
     return [
-        Finding(Kind.STRUCTURE, f"{path.name} is no file of its own, but a link or a device")
+        Finding(FindingKind.STRUCTURE, f"{path.name} is a link or a device, not a regular file")
         for path in sorted(store.iterdir())
         if path.is_symlink() or not (path.is_file() or path.is_dir())
     ]
 
 
-@contextmanager
-def _opened(data: Path, *, pin: bool) -> Iterator[tuple[DataFile, Meta]]:
-    """A store's file and the state of it that counts."""
-    if not data.is_file() or data.stat().st_size == 0:
-        raise no_store(data.parent)
-    for attempt in range(_ATTEMPTS):
-        with pinned(data.parent) if pin else nullcontext() as transaction, DataFile(data) as file:
-            metas = sorted((m for m in file.metas if m is not None), key=lambda m: m.transaction)
-            known = [meta for meta in metas if meta.transaction == transaction]
-            if transaction is None or known or attempt == _ATTEMPTS - 1:
-                yield file, (known or metas)[-1]
-                return
-        # Two transactions have ended between asking for the newest state and reading which it is.
+def _batches(numbers: Sequence[int], file_bytes: int) -> list[list[int]]:
+    """Slides that are checked by one task each."""
+    average = max(1, file_bytes // max(1, len(numbers)))
+    size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
+    return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
-def _values(
-    data: Path,
-    structure: Structure,
-    decoders: Mapping[str, Decoder | None],
-    workers: int | None,
-    told: Told,
-) -> Iterator[tuple[str, Values]]:
-    """The values of some databases, each with its database's name, in the order of their keys."""
-    tasks = (
-        (name, places)
-        for name in decoders
-        if name in structure.trees
-        for places in structure.leaves(name, structure.trees[name])
-    )
-    identity = structure.file.identity
-    seen, pages = 0, structure.meta.last_page + 1
-    count = workers or len(os.sched_getaffinity(0))
-    # Decoders are not let into this process: what they are given may be anything.
-    here = pages <= _FEW_PAGES and not any(decoders.values())
-    pool: Executor = _Here() if here else WorkerPool(count)
+def _collect(found: Examination, checks: Iterable[SlideCheck]) -> None:
+    for check in checks:
+        if check.record is not None:
+            found.records[check.number] = check.record
+        else:
+            found.damaged_records[check.number] = check.damaged_record or b""
+
+
+def _orphans(pool: WorkerPool, seconds: float, store: Path, complete: set[int]) -> Orphans:
     try:
-        running: deque[tuple[str, Future[Values]]] = deque()
-        for task in chain(tasks, [None]):
-            if task is not None:
-                name, places = task
-                running.append(
-                    (name, pool.submit(read_values, data, identity, places, decoders[name]))
-                )
-            while running and (task is None or len(running) >= _AT_ONCE * count):
-                name, future = running.popleft()
-                values = future.result()
-                seen += values.count.leaf_pages + values.count.overflow_pages
-                told(min(seen, pages), pages)
-                yield name, values
-                if seen > pages:
-                    return  # pages that are used again and again, which is told at the end
-    except WorkerDied as error:
-        raise MachineShort("a process that read the store ended", found=str(error)) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+        return pool.submit_within(seconds, find_orphans, store, complete).result()
+    except (WorkerDied, DamagedStore) as error:
+        if isinstance(error, WorkerDied):
+            refuse_killed(error)
+        what = f"LMDB cannot list the keys: {error}"
+        return Orphans([Finding(FindingKind.STRUCTURE, what)])
 
 
-class _Here(Executor):
-    """Calls functions in this process, one after another."""
+def _duplicate_ids(found: Examination) -> list[Finding]:
+    names = Counter(record.id for record in found.records.values())
+    return [
+        Finding(FindingKind.RECORD, f"{count} slides are called {name!r}")
+        for name, count in names.items()
+        if count > 1
+    ]
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call it at once."""
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - it is raised where the result is wanted
-            future.set_exception(error)
-        return future
+
+def _wrong_values(found: Examination, wrong: list[WrongValue]) -> list[Finding]:
+    """Findings by slide; of few wrong values, whether they are stored under each other's keys."""
+    findings: list[Finding] = []
+    changed: dict[int, list[int]] = defaultdict(list)
+    for value in wrong:
+        name = found.records[value.slide].id
+        others = wrong if len(wrong) <= _MOST_COMPARED else []
+        owner = next((other for other in others if _is_value_of(value, other)), None)
+        if owner is None:
+            changed[value.slide].append(value.row)
+            continue
+        place = f"patch {owner.row}"
+        if owner.slide != value.slide:
+            place += f" of {found.records[owner.slide].id}"
+        what = f"patch {value.row} holds the value of {place}"
+        findings.append(Finding(FindingKind.SWAPPED, what, name, value.slide))
+    for slide, rows in changed.items():
+        count = f"{len(rows)} patches are" if len(rows) > 1 else "a patch is"
+        what = f"{count} not what was written: {some(rows)}"
+        findings.append(Finding(FindingKind.VALUE, what, found.records[slide].id, slide))
+    return findings
+
+
+def _is_value_of(wrong: WrongValue, other: WrongValue) -> bool:
+    """Whether the value under one key is the one that belongs under another key.
+
+    CRC-32 is linear: the checksums of one value under two keys differ as those of zeros of the same length do.
+    """
+    if wrong is other or wrong.length != other.expected_length:
+        return False
+    zeros = bytes(wrong.length)
+    here, there = (crc32(zeros, crc32(patch_key(w.slide, w.row))) for w in (wrong, other))
+    return wrong.crc ^ here ^ there == other.expected_crc

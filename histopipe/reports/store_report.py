@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingest.records import duplicates
+from histopipe.maintenance.info import info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     Card,
@@ -32,7 +33,6 @@ from histopipe.reports.page_images import SIDE, plan_image, strip
 from histopipe.store.picture import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.store.summary import summarise
 from histopipe.system.progress import Progress
 
 _PATCHES = 6
@@ -69,7 +69,7 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
         NothingToDo, DamagedStore: it cannot be read.
     """
     with Store(path) as store:
-        summary = summarise(store)
+        summary = info_of(store).to_json()
         measures, rows = _Measures({}), []
         with progress.bar("report", unit="slides", total=len(store.records)) as bar:
             for slide, record in store.records.items():

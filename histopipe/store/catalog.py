@@ -1,7 +1,7 @@
-"""Which part of a folder of stores holds which slide: what several machines have ingested at once is one data set.
+"""The catalog of a folder of parts: which part holds which slide of a data set that several machines have ingested.
 
-`catalog.json` is written by the one process that gives out slides, each time a part is there whole. A slide may lie in several
-parts, as when a machine was thought lost and was not: the catalog names one, and the others are not seen.
+Only the process that gives out slides writes the catalog, each time a part is complete. Two parts may hold the same slide, for
+example after a machine was thought lost. The catalog names one part per slide, and readers ignore the slide in the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import appearing, read_json
 
-CATALOG = "catalog.json"
+CATALOG = "histopipe-catalog.json"
+_OLD_CATALOG = "catalog.json"
+"""Its name until version 0.1. Other tools use this name too, for example STAC."""
 _VERSION = 1
 _SUFFIX = ".lmdb"
 
@@ -30,9 +32,9 @@ class Catalog:
     """The slides of a folder of parts.
 
     Attributes:
-        folder: where the parts are.
+        folder: the folder of the parts.
         uuid: new for every catalog.
-        slides: the name of each slide's part, by slide id.
+        slides: the file name of each slide's part, by slide id.
     """
 
     folder: Path
@@ -41,11 +43,11 @@ class Catalog:
 
     @property
     def parts(self) -> list[Path]:
-        """The parts that hold slides, in the order of their names."""
+        """The parts that hold slides, sorted by name."""
         return [self.folder / name for name in sorted(set(self.slides.values()))]
 
     def write(self) -> None:
-        """Put it in the folder, whole."""
+        """Write the catalog into its folder, by one rename."""
         content = {"version": _VERSION, "uuid": self.uuid, "slides": self.slides}
         with appearing(self.folder / CATALOG, hidden=True) as part, part.open("w") as file:
             json.dump(content, file, ensure_ascii=False, indent=0)
@@ -54,27 +56,41 @@ class Catalog:
 
 
 def read_catalog(folder: Path) -> Catalog | None:
-    """The catalog of a folder; None if it has none.
+    """Read the catalog of a folder. A `catalog.json` of another tool is ignored.
+
+    Returns:
+        The catalog; None if the folder has none.
 
     Raises:
-        DamagedStore, UnknownVersion: it cannot be read, or is of a later version.
+        DamagedStore, UnknownVersion: the catalog cannot be read, or a later version wrote it.
     """
-    path = folder / CATALOG
+    path = _catalog_file(folder)
+    if path is None:
+        return None
     try:
         content = read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except (OSError, ValueError) as error:
-        raise DamagedStore(f"{path} cannot be read", found=str(error)[:200]) from error
+        raise DamagedStore(f"cannot read {path}", found=str(error)[:200]) from error
     if not isinstance(content, dict) or content.get("version") != _VERSION:
         found = content.get("version") if isinstance(content, dict) else type(content).__name__
-        raise UnknownVersion(f"{path} is of version {found}", expected=f"version {_VERSION}")
-    names, slides = content.get("uuid"), content.get("slides")
-    if not isinstance(names, str) or not _are_parts(slides):
-        raise DamagedStore(
-            f"{path} is damaged", expected="a uuid, and a part's name for each slide"
-        )
-    return Catalog(folder, names, dict(slides))
+        raise UnknownVersion(f"{path} has version {found}", expected=f"version {_VERSION}")
+    identity, slides = content.get("uuid"), content.get("slides")
+    if not isinstance(identity, str) or not _are_parts(slides):
+        raise DamagedStore(f"{path} is damaged", expected="a uuid, and the part of each slide")
+    return Catalog(folder, identity, dict(slides))
+
+
+def _catalog_file(folder: Path) -> Path | None:
+    """The catalog's file; None if there is none that histopipe wrote."""
+    path, old = folder / CATALOG, folder / _OLD_CATALOG
+    if path.is_file():
+        return path
+    try:
+        content = read_json(old)
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(content, dict) and content.keys() == {"version", "uuid", "slides"}
+    return old if is_ours else None
 
 
 def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
@@ -86,11 +102,11 @@ def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
 
 
 def no_store(path: Path) -> NothingToDo:
-    """What to say where a store was expected: a folder of parts is one to those who read data sets only."""
-    if (path / CATALOG).exists():
+    """The error for a path that is no store. A folder of parts is a store only for commands that read data sets."""
+    if _catalog_file(path) is not None:
         return NothingToDo(
             f"no store at {path}", found="a folder of parts", expected="one store",
-            todo="name one of its parts, or make one store of them: `histopipe merge`",
+            todo="name one of its parts, or make one store of them with `histopipe merge`",
         )  # fmt: skip
     return NothingToDo(
         f"no store at {path}",
@@ -100,13 +116,18 @@ def no_store(path: Path) -> NothingToDo:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The stores that a path stands for: the parts of a folder with a catalog, or itself."""
+    """The stores of a path: the parts of a folder that has a catalog, else the path itself."""
+    if (path / "data.mdb").exists():
+        return [path]
     catalog = read_catalog(path)
     return [path] if catalog is None else catalog.parts
 
 
 def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideRecord]:
-    """The records of a part that the catalog beside it names there; all of them where there is none."""
+    """Leave out the records of a part that its catalog gives to another part.
+
+    A store that is not a part of the catalog beside it keeps all of its records.
+    """
     seen = _seen(store.resolve())
     if seen is None:
         return records
@@ -114,17 +135,24 @@ def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideReco
 
 
 def _seen(store: Path) -> frozenset[str] | None:
-    try:
-        stat = (store.parent / CATALOG).stat()
-    except OSError:
+    if not store.name.endswith(_SUFFIX):
         return None
-    return _by_part(store.parent, stat.st_ino, stat.st_mtime_ns).get(store.name, frozenset())
+    for name in (CATALOG, _OLD_CATALOG):
+        try:
+            stat = (store.parent / name).stat()
+        except OSError:
+            continue
+        return _by_part(store.parent, stat.st_ino, stat.st_mtime_ns).get(store.name)
+    return None
 
 
 @functools.lru_cache(maxsize=4)
 def _by_part(folder: Path, _inode: int, _time: int) -> Mapping[str, frozenset[str]]:
-    """The slides of each part; read once for as long as the file is the same."""
-    catalog = read_catalog(folder)
+    """The slides of each part; read once while the file stays the same. A file that is no catalog names no part."""
+    try:
+        catalog = read_catalog(folder)
+    except DamagedStore:
+        return {}
     found: dict[str, set[str]] = defaultdict(set)
     for slide, part in (catalog.slides if catalog else {}).items():
         found[part].add(slide)

@@ -1,191 +1,194 @@
-"""A store's data.mdb as a file of pages, read without LMDB: whether it is one, and whole, and what its pages hold.
+"""The file under a store, data.mdb: whether it is complete, and whether its pages form sound trees.
 
 Source:
-    LMDB 0.9, mdb.c: struct MDB_meta, MDB_db and MDB_page, on a machine of 64 bits, little-endian.
+    LMDB 0.9, mdb.c: struct MDB_meta, MDB_db and MDB_page, on a 64-bit little-endian machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
+from lmdb.verify import VerifyError
+from lmdb.verify import verify as verify_pages
 
 from histopipe.errors import DamagedStore
-from histopipe.system.files import Closing
-
-HEADER = 16
-"""Bytes of a page before what it holds."""
-NO_PAGE = (1 << 64) - 1
-"""Root of a tree without pages."""
+from histopipe.store.claims import WriteLease
+from histopipe.store.handle import open_handle
+from histopipe.store.lmdb_errors import mapped_errors
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_META = struct.Struct("<QHH4x IIQQ")
-_TREE = struct.Struct("<IHHQQQQQ")
-_LAST = struct.Struct("<QQ")
-_META_SIZE = _META.size + 2 * _TREE.size + _LAST.size
+_META = struct.Struct("<10x H 4x IIQQ")
+"""Page header with the page's flags; then magic, version, address and map size."""
 _META_FLAG = 0x08
+_LONGEST, _ROOM = 16, 1 << 30
+"""A meta page is damaged that wants the file so many times longer, and by so many bytes."""
+_TREE_BYTES = 48
+_LAST = struct.Struct("<QQ")
+_LAST_OFFSET = _META.size + 2 * _TREE_BYTES
+_META_BYTES = _LAST_OFFSET + _LAST.size
+_PAGE_SIZES = (4096, 8192, 16384, 32768)
+_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
-    """What LMDB has written down of one database: flags, counts, and the page that its tree begins at.
-
-    `padding` is 0 but in the free pages' tree, whose has the size of a page; LMDB takes nothing else.
-    """
-
-    padding: int
-    flags: int
-    depth: int
-    branch_pages: int
-    leaf_pages: int
-    overflow_pages: int
-    entries: int
-    root: int
-
-    @classmethod
-    def parse(cls, data: bytes | memoryview) -> Tree:
-        """From the 48 bytes of a record."""
-        return cls(*_TREE.unpack(data))
-
-
-@dataclass(frozen=True, slots=True)
-class Meta:
-    """One of the two meta pages: a state of the whole file.
+class MetaPage:
+    """One of the two meta pages. The one of the higher transaction is the state that counts.
 
     Attributes:
-        number: of the page, as it says itself.
-        address: always 0; another would have the file mapped there.
-        transaction: number of the one that wrote it; the higher of both is the state that counts.
-        free, main: trees of the free pages and of the databases.
+        page_size: bytes.
+        last_page: number of the last page in use.
+        transaction: number of the transaction that wrote it.
     """
 
-    number: int
-    flags: int
-    address: int
-    map_size: int
     page_size: int
     last_page: int
     transaction: int
-    free: Tree
-    main: Tree
-
-
-class DataFile(Closing):
-    """data.mdb, open for plain reads: nothing that it holds can harm who reads it so.
-
-    Attributes:
-        path: of the file.
-        metas: by page, None for one that is no meta page.
-        page_size: bytes.
-
-    Raises:
-        DamagedStore: neither meta page can be read.
-        OSError: the file cannot be.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.metas = self.read_metas()
-        known = [meta for meta in self.metas if meta is not None]
-        if not known:
-            length = self.length
-            self.close()
-            raise DamagedStore(f"{path} is no LMDB file", found=f"{length} bytes of something else")
-        self.page_size = known[0].page_size
-
-    @property
-    def identity(self) -> tuple[int, int]:
-        """What tells the file from another one that was put in its place."""
-        facts = os.fstat(self._file)
-        return facts.st_dev, facts.st_ino
 
     @property
     def length(self) -> int:
-        """Bytes of the file, as it is now."""
-        return os.fstat(self._file).st_size
-
-    def read_metas(self) -> tuple[Meta | None, Meta | None]:
-        """Both meta pages as they are now."""
-        first = parse_meta(self._at(0, _META_SIZE))
-        sizes = (first.page_size,) if first else (4096, 8192, 16384, 32768)
-        second = (parse_meta(self._at(size, _META_SIZE), size) for size in sizes)
-        return first, next((meta for meta in second if meta is not None), None)
-
-    def read(self, page: int, pages: int) -> NDArray[np.uint8]:
-        """Neighbouring pages, (pages × page_size,) uint8; fewer where the file ends."""
-        return np.frombuffer(self._at(page * self.page_size, pages * self.page_size), np.uint8)
-
-    def pages(self, numbers: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Single pages, (N, page_size) uint8; zeros beyond the end of the file."""
-        found = np.zeros((len(numbers), self.page_size), np.uint8)
-        starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
-        for start, end in pairwise([*starts.tolist(), len(numbers)]):
-            run = self.read(int(numbers[start]), end - start)
-            found[start:end].reshape(-1)[: len(run)] = run
-        return found
-
-    def read_ahead(self, first: int, last: int) -> None:
-        """Ask the system for pages that will be wanted soon."""
-        size = self.page_size
-        os.posix_fadvise(
-            self._file, first * size, (last + 1 - first) * size, os.POSIX_FADV_WILLNEED
-        )
-
-    def close(self) -> None:
-        """Close it."""
-        os.close(self._file)
-
-    def _at(self, offset: int, length: int) -> bytes:
-        length = min(
-            length, self.length - offset
-        )  # places that a damaged file names may be anywhere
-        parts = []
-        while length > 0:  # a read may give less than was asked for
-            part = os.pread(self._file, length, offset)
-            if not part:
-                break
-            parts.append(part)
-            offset, length = offset + len(part), length - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def parse_meta(data: bytes, page_size: int | None = None) -> Meta | None:
-    """A meta page; None if it is none, or of another page size."""
-    if len(data) < _META_SIZE:
-        return None
-    number, _, flags, magic, version, address, map_size = _META.unpack_from(data)
-    free = _META.size
-    main, last = free + _TREE.size, free + 2 * _TREE.size
-    (size,) = struct.unpack_from("<I", data, free)  # the free pages' tree keeps it for all
-    last_page, transaction = _LAST.unpack_from(data, last)
-    power = size >= 256 and size <= 32768 and size & (size - 1) == 0
-    if magic != _MAGIC or version != _VERSION or not power or page_size not in (None, size):
-        return None
-    return Meta(
-        number, flags, address, map_size, size, last_page, transaction,
-        Tree.parse(data[free:main]), Tree.parse(data[main:last]),
-    )  # fmt: skip
+        """Bytes that the file must have."""
+        return (self.last_page + 1) * self.page_size
 
 
 def check_length(data: Path) -> None:
-    """Refuse a file shorter than its newest meta page says: reading past its end would be a SIGBUS.
+    """Refuse a file that is shorter than its newest meta page says. LMDB would be killed by SIGBUS when reading past its end.
 
     Raises:
-        DamagedStore: it is, or it is no LMDB file.
+        DamagedStore: the file is truncated, or no LMDB file.
     """
-    with DataFile(data) as file:
-        newest = max((m for m in file.metas if m is not None), key=lambda meta: meta.transaction)
-        expected = (newest.last_page + 1) * newest.page_size
-        if file.length < expected:
-            raise DamagedStore(
-                f"{data} is cut short",
-                found=f"{file.length} bytes",
-                expected=f"at least {expected}",
-                todo="copy the store again, or ingest anew (a copy taken during an ingest is no store)",
-            )
+    found, expected = data.stat().st_size, expected_length(data)
+    if found < expected:
+        raise DamagedStore(
+            f"{data} is truncated",
+            found=f"{found} bytes",
+            expected=f"at least {expected}",
+            todo="copy the store again, repair it, or ingest anew (a copy taken during an ingest is no store)",
+        )
+
+
+def expected_length(data: Path) -> int:
+    """Return how many bytes a file must have by its newest meta page.
+
+    Raises:
+        DamagedStore: neither meta page can be read.
+    """
+    return _newest_meta(data).length
+
+
+def newest_transaction(data: Path) -> int:
+    """Return the number of the last transaction.
+
+    Raises:
+        DamagedStore: neither meta page can be read.
+    """
+    return _newest_meta(data).transaction
+
+
+def make_readable(store: Path) -> None:
+    """Change a damaged file so far that LMDB can open it to read what is left.
+
+    A damaged meta page is replaced by the other one, the state of which is older by one transaction at most. A truncated file
+    is made as long as it should be, with zeros.
+
+    Raises:
+        UsageError: a process has the store open for writing.
+    """
+    data = store / "data.mdb"
+    length = data.stat().st_size
+    metas = _meta_pages(data)
+    usable = [meta is not None and meta.length <= _LONGEST * length + _ROOM for meta in metas]
+    good = metas[usable.index(True)] if any(usable) else None
+    if good is None or (all(usable) and length >= max(m.length for m in metas if m)):
+        return
+    with WriteLease(store, alone=True), data.open("r+b") as file:
+        if not all(usable):
+            number = usable.index(False)
+            file.seek((1 - number) * good.page_size)
+            page = file.read(good.page_size)
+            file.seek(number * good.page_size)
+            file.write(number.to_bytes(8, "little") + page[8:])
+        file.truncate(
+            max(length, *(m.length for m, u in zip(metas, usable, strict=True) if m and u), 0)
+        )
+
+
+def _newest_meta(data: Path) -> MetaPage:
+    known = [meta for meta in _meta_pages(data) if meta is not None]
+    if not known:
+        size = data.stat().st_size
+        raise DamagedStore(f"{data} is no LMDB file", found=f"{size} bytes of something else")
+    return max(known, key=lambda meta: meta.transaction)
+
+
+def _meta_pages(data: Path) -> tuple[MetaPage | None, MetaPage | None]:
+    """Both meta pages, None for one that is none."""
+    file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        first = _parsed(os.pread(file, _META_BYTES, 0))
+        sizes = (first.page_size,) if first else _PAGE_SIZES
+        others = (_parsed(os.pread(file, _META_BYTES, size)) for size in sizes)
+        return first, next((meta for meta in others if meta is not None), None)
+    finally:
+        os.close(file)
+
+
+def _parsed(data: bytes) -> MetaPage | None:
+    """A meta page; None if it is none."""
+    if len(data) < _META_BYTES:
+        return None
+    flags, magic, version, _, _ = _META.unpack_from(data)
+    (size,) = struct.unpack_from("<I", data, _META.size)  # kept in the record of the free pages
+    last_page, transaction = _LAST.unpack_from(data, _LAST_OFFSET)
+    is_power = 256 <= size <= _PAGE_SIZES[-1] and size & (size - 1) == 0
+    if magic != _MAGIC or version != _VERSION or not is_power or not flags & _META_FLAG:
+        return None
+    return MetaPage(size, last_page, transaction)
+
+
+def page_faults(store: Path, keep_state: bool) -> list[str]:
+    """Check the pages of a store with LMDB's own verifier, which only reads the file.
+
+    Args:
+        store: the store's folder.
+        keep_state: hold a read transaction meanwhile, so that a writer does not reuse pages of the state that is checked.
+            LMDB opens the file for that, which must not happen to a file that is not trusted.
+
+    Returns:
+        What is wrong; empty for a sound file.
+    """
+    with ExitStack() as stack:
+        if keep_state:
+            with contextlib.suppress(DamagedStore), mapped_errors(store):  # the verifier says why
+                handle, _ = open_handle(store, write=False)
+                stack.callback(handle.close)
+                stack.enter_context(handle.begin())
+        for _ in range(_ATTEMPTS):
+            before = _newest_meta(store / "data.mdb").transaction
+            faults = _verifier_s(store) + _order_faults(store / "data.mdb")
+            if not faults or _newest_meta(store / "data.mdb").transaction == before:
+                break  # else a writer made the file longer while its length was read
+        return faults
+
+
+def _order_faults(data: Path) -> list[str]:
+    """Whether the transactions of the meta pages follow each other: LMDB would else take an older state for the newest."""
+    known = sorted(meta.transaction for meta in _meta_pages(data) if meta is not None)
+    if len(known) == 2 and known[1] - known[0] != (1 if known[1] else 0):
+        return [
+            f"transactions {known[0]} and {known[1]} of the meta pages do not follow each other"
+        ]
+    return []
+
+
+def _verifier_s(store: Path) -> list[str]:
+    try:
+        return [str(fault) for fault in verify_pages(str(store), subdir=True)]  # type: ignore[no-untyped-call]
+    except VerifyError as error:
+        return [str(error)]
+    except (MemoryError, OverflowError, struct.error) as error:
+        return [f"its pages cannot be followed: {error!r}"]

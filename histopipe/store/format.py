@@ -35,6 +35,9 @@ META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES = (
     b"stains",
 )
 
+SET_ASIDE = b"set-aside"
+"""Database of what a repair keeps of slides until they are ingested again. It is there only after an interrupted repair."""
+
 META_NAMES = frozenset(
     [
         "format",
@@ -149,6 +152,33 @@ def unseal(key: bytes, data: bytes | memoryview, *, where: str) -> dict[str, Any
     if mark and crc is not None and crc != value_crc(key, body + b"}"):
         raise DamagedStore(f"{where} is not what was written", found=f"CRC-32 {crc}")
     return value
+
+
+def corrected(key: bytes, data: bytes) -> bytes | None:
+    """Correct the one wrong byte of a sealed object, which its CRC-32 determines.
+
+    Args:
+        key: of the object.
+        data: as it is stored, with a checksum that does not agree.
+
+    Returns:
+        The object, sealed again; None if more than one byte before the checksum is wrong.
+    """
+    body, mark, digits = data.rpartition(_SEAL)
+    if not mark or not digits.rstrip(b"}").isdigit():
+        return None
+    body += b"}"
+    difference = value_crc(key, body) ^ int(digits.rstrip(b"}"))
+    table = np.array([zlib.crc32(bytes([b])) ^ zlib.crc32(b"\0") for b in range(256)], np.int64)
+    effect = table  # on the checksum, of each change of the last byte; then of bytes before it
+    for position in reversed(range(len(body))):
+        change = np.flatnonzero(effect == difference)
+        if len(change):
+            found = bytearray(body)
+            found[position] ^= int(change[0])
+            return bytes(found[:-1]) + mark + b"%d}" % value_crc(key, bytes(found))
+        effect = table[effect & 0xFF] ^ (effect >> 8)
+    return None
 
 
 def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,13 +26,18 @@ _MAX_DATABASES = 32
 _LOCK_BYTES = 128 + 64 * MAX_READERS
 
 
-def open_handle(path: Path, *, write: bool) -> tuple[lmdb.Environment, dict[bytes, Any]]:
-    """LMDB's environment and the store's databases, None for one that is not there. Called within `mapped_errors`."""
+def open_handle(
+    path: Path, *, write: bool, readahead: bool = False
+) -> tuple[lmdb.Environment, dict[bytes, Any]]:
+    """LMDB's environment and the store's databases, None for one that is not there. Called within `mapped_errors`.
+
+    `readahead` lets the kernel read ahead also for a reader, which suits reading all of a store.
+    """
     if write or os.access(path, os.W_OK):
         _allocate_lock(path)
     while True:
         before = path.stat().st_ino
-        handle = _open(path, write=write)
+        handle = _open(path, write=write, readahead=readahead or write)
         if path.stat().st_ino == before:
             break
         handle.close()  # another store was put in its place just now: LMDB may have opened a file of each
@@ -45,27 +49,6 @@ def open_handle(path: Path, *, write: bool) -> tuple[lmdb.Environment, dict[byte
     except BaseException:
         handle.close()
         raise
-
-
-@contextmanager
-def pinned(path: Path) -> Iterator[int | None]:
-    """Keeps writers from using pages of the newest state for something else, while its file is read without LMDB.
-
-    Yields:
-        The transaction that made that state; None where nobody has the store open, no lock can be had, or LMDB does not take
-        the file.
-    """
-    if not (path / "lock.mdb").exists() or not os.access(path, os.W_OK):
-        yield None
-        return
-    _allocate_lock(path)
-    with ExitStack() as stack:
-        try:
-            handle = stack.enter_context(_open(path, write=False))
-            transaction = int(stack.enter_context(handle.begin()).id())
-        except lmdb.Error:
-            transaction = None
-        yield transaction
 
 
 def read_map_size(length: int) -> int:
@@ -96,7 +79,7 @@ def _allocate_lock(path: Path) -> None:
         # Anything else is LMDB's to tell.
 
 
-def _open(path: Path, *, write: bool) -> lmdb.Environment:
+def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
     size = MAP_SIZE if write else read_map_size((path / "data.mdb").stat().st_size)
     while True:
         try:
@@ -110,7 +93,7 @@ def _open(path: Path, *, write: bool) -> lmdb.Environment:
                 # Without the lock a reader beside a writer sees wrong data, so only where no writer can be.
                 lock=write or os.access(path, os.W_OK),
                 max_spare_txns=0,  # a spare one could not be left behind by a fork
-                readahead=write,
+                readahead=readahead,
             )
         except lmdb.Error as error:
             if size <= _SMALLEST_MAP or not _out_of_address_space(error):

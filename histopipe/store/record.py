@@ -11,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_type_hints
 
 from histopipe.errors import DamagedStore
-from histopipe.store.format import seal, slide_key, unseal
+from histopipe.store.format import corrected, seal, slide_key, unseal
 from histopipe.system.files import shown
 
 
@@ -220,3 +220,18 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
         elif type(value) is kind:
             return value
     raise DamagedStore(f"{where}: field {name!r} of the slide record", found=repr(value)[:80])
+
+
+def corrected_record(number: int, data: bytes) -> SlideRecord | None:
+    """Correct a damaged record in which one byte is wrong, by its checksum.
+
+    Returns:
+        The record; None if more is wrong, or it never had a checksum.
+    """
+    body = corrected(slide_key(number), data)
+    if body is None:
+        return None
+    try:
+        return SlideRecord.from_bytes(number, body, where="record")
+    except DamagedStore:
+        return None

@@ -1,0 +1,139 @@
+"""The result of verifying a store: what is wrong, and with which slide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from histopipe.errors import ExitCode
+
+_SHOWN = 8
+
+
+class FindingKind(StrEnum):
+    """What a finding is about."""
+
+    STRUCTURE = "structure"
+    """Pages of the file: LMDB cannot read it safely."""
+    FORMAT = "format"
+    """The databases and the entries of `meta`."""
+    RECORD = "record"
+    """The record of a slide."""
+    INDEX = "index"
+    """The index of a slide's patches, which holds their checksums."""
+    VALUE = "value"
+    """A patch differs from what was written."""
+    SWAPPED = "swapped"
+    """A patch is stored under the key of another one."""
+    HOLE = "hole"
+    """Something is missing."""
+    ORPHAN = "orphan"
+    """Something belongs to no slide."""
+    COUNT = "count"
+    """Two numbers that should be equal differ."""
+    THUMBNAIL = "thumbnail"
+    """The thumbnail or tissue mask of a slide."""
+    STAIN = "stain"
+    """The stain fit of a slide."""
+    IMAGE = "image"
+    """A value is what was written, but no image of the patch size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        slide: id of the slide that is damaged; None if no slide is, or its id is unknown.
+        number: number of that slide.
+        entry: database and key, in hexadecimal digits, of a single entry that should not be there.
+    """
+
+    kind: FindingKind
+    what: str
+    slide: str | None = None
+    number: int | None = None
+    entry: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        name = self.slide or (f"slide number {self.number}" if self.number is not None else "")
+        return f"{self.kind}: {name + ': ' if name else ''}{self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """What was verified, and what is wrong.
+
+    Attributes:
+        store: path of the store.
+        full: whether every value was decoded, too.
+        slides, patches: how many were verified; patches of complete slides.
+        file_bytes: length of data.mdb.
+        seconds: how long it took.
+        findings: what is wrong; empty for a sound store.
+    """
+
+    store: str
+    full: bool
+    slides: int
+    patches: int
+    file_bytes: int
+    seconds: float
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The exit code of the command."""
+        return ExitCode.DAMAGED if self.findings else ExitCode.DONE
+
+    @property
+    def damaged_slides(self) -> dict[int, str]:
+        """Ids of the damaged slides by number."""
+        found = {
+            f.number: f.slide or f"slide number {f.number}"
+            for f in self.findings
+            if f.number is not None
+        }
+        return dict(sorted(found.items()))
+
+    @property
+    def is_structural(self) -> bool:
+        """Whether the file itself is damaged, so that LMDB cannot be trusted with it."""
+        return any(finding.kind is FindingKind.STRUCTURE for finding in self.findings)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a JSON-ready dict."""
+        return {
+            **asdict(self),
+            "damaged_slides": list(self.damaged_slides.values()),
+            "exit_code": int(self.exit_code),
+        }
+
+    def __str__(self) -> str:
+        checked = (
+            f"{self.slides:,} slides, {self.patches:,} patches, "
+            f"{self.file_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"
+        )
+        if not self.findings:
+            return f"{self.store} is whole: {checked}" + (
+                ", every patch decoded" if self.full else ""
+            )
+        return "\n".join(
+            [
+                *map(str, self.findings),
+                "",
+                f"{self.store} is damaged: {len(self.findings)} findings, "
+                f"{len(self.damaged_slides)} damaged slides; {checked}",
+            ]
+        )
+
+    __repr__ = __str__
+
+
+def some(items: Sequence[object] | Iterable[object]) -> str:
+    """List the first few of many items, for a message."""
+    items = list(items)
+    text = ", ".join(map(str, items[:_SHOWN]))
+    return text + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

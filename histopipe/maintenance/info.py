@@ -1,0 +1,140 @@
+"""Show the contents of a store."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from histopipe.maintenance.verify import check_untrusted
+from histopipe.store.format import VERSION
+from histopipe.store.store import Store
+from histopipe.system.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """The contents of a store.
+
+    Attributes:
+        path: of the store.
+        version: of its format.
+        uuid, created: of the store; ISO 8601.
+        spec: how its patches were made.
+        patches, unreadable, patch_bytes: sums over complete slides; bytes of the patches' files.
+        file_bytes: that data.mdb takes on the disk.
+        states: slides by state.
+        labels, mpp_sources, routes: complete slides by label, source of their scale, and route.
+        patch_labels: patches by the class that annotations give them.
+        slides: every slide's record, as JSON.
+    """
+
+    path: str
+    version: int
+    uuid: str
+    created: str
+    spec: dict[str, Any]
+    patches: int
+    unreadable: int
+    patch_bytes: int
+    file_bytes: int
+    states: dict[str, int]
+    labels: dict[str, int]
+    patch_labels: dict[str, int]
+    mpp_sources: dict[str, int]
+    routes: dict[str, int]
+    slides: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a JSON-ready dict."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        spec = self.spec
+        scale = f"{spec['mpp']:g} mpp" if spec["mpp"] else f"level {spec['level']}"
+        lines = [
+            f"{self.path}  (format {self.version}, created {self.created})",
+            f"patches   {self.patches:,} of {spec['patch_size']}² at {scale}, overlap {spec['overlap']}, "
+            f"{spec['codec']}, {self.patch_bytes / 1e6:,.1f} MB ({self.file_bytes / 1e6:,.1f} MB on disk)",
+            f"tissue    {spec['tissue']}, at least {spec['tissue_threshold']:g}",
+            "slides    " + _counts(self.states),
+            "labels    " + _counts(self.labels),
+            "patch labels  " + _counts(self.patch_labels),
+            "mpp from  " + _counts(self.mpp_sources),
+            "routes    " + _counts(self.routes),
+            f"unreadable patches  {self.unreadable}",
+            "",
+            f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} why, notes",
+        ]
+        return "\n".join([*lines, *map(_slide_line, self.slides)])
+
+    __repr__ = __str__
+
+
+def info(
+    store: str | Path, *, untrusted: bool = False, progress: Progress | None = None
+) -> StoreInfo:
+    """Show the contents of a store: slides by state, patches, bytes, scales, labels and settings.
+
+    Args:
+        store: the store's folder.
+        untrusted: verify the store before LMDB opens it.
+        progress: where to show the progress of that.
+
+    Raises:
+        NothingToDo: there is no store.
+        DamagedStore, UnknownVersion: it cannot be read.
+
+    Example:
+        >>> info("patches.lmdb").patches  # doctest: +SKIP
+        1204
+    """
+    if untrusted:
+        check_untrusted(Path(store), progress=progress)
+    with Store(Path(store)) as opened:
+        return info_of(opened)
+
+
+def info_of(store: Store) -> StoreInfo:
+    """Return the contents of a store that is open."""
+    complete = list(store.complete.values())
+    return StoreInfo(
+        path=str(store.path),
+        version=VERSION,
+        uuid=store.uuid,
+        created=store.created,
+        spec=dict(store.spec),
+        patches=len(store),
+        unreadable=sum(record.unreadable for record in complete),
+        patch_bytes=sum(record.stored_bytes for record in complete),
+        file_bytes=(store.path / "data.mdb").stat().st_blocks * 512,
+        states=dict(Counter(str(record.state) for record in store.slides)),
+        labels=dict(Counter(record.label or "unlabelled" for record in complete)),
+        patch_labels=_sum(record.patch_labels for record in complete),
+        mpp_sources=dict(Counter(record.mpp_source or "unknown" for record in complete)),
+        routes=dict(Counter(record.route or "none" for record in complete)),
+        slides=[record.to_json() for record in store.slides],
+    )
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+
+
+def _slide_line(slide: Mapping[str, Any]) -> str:
+    mpp = f"{slide['mpp']:.4g}" if slide["mpp"] else "-"
+    reason = slide["error"] or slide["route_reason"]
+    why = "; ".join(filter(None, [reason, *slide["notes"], *slide["annotation_notes"]]))
+    return (
+        f"{slide['id']:<40} {slide['state']:<9} {slide['stored']:>9,} {mpp:>8}  "
+        f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {why}".rstrip()
+    )

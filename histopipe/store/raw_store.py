@@ -1,0 +1,130 @@
+"""A store read entry by entry, without trusting its records: for checks and repairs, in a process that may die of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from histopipe.errors import DamagedStore
+from histopipe.store.data_file import check_length
+from histopipe.store.format import slide_key
+from histopipe.store.handle import open_handle
+from histopipe.store.lmdb_errors import mapped_errors
+from histopipe.system.files import Closing
+
+
+class RawStore(Closing):
+    """A store open for reading entry by entry, in one transaction until `refresh`.
+
+    A damaged tree can make LMDB crash or hang the process. Open it in a worker process only.
+
+    Args:
+        path: the store's folder.
+
+    Raises:
+        DamagedStore: the file is truncated, or LMDB refuses it.
+
+    Attributes:
+        databases: names of the databases that the store has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_length(path / "data.mdb")
+        self._path = path
+        with mapped_errors(path):
+            self._handle, databases = open_handle(path, write=False, readahead=True)
+            self._databases = {name: d for name, d in databases.items() if d is not None}
+            self._transaction = self._handle.begin(buffers=True)
+
+    @property
+    def databases(self) -> set[bytes]:
+        """Names of the databases that the store has."""
+        return set(self._databases)
+
+    def refresh(self) -> None:
+        """Begin a new transaction. Values read before must not be used any more."""
+        self._transaction.abort()
+        with mapped_errors(self._path):
+            self._transaction = self._handle.begin(buffers=True)
+
+    def get(self, database: bytes, key: bytes) -> memoryview | None:
+        """Look up a value.
+
+        Returns:
+            A view that is valid until `refresh`; None where there is no entry or no database.
+
+        Raises:
+            DamagedStore: a page on the way is damaged. A new transaction has begun.
+        """
+        if database not in self._databases:
+            return None
+        try:
+            value = self._transaction.get(key, None, self._databases[database])
+        except lmdb.Error as error:
+            self.refresh()
+            raise DamagedStore(f"LMDB: {error}") from error
+        return None if value is None else memoryview(value)
+
+    @contextmanager
+    def _cursor(self, database: bytes) -> Iterator[lmdb.Cursor]:
+        try:
+            with self._transaction.cursor(db=self._databases[database]) as cursor:
+                yield cursor
+        except lmdb.Error as error:
+            self.refresh()
+            raise DamagedStore(f"LMDB: {error}") from error
+
+    def keys(self, database: bytes, low: bytes = b"", high: bytes | None = None) -> Iterator[bytes]:
+        """Iterate over the keys from `low` to before `high`, or to the end.
+
+        Raises:
+            DamagedStore: a page on the way is damaged, or keys are out of order.
+        """
+        if database not in self._databases:
+            return
+        with self._cursor(database) as cursor:
+            found = cursor.set_range(low) if low else cursor.first()
+            before = b""
+            while found:
+                key = bytes(cursor.key())
+                if high is not None and key >= high:
+                    return
+                if key <= before and before:
+                    raise DamagedStore(f"keys of {database.decode()!r} are out of order")
+                yield key
+                before, found = key, cursor.next()
+
+    def slide_keys(self, database: bytes, slide: int) -> Iterator[bytes]:
+        """Iterate over the keys of a slide, as `keys`."""
+        return self.keys(database, slide_key(slide), slide_key(slide + 1))
+
+    def keys_but(self, database: bytes, slides: set[int]) -> Iterator[bytes]:
+        """Iterate over all keys but those of some slides, which are skipped without reading them, as `keys`."""
+        if database not in self._databases:
+            return
+        with self._cursor(database) as cursor:
+            found = cursor.first()
+            before = b""
+            while found:
+                key = bytes(cursor.key())
+                if key <= before and before:
+                    raise DamagedStore(f"keys of {database.decode()!r} are out of order")
+                before = key
+                if len(key) >= _NUMBER and int.from_bytes(key[:_NUMBER], "big") in slides:
+                    found = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
+                else:
+                    yield key
+                    found = cursor.next()
+
+    def close(self) -> None:
+        """Close the store."""
+        self._transaction.abort()
+        self._handle.close()
+
+
+_NUMBER = 4
+"""Bytes of a slide number at the start of a key."""
+_LONGEST_KEY = 511

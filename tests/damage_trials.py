@@ -1,0 +1,216 @@
+"""Damage copies of a store at random, and compare what `verify` finds with what a reader returns.
+
+python tests/damage_trials.py --trials 1000 [--seed 0]
+
+Whatever a reader returns that differs from what was written must be a finding, as must a store that it cannot read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from zlib import crc32
+
+from lmdb_pages import PAGE, Pages, nodes_of, pages_of
+
+from histopipe.errors import DamagedStore, HistopipeError
+from histopipe.maintenance.verify import verify
+from histopipe.maintenance.worker_tasks import silence
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.system.progress import SilentProgress
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
+
+Damage = Callable[[bytearray, Pages, random.Random], None]
+_SECONDS = 60.0
+
+
+def flip(data: bytearray, at: int, rng: random.Random) -> None:
+    """Change one bit, or one byte."""
+    data[at] ^= rng.choice([1 << rng.randrange(8), rng.randrange(1, 256)])
+
+
+def in_pages(*names: str, kind: str) -> Damage:
+    """A damage of one byte on a page of a kind, of some databases."""
+
+    def damage(data: bytearray, pages: Pages, rng: random.Random) -> None:
+        name = rng.choice([n for n in names if getattr(pages, kind).get(n)])
+        page = rng.choice(getattr(pages, kind)[name])
+        if kind == "overflow":
+            first, count = page
+            flip(data, PAGE * first + rng.randrange(PAGE * count), rng)
+            return
+        places = [rng.randrange(16), rng.randrange(64), rng.randrange(PAGE)]
+        nodes = list(nodes_of(bytes(data), page))
+        if nodes:
+            places += [rng.choice(nodes) - PAGE * page + rng.randrange(16)] * 2
+        flip(data, PAGE * page + min(rng.choice(places), PAGE - 1), rng)
+
+    return damage
+
+
+def in_meta_pages(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """A damage of one byte in what a meta page says."""
+    flip(data, PAGE * rng.randrange(2) + rng.randrange(152), rng)
+
+
+def anywhere(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """A damage of one byte anywhere."""
+    flip(data, rng.randrange(len(data)), rng)
+
+
+def overwritten(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """A page of zeros, or of noise."""
+    page = rng.randrange(len(data) // PAGE)
+    data[PAGE * page : PAGE * (page + 1)] = rng.choice([bytes(PAGE), rng.randbytes(PAGE)])
+
+
+def exchanged(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """Two pages in each other's places."""
+    one, other = (PAGE * rng.randrange(len(data) // PAGE) for _ in range(2))
+    first, second = data[one : one + PAGE], data[other : other + PAGE]
+    data[one : one + PAGE], data[other : other + PAGE] = second, first
+
+
+def truncated(data: bytearray, pages: Pages, rng: random.Random) -> None:
+    """A file that ends anywhere."""
+    del data[rng.randrange(1, len(data)) :]
+
+
+DAMAGES: dict[str, Damage] = {
+    "values": in_pages("patches", kind="overflow"),
+    "small values": in_pages("patches", kind="leaves"),
+    "patch tree": in_pages("patches", kind="branches"),
+    "index blocks": in_pages("index", kind="overflow"),
+    "other leaves": in_pages(
+        "index", "slides", "meta", "thumbnails", "main", "free", kind="leaves"
+    ),
+    "records": in_pages("slides", kind="leaves"),
+    "meta pages": in_meta_pages,
+    "anywhere": anywhere,
+    "overwritten": overwritten,
+    "exchanged": exchanged,
+    "truncated": truncated,
+}
+
+
+def make_store(path: Path) -> Path:
+    """Three complete slides with small and large values and a thumbnail, and free pages of a fourth one."""
+    from test_reader import a_store
+
+    rng = random.Random(0)
+    slides = {
+        name: [rng.randbytes(rng.choice([40, 300, 1500, 3000, 9000])) for _ in range(count)]
+        for name, count in (("a", 400), ("b", 60), ("c", 90), ("gone", 40))
+    }
+    a_store(path, slides)
+    with Store(path) as store:
+        spec, index, records = store.spec, store.index(1), store.records
+    with StoreWriter(path, spec) as writer:
+        writer.complete(1, records[1], index, {"thumb": rng.randbytes(6000), "mask": b"m" * 90})
+        writer.remove(3)
+    return path
+
+
+def read_all(store: Path) -> dict[str, Any]:
+    """Everything that a reader returns of slides, without comparing values with their checksums."""
+    with Store(store) as opened:
+        found: dict[str, Any] = {"classes": opened.classes}
+        for number, record in opened.complete.items():
+            index = {name: column.tobytes() for name, column in opened.index(number).items()}
+            values = [crc32(opened.value(number, row)) for row in range(record.planned)]
+            pictures = opened.thumbnail(number), opened.thumbnail(number, "mask")
+            found[record.id] = record, index, values, pictures, opened.stains()
+        return found
+
+
+def read_in_worker(pool: WorkerPool, store: Path) -> Any:
+    """What a reader returns; the error if it raises or dies."""
+    try:
+        return pool.submit_within(_SECONDS, read_all, store).result()
+    except (WorkerDied, HistopipeError, ValueError) as error:
+        return repr(error)
+
+
+def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], list[str]]:
+    """Run trials.
+
+    Returns:
+        Trials by damage and outcome; descriptions of what was missed.
+    """
+    rng = random.Random(seed)
+    sound = make_store(folder / "sound.lmdb")
+    whole, pages = (sound / "data.mdb").read_bytes(), pages_of(sound)
+    store = folder / "damaged.lmdb"
+    outcomes: Counter[str] = Counter()
+    missed: list[str] = []
+    with (
+        contextlib.closing(_KeptPool(1)) as pool,
+        contextlib.closing(_KeptPool(1, silence)) as verifiers,
+        patch("histopipe.maintenance.verify.WorkerPool", lambda *_: verifiers),
+    ):
+        expected = read_in_worker(pool, sound)
+        assert isinstance(expected, dict), expected
+        for trial in range(count):
+            name = list(DAMAGES)[trial % len(DAMAGES)]
+            data = bytearray(whole)
+            DAMAGES[name](data, pages, rng)
+            shutil.rmtree(store, ignore_errors=True)
+            store.mkdir()
+            (store / "data.mdb").write_bytes(data)
+            started = time.monotonic()
+            try:
+                result = verify(store, progress=SilentProgress())
+                is_found = bool(result.findings)
+                assert int(result.exit_code) == (5 if is_found else 0)
+            except DamagedStore as error:  # UnknownVersion is one
+                assert int(error.exit_code) == 5
+                is_found = True
+            if time.monotonic() - started > _SECONDS:
+                missed.append(f"{name}, trial {trial}: took {time.monotonic() - started:.0f} s")
+            returned = read_in_worker(pool, store)
+            is_same = returned == expected
+            outcomes[
+                f"{name}: {'found' if is_found else 'not found, not visible' if is_same else 'MISSED'}"
+            ] += 1
+            if not is_found and not is_same:
+                missed.append(f"{name}, trial {trial}: a reader returns {returned!r:.300}")
+    return outcomes, missed
+
+
+class _KeptPool(WorkerPool):
+    """A pool for many calls of `verify`, each of which would start processes and end them."""
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Stay."""
+
+    def close(self) -> None:
+        """End the processes."""
+        super().shutdown(cancel_futures=True)
+
+
+def main() -> None:
+    """Run trials, print the outcomes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes, missed = run_trials(Path(folder), arguments.trials, arguments.seed)
+    for name, number in sorted(outcomes.items()):
+        print(f"{number:6} {name}")
+    print("\n".join(missed) or "nothing missed")
+    raise SystemExit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
