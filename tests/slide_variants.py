@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.demo.pyramid_tiff import Page, write_pyramid
+from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.demo.slide_maker import SlideSettings, leica_description
 from histopipe.geometry import Size
 
@@ -112,7 +112,7 @@ def write_slide(
     first = Size(levels[0].shape[1], levels[0].shape[0])
     descriptions = {".svs": aperio(first, mpp), ".scn": leica(first, tile, origin, mpp)}
     pages = [
-        Page(
+        TiffPage(
             size=Size(pixels.shape[1], pixels.shape[0]),
             tile=tile,
             tiles=variant.edit(list(_tiles(pixels, tile, variant))),

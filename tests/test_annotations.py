@@ -288,10 +288,10 @@ def test_what_is_not_as_it_should_be_is_told_by_feature(tmp_path: Path) -> None:
     told = "; ".join(regions.notes)
     assert "feature f0 repaired (self-intersection): 5,000 square pixels" in told
     assert "feature f1 left out: it has no area" in told
-    assert "feature f2 left out: it lies beside the slide of 2220×2967, at 5000 to 5010" in told
+    assert "feature f2 left out: it is outside the slide of 2220×2967, at 5000 to 5010" in told
     assert "feature f3 sticks out" in told
     assert [it.excluded for it in regions.outlines] == [True, False, False]
-    assert regions.told(path) == [f"a.geojson: {told}"]
+    assert regions.note_texts(path) == [f"a.geojson: {told}"]
 
 
 def test_shapes_of_geojson(tmp_path: Path) -> None:
@@ -410,7 +410,7 @@ def test_files_are_found_by_their_slides_names(tmp_path: Path) -> None:
     (tmp_path / "two.json").write_text("")
     with pytest.raises(UsageError, match="two files of annotations for slide two"):
         find_annotations(tmp_path, names)
-    with pytest.raises(UsageError, match=r"called as a slide is: found four.xml.*\.geojson"):
+    with pytest.raises(UsageError, match=r"has the name of a slide: found four.xml.*\.geojson"):
         find_annotations(tmp_path / "four.xml", names)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="holds no annotations"):

@@ -136,7 +136,7 @@ def test_coordinates_of_another_slide_cost_that_slide(made: Path, tmp_path: Path
     write_coords(tmp_path / "fine" / "slide-000.h5", [(0, 0)], **fine)
     done = run("import-coords", "co", made)
     assert done.returncode == 3, done.stderr
-    assert "lie beside the slide: found [90000, 0]" in done.stderr
+    assert "are outside the slide: found [90000, 0]" in done.stderr
     invented = run("import-coords", "fine", made, "--out", "f.lmdb")
     assert "pixels are never invented" in invented.stderr
     not_h5 = tmp_path / "text" / "slide-000.h5"

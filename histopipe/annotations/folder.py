@@ -41,7 +41,7 @@ def find_annotations(place: Path, names: SlideNames) -> AnnotationFiles:
     root = place.parent if place.is_file() else place
     exact: dict[str, Path] = {}
     loose: dict[str, Path] = {}
-    strangers, notes = [], []
+    unmatched, notes = [], []
     for path in paths:
         written = path.relative_to(root).with_suffix("").as_posix()
         shorter = PurePosixPath(written).with_suffix("").as_posix()
@@ -57,17 +57,17 @@ def find_annotations(place: Path, names: SlideNames) -> AnnotationFiles:
             found[slide] = path
             break
         else:
-            strangers.append(path.name)
+            unmatched.append(path.name)
     if not exact and not loose:
         raise UsageError(
-            f"{place}: no file of annotations is called as a slide is", found=strangers[0],
-            expected=f"such as {names.nearest(PurePosixPath(strangers[0]).stem)}{SUFFIXES[0]}",
+            f"{place}: no file of annotations has the name of a slide", found=unmatched[0],
+            expected=f"such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
         )  # fmt: skip
-    if strangers:
-        told = ", ".join(strangers[:3]) + (", …" if strangers[3:] else "")
-        notes.append(f"{len(strangers)} files of annotations name no slide: {told}")
+    if unmatched:
+        listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
+        notes.append(f"{len(unmatched)} files of annotations name no slide: {listed}")
     notes += [
-        f"{path.name} is not taken: {exact[slide].name} is called as the slide is"
+        f"{path.name} is not taken: {exact[slide].name} has the name of the slide"
         for slide, path in loose.items()
         if slide in exact
     ]

@@ -20,7 +20,7 @@ from histopipe.annotations.read import file_bytes, read_annotations
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import RegionL0, Size
 
-_TOLD = 10
+_MOST_NOTES = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,12 @@ class Regions:
         """Names of the classes, sorted."""
         return tuple(sorted({it.name for it in self.outlines if it.name is not None}))
 
-    def told(self, path: Path) -> list[str]:
-        """The notes in few words, for a slide's record."""
+    def note_texts(self, path: Path) -> list[str]:
+        """Return the notes, shortened, for a slide's record."""
         if not self.notes:
             return []
-        more = f" and {len(self.notes) - _TOLD} more" if len(self.notes) > _TOLD else ""
-        return [f"{path.name}: {'; '.join(self.notes[:_TOLD])}{more}"]
+        more = f" and {len(self.notes) - _MOST_NOTES} more" if len(self.notes) > _MOST_NOTES else ""
+        return [f"{path.name}: {'; '.join(self.notes[:_MOST_NOTES])}{more}"]
 
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
@@ -114,7 +114,7 @@ def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str])
 def _placed(
     outlines: Sequence[Outline], shift: tuple[int, int], size: Size, notes: list[str]
 ) -> list[Outline]:
-    """Outlines in the slide's frame; what lies beside the slide is noted."""
+    """Outlines in the slide's frame; outlines outside the slide get a note."""
     slide = shapely.box(0, 0, size.width, size.height)
     placed = []
     for it in outlines:
@@ -122,7 +122,7 @@ def _placed(
         if not shapely.intersects(slide, area):
             left, top, right, bottom = area.bounds
             notes.append(
-                f"{it.feature} left out: it lies beside the slide of {size}, at "
+                f"{it.feature} left out: it is outside the slide of {size}, at "
                 f"{left:.0f} to {right:.0f}, {top:.0f} to {bottom:.0f}"
             )
             continue

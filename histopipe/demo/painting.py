@@ -28,7 +28,7 @@ NUCLEI = {"normal": (60.0, 5.5), "tumour": (220.0, 8.0)}
 
 
 @dataclass(frozen=True)
-class Outline:
+class PaintedOutline:
     """A smooth closed curve: radius as a function of the angle."""
 
     x: float
@@ -61,12 +61,12 @@ class Outline:
         return [[float(x), float(y)] for x, y in zip(xs, ys, strict=True)]
 
 
-def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Outline]:
+def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[PaintedOutline]:
     """Pieces of tissue that cover about 40 % of a slide."""
     radius = np.sqrt(0.4 * size.width * size.height / (count * np.pi))
     radius = min(radius, 0.42 * min(size.width, size.height))
     return [
-        Outline(
+        PaintedOutline(
             x=float(size.width * (i + 0.5) / count + rng.uniform(-0.03, 0.03) * size.width),
             y=float(size.height * rng.uniform(0.45, 0.55)),
             radius=float(radius * rng.uniform(0.85, 1.0)),
@@ -76,10 +76,12 @@ def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Ou
     ]
 
 
-def random_nodules(rng: np.random.Generator, tissue: Outline, count: int) -> list[Outline]:
+def random_nodules(
+    rng: np.random.Generator, tissue: PaintedOutline, count: int
+) -> list[PaintedOutline]:
     """Round areas within a piece of tissue, each about a third as wide."""
     return [
-        Outline(
+        PaintedOutline(
             x=float(tissue.x + 0.45 * tissue.radius * np.cos(turn)),
             y=float(tissue.y + 0.45 * tissue.radius * np.sin(turn)),
             radius=float(tissue.radius * rng.uniform(0.28, 0.38)),
@@ -133,7 +135,7 @@ class Area:
     """Outlines of one class, and what is seen in them. `texture` goes on without a seam."""
 
     kind: str
-    outlines: Sequence[Outline]
+    outlines: Sequence[PaintedOutline]
     texture: Pixels
 
 

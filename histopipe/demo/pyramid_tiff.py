@@ -23,7 +23,7 @@ _PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
 
 
 @dataclass(frozen=True)
-class Page:
+class TiffPage:
     """One image of the pyramid.
 
     Attributes:
@@ -46,7 +46,7 @@ class Page:
     compression: int = _JPEG
 
 
-def write_pyramid(path: Path, pages: Iterable[Page]) -> None:
+def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
     """Write the pages in order, as BigTIFF. The file appears under its name when it is whole."""
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
@@ -57,7 +57,7 @@ def write_pyramid(path: Path, pages: Iterable[Page]) -> None:
     part.rename(path)
 
 
-def _write_page(file: BinaryIO, page: Page, link: int) -> int:
+def _write_page(file: BinaryIO, page: TiffPage, link: int) -> int:
     offsets, counts = [], []
     for tile in page.tiles:
         offsets.append(file.tell() if tile else 0)

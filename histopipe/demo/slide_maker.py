@@ -23,7 +23,7 @@ from histopipe.demo.painting import (
     slide_texture,
     synthetic_texture,
 )
-from histopipe.demo.pyramid_tiff import JpegTiles, Page, write_pyramid
+from histopipe.demo.pyramid_tiff import JpegTiles, TiffPage, write_pyramid
 from histopipe.geometry import Size
 
 Pixels = NDArray[np.uint8]
@@ -145,7 +145,7 @@ def _write_slide(path: Path, painter: Painter, options: SlideSettings) -> None:
     description = describe(levels, options) if describe else None
     tiles = pyramid(painter, options.levels, options.quality, options.subsampling)
     pages = (
-        Page(
+        TiffPage(
             size=size,
             tile=Size(painter.tile, painter.tile),
             tiles=compressed,

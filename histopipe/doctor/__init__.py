@@ -1,1 +1,1 @@
-"""What of this machine and installation helps or hinders: every line looked at, not looked up."""
+"""Checks of the machine and the installation. Each is measured or tried, not looked up."""

@@ -1,4 +1,4 @@
-"""A plan cut into chunks, each the work of one task and of one transaction."""
+"""Cut a plan into chunks: one task and one transaction each."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _MOST_PATCHES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One patch's place."""
+class PatchPlace:
+    """Position of one patch."""
 
     region: RegionLevel
     origin: PointL0
@@ -49,16 +49,16 @@ class Chunk:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def cells(self) -> Iterator[Cell]:
-        """Where each patch lies."""
+    def places(self) -> Iterator[PatchPlace]:
+        """Yield the position of each patch."""
         size = Size(self.side, self.side)
-        places = (self.x_level, self.y_level, self.x_l0, self.y_l0)
-        for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in places), strict=True):
-            yield Cell(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
+        corners = (self.x_level, self.y_level, self.x_l0, self.y_l0)
+        for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in corners), strict=True):
+            yield PatchPlace(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
 
 
 def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
-    """Some patches of a plan, by their numbers."""
+    """Return some patches of a plan, by their numbers."""
     return Chunk(
         rows=rows,
         x_level=plan.x_level[rows],
@@ -70,10 +70,10 @@ def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
 
 
 def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:
-    """All of a plan's patches, each in one chunk.
+    """Yield all patches of a plan in chunks.
 
-    Copied ones go row by row, as tiles lie in a file. Others go along strips, so that tiles shared by neighbours are still
-    at hand for the second.
+    Copied ones go row by row, as tiles lie in a file. Others go along strips, so that tiles shared by
+    neighbours are decoded once.
     """
     rows = np.arange(len(plan))
     side = max(patch_size, plan.choice.read_size)

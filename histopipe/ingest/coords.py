@@ -1,4 +1,4 @@
-"""Coordinates that CLAM or TRIDENT have chosen, as the plan of an ingest."""
+"""Coordinates of patches that CLAM or TRIDENT has chosen, as the plan of an ingest."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MOST_EXPANSION = 1000
 
 @dataclass(frozen=True, slots=True)
 class CoordsFile:
-    """What a file says of one slide's patches.
+    """The patches of one slide, as a file of coordinates describes them.
 
     Attributes:
         path: the file.
         patch_size: side of a patch as it is to be stored, pixels.
-        side_l0: side of its square in level-0 pixels, as TRIDENT has it; None where `level` says it.
-        level: pyramid level that it is read from as it is, as CLAM has it; None where `side_l0` says it.
-        magnification: of the patches, as TRIDENT has it.
+        side_l0: side of its square in level-0 pixels, of TRIDENT files; None where `level` is given.
+        level: pyramid level that is read without resampling, of CLAM files; None where `side_l0` is given.
+        magnification: of the patches, of TRIDENT files.
         overlap: pixels that neighbours share, as stored.
     """
 
@@ -48,10 +48,10 @@ class CoordsFile:
 def find_coords(
     folder: Path, names: SlideNames, *, allow_extra: bool
 ) -> tuple[dict[str, CoordsFile], list[str]]:
-    """The files of a folder by slide id, and what to say of those that name none.
+    """Return the files of a folder by slide id, and the names of files that match no slide.
 
     Raises:
-        UsageError: there is none, one names no slide, two name the same, or one is no file of coordinates.
+        UsageError: there is no file, one matches no slide, two match the same, or one has no coordinates.
     """
     paths = sorted(folder.rglob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not paths:
@@ -60,14 +60,14 @@ def find_coords(
             expected=f"files SLIDE{SUFFIX} or SLIDE{_TRIDENT_SUFFIX}{SUFFIX}",
         )
     found: dict[str, CoordsFile] = {}
-    strangers = []
+    unmatched = []
     for path in paths:
         written = path.relative_to(folder).with_suffix("").as_posix()
         slide = names.find(written, where=str(path)) or names.find(
             written.removesuffix(_TRIDENT_SUFFIX), where=str(path)
         )
         if slide is None:
-            strangers.append(path.name)
+            unmatched.append(path.name)
         elif slide in found:
             raise UsageError(
                 f"two files of coordinates for slide {slide}",
@@ -75,34 +75,34 @@ def find_coords(
             )
         else:
             found[slide] = read_header(path)
-    if strangers and not allow_extra:
+    if unmatched and not allow_extra:
         raise UsageError(
-            "coordinates of slides that are not there", found=", ".join(strangers[:3]) + ("…" if strangers[3:] else ""),
+            "coordinates of slides that are not there", found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
             todo="name all slides, or pass --allow-extra-rows",
         )  # fmt: skip
-    return found, strangers
+    return found, unmatched
 
 
 def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
-    """The spec of a store for them.
+    """Return the spec of a store for files of coordinates.
 
     Args:
         files: of all slides.
         encoding: settings of a `TilingSpec` that coordinates do not decide.
 
     Raises:
-        UsageError: they are of several sizes or scales, which no store can hold together.
+        UsageError: they have several sizes or scales, which cannot be in one store.
     """
     kinds = {(it.patch_size, it.magnification, it.level, it.overlap): it.path for it in files}
     if len(kinds) > 1:
-        told = [
+        kinds_text = [
             f"{path.name}: {size} pixels, "
             + (f"{magnification:g}×" if magnification else f"level {level}")
             + (f", overlap {overlap}" if overlap else "")
             for (size, magnification, level, overlap), path in kinds.items()
         ]
         raise UsageError(
-            "coordinates of several kinds", found="; ".join(told[:3]), expected="one patch size and scale",
+            "coordinates of several kinds", found="; ".join(kinds_text[:3]), expected="one patch size and scale",
             todo="import each kind into a store of its own",
         )  # fmt: skip
     ((size, magnification, level, overlap),) = kinds
@@ -113,47 +113,51 @@ def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
 
 
 def read_header(path: Path) -> CoordsFile:
-    """What a file says of its patches, without their coordinates.
+    """Read the attributes of a file, without its coordinates.
 
     Raises:
-        UsageError: it is no file of coordinates, or lacks what says how large a patch is.
+        UsageError: it has no coordinates, or no size of patches.
     """
-    import h5py  # late: ingests without such files need not load it
+    import h5py  # late: only files of coordinates need it
 
     try:
         with h5py.File(path, "r") as file:
-            told = dict(file["coords"].attrs)
+            attributes = dict(file["coords"].attrs)
     except (OSError, KeyError, RuntimeError, AttributeError) as error:
         raise UsageError(
             f"{path} holds no coordinates", found=str(error).split("\n")[0][:200],
             expected="a dataset 'coords' (patches, 2), as CLAM and TRIDENT write it",
         ) from error  # fmt: skip
     try:
-        size = int(told["patch_size"])
-        if {"level0_magnification", "target_magnification"} <= set(told):
-            ratio = float(told["level0_magnification"]) / float(told["target_magnification"])
-            side = int(told.get("patch_size_level0", round(size * ratio)))
-            overlap = int(told.get("overlap", 0))
-            return CoordsFile(path, size, side, None, float(told["target_magnification"]), overlap)
-        if int(told.get("custom_downsample", 1)) != 1:
-            raise UsageError(
-                f"{path}: custom_downsample", found=told["custom_downsample"], expected="none"
+        size = int(attributes["patch_size"])
+        if {"level0_magnification", "target_magnification"} <= set(attributes):
+            ratio = float(attributes["level0_magnification"]) / float(
+                attributes["target_magnification"]
             )
-        return CoordsFile(path, size, None, int(told["patch_level"]), None, 0)
+            side = int(attributes.get("patch_size_level0", round(size * ratio)))
+            overlap = int(attributes.get("overlap", 0))
+            return CoordsFile(
+                path, size, side, None, float(attributes["target_magnification"]), overlap
+            )
+        if int(attributes.get("custom_downsample", 1)) != 1:
+            raise UsageError(
+                f"{path}: custom_downsample", found=attributes["custom_downsample"], expected="none"
+            )
+        return CoordsFile(path, size, None, int(attributes["patch_level"]), None, 0)
     except (KeyError, ValueError, TypeError, ZeroDivisionError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{path}: the attributes of its coordinates", found=", ".join(sorted(map(str, told))) or "none",
+            f"{path}: the attributes of its coordinates", found=", ".join(sorted(map(str, attributes))) or "none",
             expected="patch_size with patch_level (CLAM), or with level0_magnification and target_magnification (TRIDENT)",
         ) from error  # fmt: skip
 
 
 def read_corners(path: Path) -> NDArray[np.int64]:
-    """(N, 2) top left corners in level-0 pixels.
+    """Read the top left corners, (N, 2) int64 in level-0 pixels.
 
     Raises:
-        SlideUnreadable: the file cannot be read any more.
+        SlideUnreadable: the file cannot be read.
     """
     import h5py  # late: as above
 
@@ -170,14 +174,14 @@ def read_corners(path: Path) -> NDArray[np.int64]:
 
 
 def _bounded(dataset: Any, path: Path) -> Any:
-    """A dataset that does not claim to be much larger than its file, as HDF5 lets it."""
+    """Return a dataset, unless it claims to be much larger than its file."""
     if dataset.size > _MOST_EXPANSION * path.stat().st_size:
         raise ValueError(f"{dataset.shape} numbers in so small a file")
     return dataset
 
 
 def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:
-    """The plan that coordinates are.
+    """Return the plan of a slide's coordinates.
 
     Args:
         name: slide id, for messages.
@@ -186,17 +190,17 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
         coords: the file.
 
     Raises:
-        ScaleError: they are too fine for the slide, or lie beside it.
+        ScaleError: they are too fine for the slide, or outside of it.
         SlideUnreadable: the file cannot be read.
     """
     choice = _choice(name, info.levels, mpp, coords)
     corners = read_corners(coords.path)
     side = choice.read_size * choice.level.downsample
-    beside = (corners + side <= 0) | (corners >= (info.size.width, info.size.height))
-    if beside.any():
+    outside = (corners + side <= 0) | (corners >= (info.size.width, info.size.height))
+    if outside.any():
         raise ScaleError(
-            f"{name}: coordinates of {coords.path.name} lie beside the slide",
-            found=f"{corners[beside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
+            f"{name}: coordinates of {coords.path.name} are outside the slide",
+            found=f"{corners[outside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
             expected=f"within {info.size}", todo="check that they are this slide's",
         )  # fmt: skip
     level = np.rint(corners / choice.level.downsample)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Size
-from histopipe.ingest.chunks import Cell, Chunk
+from histopipe.ingest.chunks import Chunk, PatchPlace
 from histopipe.ingest.encode import encode, reduced
 from histopipe.ingest.route import RouteChoice
 from histopipe.slides.slide import Slide
@@ -20,7 +20,7 @@ from histopipe.system.files import Closing
 from histopipe.tiling.level import LevelChoice
 from histopipe.tiling.spec import TilingSpec
 
-PatchReader = Callable[[NativeTiles, Cell], bytes | None]
+PatchReader = Callable[[NativeTiles, PatchPlace], bytes | None]
 PatchFile = bytes | SlideUnreadable
 """A patch as it is stored, or why it cannot be read."""
 
@@ -60,7 +60,7 @@ class PatchSource(Closing):
         if self._tiles is None:
             return [value for run in self._runs(chunk) for value in self._read(run)]
         read = self._copied if self._route.name == "copy" else self._decoded
-        return [self._from_tiles(read, self._tiles, cell) for cell in chunk.cells()]
+        return [self._from_tiles(read, self._tiles, place) for place in chunk.places()]
 
     def close(self) -> None:
         """Close files and free decoded tiles."""
@@ -74,50 +74,50 @@ class PatchSource(Closing):
             self._slide = Slide(self._path)  # late: copying needs none
         return self._slide
 
-    def _from_tiles(self, read: PatchReader, tiles: NativeTiles, cell: Cell) -> PatchFile:
+    def _from_tiles(self, read: PatchReader, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
         try:
-            value = read(tiles, cell)
+            value = read(tiles, place)
         except SlideUnreadable as error:
             return error
         # Tiles never written are left to OpenSlide, which may show what a finer level has there.
-        return self._one(cell) if value is None else value
+        return self._one(place) if value is None else value
 
-    def _copied(self, tiles: NativeTiles, cell: Cell) -> bytes | None:
+    def _copied(self, tiles: NativeTiles, place: PatchPlace) -> bytes | None:
         native = tiles.native
-        row = (cell.region.y - native.y_level) // native.tile.height
-        column = (cell.region.x - native.x_level) // native.tile.width
+        row = (place.region.y - native.y_level) // native.tile.height
+        column = (place.region.x - native.x_level) // native.tile.width
         return tiles.jpeg(row, column)
 
-    def _decoded(self, tiles: NativeTiles, cell: Cell) -> bytes | None:
-        pixels = tiles.pixels(cell.region, self._route.reduction)
+    def _decoded(self, tiles: NativeTiles, place: PatchPlace) -> bytes | None:
+        pixels = tiles.pixels(place.region, self._route.reduction)
         return None if pixels is None else self._encoded(pixels)
 
-    def _runs(self, chunk: Chunk) -> Iterator[list[Cell]]:
+    def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
         """Neighbours along a row, which can be read together.
 
         Only where a level's pixels lie on whole pixels of level 0: elsewhere OpenSlide interpolates, from where a region
         begins, and a patch's pixels would depend on its neighbours.
         """
-        run: list[Cell] = []
+        run: list[PatchPlace] = []
         joined = self._choice.level.downsample.is_integer()
-        for cell in chunk.cells():
-            if run and not (joined and self._continues(run, cell)):
+        for place in chunk.places():
+            if run and not (joined and self._continues(run, place)):
                 yield run
                 run = []
-            run.append(cell)
+            run.append(place)
         if run:
             yield run
 
-    def _continues(self, run: list[Cell], cell: Cell) -> bool:
+    def _continues(self, run: list[PatchPlace], place: PatchPlace) -> bool:
         first, last = run[0].region, run[-1].region
         return (
-            cell.region.y == last.y
-            and cell.region.x == last.x + self._choice.stride
-            and cell.region.x + cell.region.size.width - first.x <= _RUN
+            place.region.y == last.y
+            and place.region.x == last.x + self._choice.stride
+            and place.region.x + place.region.size.width - first.x <= _RUN
         )
 
-    def _read(self, run: list[Cell]) -> Iterator[PatchFile]:
-        """Patches of a run through OpenSlide; where it is damaged, cell by cell."""
+    def _read(self, run: list[PatchPlace]) -> Iterator[PatchFile]:
+        """Patches of a run through OpenSlide; where it is damaged, one by one."""
         first, last = run[0].region, run[-1].region
         side = first.size.height
         size = Size(last.x + side - first.x, side)
@@ -126,12 +126,12 @@ class PatchSource(Closing):
         except SlideUnreadable as error:
             yield from (error,) if len(run) == 1 else map(self._one, run)
             return
-        for cell in run:
-            left = cell.region.x - first.x
+        for place in run:
+            left = place.region.x - first.x
             yield self._encoded(pixels[:, left : left + side])
 
-    def _one(self, cell: Cell) -> PatchFile:
-        return next(self._read([cell]))
+    def _one(self, place: PatchPlace) -> PatchFile:
+        return next(self._read([place]))
 
     def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:
         return encode(reduced(pixels, self._spec.patch_size, self._choice.resampling), self._spec)

@@ -143,7 +143,7 @@ def plan_slide(
     if regions is not None and labels is not None and slide.annotations is not None:
         record = dataclasses.replace(
             record, annotations=source_text(slide.annotations, options.rules),
-            annotation_notes=regions.told(slide.annotations), patch_labels=labels.counts(),
+            annotation_notes=regions.note_texts(slide.annotations), patch_labels=labels.counts(),
         )  # fmt: skip
     seconds = time.monotonic() - started
     return PlannedSlide(record, plan, recipe, pictures, before, estimate, seconds, labels, columns)

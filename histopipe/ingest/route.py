@@ -1,4 +1,4 @@
-"""Which way a slide's patches come by their bytes: copied, decoded from its native tiles, or read through OpenSlide."""
+"""Choose the route of a slide's patches: copied, decoded from its native tiles, or read through OpenSlide."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RouteChoice:
 def choose_route(
     name: str, plan: TilingPlan, spec: TilingSpec, asked: AskedRoute, levels: NativeLevels
 ) -> RouteChoice:
-    """The shortest route that gives what OpenSlide would, or the one asked for.
+    """Choose the fastest route that gives the pixels of OpenSlide, or the one that the user wants.
 
     Args:
         name: slide id, for messages.
@@ -79,7 +79,7 @@ def _unfit(name: str, asked: str, why: str) -> RouteUnfit:
 
 
 def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str | None:
-    """Why patches cannot be native tiles as they are; None if they can."""
+    """Return why patches cannot be copies of native tiles; None if they can."""
     choice, tile = plan.choice, native.tile
     if spec.codec != "auto":
         return f"--codec {spec.codec} encodes anew"
@@ -89,17 +89,17 @@ def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str 
         return f"patches are {spec.patch_size} pixels, native tiles {tile}"
     if native.colour == "grey":
         return "native tiles are grey, patches RGB"
-    beside = (
+    offset = (
         (plan.x_level - native.x_level) % tile.width,
         (plan.y_level - native.y_level) % tile.height,
     )
-    if beside[0].any() or beside[1].any():
+    if offset[0].any() or offset[1].any():
         return "patches lie across native tiles"
     return None
 
 
 def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[int, str]:
-    """By how much tiles can be reduced as they are decoded, and what is to be said of it."""
+    """Return by how much tiles can be reduced while they are decoded, and the text for the reason."""
     choice, native = plan.choice, tiles.native
     # Against PNG, unlike JPEG, 40 dB would be a loss.
     if choice.resampling != "area" or spec.resample == "exact" or spec.codec == "png":

@@ -89,7 +89,7 @@ class LabelPatches:
         )
         facts = {
             "annotations": source_text(self.file, self.rules),
-            "annotation_notes": regions.told(self.file),
+            "annotation_notes": regions.note_texts(self.file),
             "patch_labels": labels.counts(),
         }
         return SlideColumns(index["crc"], {"covered": labels.covered}, facts, labels)

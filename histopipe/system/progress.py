@@ -137,7 +137,7 @@ class _TqdmBar(Bar):
         self._bar.update(done - self._bar.n)
 
     def retitle(self, title: str) -> None:
-        self._bar.set_description(title)
+        self._bar.set_description_str(title)
 
     def item(self, text: str, *, problem: bool = False) -> None:
         if problem:

@@ -28,7 +28,7 @@ from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorag
 from histopipe.annotations.read import read_annotations
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import read_splits, recorded_numbers, trained_on
-from histopipe.demo.pyramid_tiff import Page, write_pyramid
+from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.errors import HistopipeError
 from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.features.feature_file import writing
@@ -110,7 +110,7 @@ def write_slides(folder: Path) -> None:
     """A slide of four tiles as a TIFF and as DICOM."""
     noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
     tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
-    page = Page(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)
+    page = TiffPage(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)
     write_pyramid(folder / "x.tiff", [page])
     header = pydicom.Dataset()
     header.file_meta = FileMetaDataset()

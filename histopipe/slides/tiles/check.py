@@ -32,7 +32,7 @@ _SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class TileCheck:
     """What comparing showed.
 
     Attributes:
@@ -59,9 +59,9 @@ class NativeLevels:
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
         self._slide, self._files = slide, files
-        self._known: dict[int, tuple[NativeTiles, Check] | NotNative] = {}
+        self._known: dict[int, tuple[NativeTiles, TileCheck] | NotNative] = {}
 
-    def get(self, level: Level) -> tuple[NativeTiles, Check]:
+    def get(self, level: Level) -> tuple[NativeTiles, TileCheck]:
         """A level's tiles.
 
         Raises:
@@ -85,7 +85,7 @@ class NativeLevels:
                 known[0].close()
 
 
-def check(slide: Slide, level: Level, tiles: NativeTiles) -> Check:
+def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
     """Compare sampled tiles, those with most to see, with OpenSlide.
 
     Raises:
@@ -102,7 +102,7 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> Check:
     if level.downsample.is_integer():
         if zero:
             raise NotNative(f"its tiles differ from what OpenSlide shows, by {zero:.2g} of 255")
-        return Check(len(compared), 0.0)
+        return TileCheck(len(compared), 0.0)
     shifted = {
         shift: np.mean([_difference(a[1:-1, 1:-1], _shift(b, *shift)) for a, b in compared])
         for shift in _SHIFTS
@@ -113,7 +113,7 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> Check:
             f"its tiles differ from what OpenSlide shows, by {zero:.2g} of 255, "
             f"least when shifted by {best}"
         )
-    return Check(len(compared), zero)
+    return TileCheck(len(compared), zero)
 
 
 def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
