@@ -136,7 +136,10 @@ def test_settings_of_bags_are_a_class_of_their_own() -> None:
         ({"mil": "f", "model": "resnet50"}, "--model: found --mil f, expected patches"),
         ({"mil": "f", "stores": ("a",)}, "STORES: found --mil f"),
         ({"pooling": "max"}, "--pooling: found no --mil, expected --mil with a folder"),
-        ({"mil": "f", "split_by": "patch"}, "--split-by: found 'patch', expected patient or site"),
+        (
+            {"mil": "f", "split_by": "patch"},
+            "--split-by patch divides slides, and --mil trains on whole slides",
+        ),
         ({"colour": 3}, "unknown settings: found colour, expected accumulate, "),
     ):
         with pytest.raises(UsageError, match=says):

@@ -84,10 +84,12 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     # Late: `--help` needs none of it.
     from histopipe.runs.folder import is_cross_validation
     from histopipe.runs.train import train
-    from histopipe.studies.cross_validation import cross_validate
 
     of_folds = declared_settings(FoldSettings)
     if is_cross_validation(folder) if resume else settings.get("folds"):
+        # Late: a single training starts without it.
+        from histopipe.studies.cross_validation import cross_validate
+
         _print_folds(cross_validate(out=folder, resume=resume, **settings), as_json=as_json)
         return
     lost = sorted(name for name in given_settings(FoldSettings) if name != "folds")

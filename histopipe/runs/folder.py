@@ -1,4 +1,4 @@
-"""The files of a run's folder, each written whole by a rename."""
+"""The files of a run's folder, each written by one rename."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ FOLD_SPLITS = "splits"
 ATTENTION = "attention"
 """A folder, of runs on bags."""
 _DYING_SECONDS = 5.0
-"""What a training that was killed may take to let go of its folder."""
+"""How long a killed training may keep the lock on its folder."""
 
 
 def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
-    """Whether a run may go into a folder, before anything is made.
+    """Check that a run may use a folder, before anything is written.
 
     Args:
-        folder: the run's.
-        resume: whether a run is to be there.
-        ignored: what else may be there.
+        folder: folder of the run.
+        resume: whether it must hold a run.
+        ignored: names that may be in a new folder.
 
     Raises:
-        UsageError: it holds something already and is not to be resumed, or nothing and is.
+        UsageError: it is not empty and not to be resumed, or holds no run to resume.
     """
     if resume:
         if not (folder / CONFIG).exists():
@@ -59,7 +59,7 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a run that was killed before it had a configuration has left; nothing is in it that could be gone on with."""
+    """Remove the files of a run that was killed before it had a configuration. Such a run cannot be resumed."""
     if not (folder / CONFIG).exists():
         for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):
             (folder / name).unlink(missing_ok=True)
@@ -67,10 +67,10 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -> Iterator[None]:
-    """A run's folder, made if it is not there, with what the run is to do, and kept to this process.
+    """Make a run's folder if it is missing, write splits and configuration, and keep other processes out of it.
 
     Raises:
-        UsageError: it cannot be made or written to, or another process trains there.
+        UsageError: it cannot be made or written to, or another process uses it.
     """
     with held(folder):
         if not resume and (folder / CONFIG).exists():
@@ -102,7 +102,7 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """A folder that cannot be made or written to, as the wrong folder."""
+    """Report a folder that cannot be made or written to as a usage error."""
     try:
         yield
     except OSError as error:
@@ -113,7 +113,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def roomy(folder: Path) -> Iterator[None]:
-    """A full disk, as a machine that is short of it.
+    """Report a full disk.
 
     Raises:
         MachineShort: it is full.
@@ -159,7 +159,7 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_micro_batch(folder: Path) -> int | None:
-    """The size of micro-batches that fitted into memory, if it ran out before."""
+    """Return the size of micro-batches that fitted into memory, if it ran out before."""
     try:
         return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
     except FileNotFoundError:
@@ -171,7 +171,7 @@ def read_micro_batch(folder: Path) -> int | None:
 
 
 def write_micro_batch(folder: Path, size: int, why: str) -> None:
-    """`memory.json`: the size of micro-batches to go on with."""
+    """Write `memory.json`: the size of micro-batches to continue with."""
     write_text(folder / MEMORY, json.dumps({"micro_batch": size, "why": why}, indent=2) + "\n")
 
 
@@ -182,7 +182,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
-    """`history.csv`: one row an epoch."""
+    """Write `history.csv`: one row per epoch."""
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(history[0]))
     writer.writeheader()
@@ -191,17 +191,17 @@ def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
 
 
 def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """`metrics.json`."""
+    """Write `metrics.json`."""
     write_text(folder / METRICS, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
 
 
 def is_cross_validation(folder: Path) -> bool:
-    """Whether a folder is that of a cross-validation."""
+    """Return whether a folder holds a cross-validation."""
     return (folder / CONFIG).exists() and (folder / FOLD_SPLITS).is_dir()
 
 
 def check_one_run(folder: Path) -> None:
-    """Refuse the folder of a cross-validation where that of a run is expected.
+    """Check that a folder is not that of a cross-validation.
 
     Raises:
         UsageError: it is a cross-validation.

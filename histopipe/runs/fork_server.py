@@ -279,7 +279,7 @@ def _load() -> None:
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(Exception):  # each training fails in the same way, and reports it
-        load_quietly("histopipe.training.train")
+        load_quietly("histopipe.training.train", lean=True)
     libc.prctl(_PR_SET_PDEATHSIG, 0)
     # The threads are those of OpenBLAS and jemalloc, which support forks.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)

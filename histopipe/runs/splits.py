@@ -56,14 +56,14 @@ def opened_sources(
 def run_splits(
     config: TrainConfig, sources: Sequence[SampleSource], folder: Path, *, resume: bool
 ) -> Splits:
-    """The run's splits: read if it goes on, else as its settings say."""
+    """Return the splits of a run: read if it is resumed, else by its settings."""
     return (
         read_splits(folder / run_folder.SPLITS, sources) if resume else new_splits(config, sources)
     )
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
-    """Splits as the settings say: read if they are given, else made.
+    """Return the splits by the settings: read if they are given, else made.
 
     Raises:
         UsageError: a patient or slide is on several sides.
@@ -119,7 +119,7 @@ def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSo
 def new_folds(
     config: TrainConfig, sources: Sequence[SampleSource], folds: int
 ) -> tuple[Splits, ...]:
-    """Splits for each fold of a cross-validation, as the settings say."""
+    """Make the splits of each fold of a cross-validation."""
     return make_folds(
         sources,
         folds,

@@ -124,7 +124,7 @@ class _Process:
         self._pipe.close()
 
     def result(self) -> TrainResult | HistopipeError:
-        """Wait for what the training comes to."""
+        """Wait for the result of the training, or its error."""
         with sigterm_interrupts():
             try:
                 return self._in_time(self._listen())
@@ -136,7 +136,7 @@ class _Process:
                     return self._interrupted(_AT_ONCE)
 
     def _in_time(self, found: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
-        """What was found, or that it was told to end because its time was over."""
+        """The result, or the error for a training that was stopped by its time limit."""
         if self.watch.stop.asked or not self.stopping or isinstance(found, TrainResult):
             return found
         return OutOfTime(
@@ -145,7 +145,7 @@ class _Process:
         )  # fmt: skip
 
     def _tell_to_end(self) -> None:
-        """Let it save its state and end, within bounds."""
+        """Let it save its state and end, within the grace period."""
         if not self.stopping:
             self.stopping = True
             self._grace_ends = time.monotonic() + _GRACE_SECONDS
@@ -204,7 +204,7 @@ class _Process:
                 self.watch.epoch(value)
 
     def _patience(self) -> float:
-        """Seconds to wait for a word. Who is alone may take its time: nobody else could hang."""
+        """Seconds to wait for a message. A training without other workers has no limit: nothing else can hang."""
         if self._grace_ends is not None:
             until = self._grace_ends
         elif self._cluster.alone:

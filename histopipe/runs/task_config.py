@@ -130,16 +130,21 @@ class BagTrainConfig(TrainConfig):
     bag: Literal["slide", "patient"] = setting(
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
     )
-    split_by: Literal["patient", "site", "slide"] = setting(
-        "patient", "Keep each patient, site or slide on one side of the split.",
-        group=SPLITS, search=False,
-    )  # fmt: skip
     pooling: Pooling = setting(
         "gated", "With --mil: pooling of a bag's patches; gated and attention are ABMIL.",
         group=MODEL,
     )  # fmt: skip
     batch_size: int = setting(1, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1)
     learning_rate: float = setting(2e-4, "Learning rate.", group=OPTIMIZATION, above=0)
+
+    def _check_together(self) -> None:
+        # As above.
+        super(BagTrainConfig, self)._check_together()
+        if self.split_by in ("region", "patch"):
+            raise UsageError(
+                f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
+                todo="split by patient, site or slide",
+            )
 
     @property
     def unit(self) -> str:

@@ -1,4 +1,4 @@
-"""The workers of a training on several machines: who they are, what they tell each other, and who is missing."""
+"""The workers of a training on several machines: their addresses, their signs of life, and which one is missing."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COMPUTING, READING = "computing", "reading"
 
 @dataclass(slots=True)
 class Cluster:
-    """The workers of a training, and this one's place among them.
+    """The workers of a training, and the index of this one.
 
     Attributes:
         workers: their addresses, `host:port`; the first one is the chief, who writes the run's files.
-        index: this one.
+        index: of this worker.
         resolver: TensorFlow's, for its strategy.
-        doing: what this one is at, as its signs of life tell.
-        beat: called now and then while this worker gets on.
+        doing: present activity of this worker, for its signs of life.
+        beat: called regularly while this worker makes progress.
     """
 
     workers: tuple[str, ...] = ("",)
@@ -54,12 +54,12 @@ class Cluster:
         return self.index == 0
 
     def own_part(self, replicas: int) -> range:
-        """Which of all replicas are this worker's: all workers have equally many."""
+        """Return the replicas of this worker. All workers have equally many."""
         local = replicas // len(self.workers)
         return range(self.index * local, (self.index + 1) * local)
 
     def note(self, doing: str) -> None:
-        """What this worker is at from now on."""
+        """Set the present activity of this worker."""
         self.doing = doing
         now = time.monotonic()
         if not self.alone and now - self._beaten > _BEAT_SECONDS:
@@ -68,7 +68,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def signs(self, folder: Path) -> Iterator[None]:
-        """Leaves a sign of life in a run's folder every few seconds; at the end none, or what went wrong."""
+        """Write a sign of life to the run's folder every few seconds. At the end remove it, or write the error."""
         if self.alone:
             yield
             return
@@ -101,11 +101,11 @@ class Cluster:
             part.write_text(json.dumps({"doing": self.doing}))
 
     def missing(self, folder: Path, since: float) -> str:
-        """Which of the other workers is to blame for a wait. It waits itself for as long as a dead one looks alive.
+        """Return which other worker is missing. Waits as long as a dead worker looks alive.
 
         Args:
-            folder: the run's.
-            since: `time.time()` when this worker began; older signs are of earlier runs.
+            folder: folder of the run.
+            since: `time.time()` when this worker started; older signs are of earlier runs.
         """
         until = time.monotonic() + _STALE_SECONDS + 1
         while True:
@@ -123,7 +123,7 @@ class Cluster:
         return "; ".join(lost or stuck or [f"{name} {says}" for name, says, _ in others])
 
     def _last_sign(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
-        """What can be said of another worker, and whether it is alive."""
+        """The last sign of another worker, and whether it is alive."""
         path = folder / SIGNS / f"{index}.json"
         try:
             shown = path.stat().st_mtime
@@ -141,12 +141,12 @@ class Cluster:
 
 
 def in_cluster(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the environment says that this process is one of several workers."""
+    """Return whether the environment makes this process one of several workers."""
     return tf_config(environment) is not None or _slurm_tasks(environment) > 1
 
 
 def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which a training is alone, such as one of many that share a job's tasks among them."""
+    """Return an environment without other workers, for a training that is one of many in a job."""
     return {
         name: value for name, value in environment.items()
         if name not in ("TF_CONFIG", "SLURM_STEP_NUM_TASKS")
@@ -154,7 +154,7 @@ def without_cluster(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """`TF_CONFIG`, if it names more than one worker."""
+    """Return `TF_CONFIG` if it names more than one worker."""
     text = environment.get("TF_CONFIG", "")
     if not text.strip():
         return None

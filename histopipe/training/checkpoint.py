@@ -1,7 +1,7 @@
-"""The resume state of a training: everything that the next step depends on, as one file that is whole or not there.
+"""The resume state of a training: everything that the next step depends on, in one file that is complete or missing.
 
-Our own npz, since Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. A digest of the file is
-written behind it, and the state before the newest is kept, in case the disk does not.
+An npz file of our own, since Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. A digest is
+appended to the file, and the state before the newest is kept in case the disk damages the newest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _nothing() -> NDArray[np.float32]:
 
 @dataclass(slots=True)
 class TrainState:
-    """Where a training stands, besides its variables.
+    """The state of a training besides its variables.
 
     Attributes:
         epoch: the next or current one.
@@ -89,13 +89,13 @@ def _keep(newest: Path, older: Path) -> None:
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
-    """Put variables back as they were, and tell where the training stood: by the newest state, or the one before if that is damaged.
+    """Restore the variables and return the state: the newest, or the one before if that is damaged.
 
     Returns:
-        The state, and what was wrong with the newest file, if anything. A folder without either: the beginning.
+        The state, and what was wrong with the newest file, if anything. Without files: the initial state.
 
     Raises:
-        DamagedStore: no file is whole, or they are of another model.
+        DamagedStore: no file is intact, or they are of another model.
     """
     problems = []
     for name in (STATE_FILE, OLDER_FILE):

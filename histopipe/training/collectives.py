@@ -1,4 +1,4 @@
-"""What the workers of a training on several machines do together: find each other, gather arrays, agree on settings."""
+"""Collective operations of the workers of a training: find each other, gather arrays, compare settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from histopipe.runs.workers import Cluster, in_cluster, slurm_tasks_per_node, tf
 
 
 def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
-    """The workers that `TF_CONFIG` names, or those of a Slurm job step; else this process alone.
+    """Return the workers that `TF_CONFIG` names, or those of a Slurm job step; else this process alone.
 
     Raises:
-        UsageError: what the environment says makes no cluster of workers.
+        UsageError: the environment describes no valid cluster.
     """
     if not in_cluster(environment):
         return Cluster()
@@ -48,7 +48,7 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
 def gathered(
     cluster: Cluster, strategy: tf.distribute.Strategy, values: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """Arrays of all workers joined along axis 1, in the workers' order. All of them must call it.
+    """Return the arrays of all workers joined along axis 1, in the order of the workers. All of them must call it.
 
     Args:
         strategy: of all workers.
@@ -65,10 +65,10 @@ def gathered(
 
 
 def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequence[int]) -> None:
-    """Wait for all workers, and see whether each has the same numbers, below 65,536.
+    """Wait for all workers, and check that each has the same numbers, below 65,536.
 
     Raises:
-        UsageError: one has others than the first.
+        UsageError: a worker has other numbers than the first.
     """
     everyones = gathered(cluster, strategy, np.asarray([[numbers]], np.float32))[0]
     differing = [

@@ -1,4 +1,4 @@
-"""Which devices a training uses, as a `tf.distribute` strategy."""
+"""The devices of a training, as a `tf.distribute` strategy."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def make_strategy(
     timeout: float = 600.0,
     communication: str = "auto",
 ) -> tf.distribute.Strategy:
-    """The strategy for `--devices`. Must come before TensorFlow uses a device. Waits for the workers of a cluster.
+    """Return the strategy for `--devices`. Call it before TensorFlow uses a device. Waits for the workers of a cluster.
 
     Args:
         devices: "auto" (GPUs if there are any), "cpu", "cpu:N" for N logical CPU devices, "gpu" or "gpu:0,1".
-        cluster: the workers, each with such devices; this process alone if not given.
+        cluster: the workers, each with such devices; default: this process alone.
         timeout: seconds after which a step that waits for another worker fails.
         communication: between workers: "auto", "ring" (gRPC) or "nccl".
 
     Raises:
-        UsageError: not of this form, no such GPU, or TensorFlow is already at work with other devices.
+        UsageError: not of this form, no such GPU, or TensorFlow already uses other devices.
     """
     names = _set_up(devices)
     if cluster is not None and not cluster.alone:
@@ -51,7 +51,7 @@ def _clustered(
 
 
 def _set_up(devices: str) -> list[str]:
-    """Make the devices ready, and name them."""
+    """Configure the devices and return their names."""
     match = DEVICES.fullmatch(devices)
     if match is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Out of memory: how it is recognised, and the size of micro-batches that fits, which a run remembers."""
+"""Out of memory: how it is recognized, and the size of micro-batches that fits, which the run records."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from histopipe.system.progress import message
 T = TypeVar("T")
 
 _SIGNS = ("out of memory", "OOM when allocating", "ALLOC_FAILED", "failed to allocate memory")
-"""How CUDA's libraries say it through other kinds of error."""
+"""Texts of other errors by which CUDA's libraries report it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out, on host or device."""
+    """Return whether an error means that memory ran out, on host or device."""
     if is_full_disk(error):  # a resource that is exhausted, to TensorFlow's writers
         return False
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_bytes() -> tuple[int, int | None]:
-    """The most memory that this process has taken, on the host and on all its GPUs; None without a GPU."""
+    """Return the peak memory of this process on the host and on all its GPUs; None without a GPU."""
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     gpus = tf.config.list_logical_devices("GPU")
     names = [gpu.name.removeprefix("/device:") for gpu in gpus]
@@ -40,16 +40,16 @@ def peak_bytes() -> tuple[int, int | None]:
 
 
 class MicroBatch:
-    """How many patches a replica computes at once: halved where memory runs out.
+    """The number of patches that a replica computes at once. It is halved when memory runs out.
 
     Args:
-        size: to begin with.
+        size: at first.
         repeatable: whether a computation can be repeated without the other workers.
-        changed: told the new size, and why, if given.
+        changed: called with each new size and the reason.
 
     Attributes:
-        size: as it is now.
-        first: as it was to begin with.
+        size: the present size.
+        first: the size at first.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class MicroBatch:
         self._repeatable, self._changed = repeatable, changed
 
     def fit(self, compute: Callable[[int], T]) -> T:
-        """The result of a computation that changes nothing, in pieces that fit into memory.
+        """Run a computation that changes nothing, in pieces that fit into memory.
 
         Raises:
-            OutOfMemory: not even one patch fits, or only a fresh process can tell.
+            OutOfMemory: not even one patch fits, or the computation cannot be repeated.
         """
         while True:
             try:
@@ -84,12 +84,12 @@ class MicroBatch:
 def remembered_micro_batch(
     folder: Path, size: int, *, report: Report, repeatable: bool
 ) -> MicroBatch:
-    """The micro-batch of a run: the size that its settings make, or the smaller one that fitted into memory before.
+    """Return the micro-batch of a run: of the size by its settings, or the smaller one that fitted into memory before.
 
     Args:
-        folder: the run's, where each smaller size is kept.
+        folder: folder of the run, where each smaller size is recorded.
         size: by the settings.
-        report: told each size.
+        report: sends each size to the supervisor.
         repeatable: as of `MicroBatch`.
     """
 
@@ -110,13 +110,13 @@ def remembered_micro_batch(
 
 
 def out_of_memory(error: Exception, folder: Path, first: int, report: Report) -> OutOfMemory:
-    """What is left where smaller pieces in this process do not help, or its weights may be half changed.
+    """Return the error to raise if smaller pieces in this process do not help, or weights may be half changed.
 
     Args:
-        error: what happened.
+        error: the original error.
         folder: the run's.
-        first: the size of micro-batches that this process began with.
-        report: told if a fresh process may go on.
+        first: the size of micro-batches at the start of this process.
+        report: sends "restart" to the supervisor if a new process may continue.
     """
     what, why = "memory ran out while training", str(error).split("\n")[0][:200]
     if first == 1:

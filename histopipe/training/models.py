@@ -27,7 +27,7 @@ LOGITS = "logits"
 
 @dataclass(frozen=True, slots=True)
 class PatchModel:
-    """One network in two dresses that share every weight.
+    """A training and a serving model that share their weights.
 
     Attributes:
         training: (image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample.
@@ -39,22 +39,22 @@ class PatchModel:
 
     @property
     def classes(self) -> int:
-        """How many it tells apart."""
+        """Number of classes."""
         return int(self.serving.output_shape[-1])
 
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
-        """Its layers of batch normalisation, however deep."""
+        """Its batch normalization layers, nested ones included."""
         layers = self.training._flatten_layers()
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
     def synchronise(self, wanted: bool) -> None:
-        """Take batch statistics of the whole batch, on however many replicas, or of each replica."""
+        """Take batch statistics over all replicas, or of each replica."""
         for layer in self.batch_norms:
             layer.synchronized = wanted
 
     def save(self, path: Path) -> None:
-        """Write the serving network, for any backend of Keras: only one of them knows statistics over replicas."""
+        """Save the serving model, for any backend of Keras: only one of them has batch statistics over replicas."""
         self.synchronise(False)
         try:
             self.serving.save(path)
@@ -76,13 +76,13 @@ def build_model(
     Args:
         name: "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0).
         patch_size: side of the images.
-        classes: how many.
-        dropout: share of features dropped before the last layer.
+        classes: number of classes.
+        dropout: dropout rate before the last layer.
         weights: "none", "imagenet", or a weights file of the backbone.
         precision: Keras' dtype policy of all layers but the last, which are float32 at least.
 
     Raises:
-        UsageError: no such model, weights that cannot be had or do not fit, or patches too small for it.
+        UsageError: no such model, weights that are missing or do not fit, or patches too small for it.
     """
     usual = keras.config.dtype_policy()
     keras.config.set_dtype_policy(precision)  # the only way into `keras.applications`
@@ -93,7 +93,7 @@ def build_model(
 
 
 def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
-    """A network of `keras.applications` without its last layer: (B, H, H, 3) uint8 RGB to (B, D) features.
+    """Build a network of `keras.applications` without its last layer: (B, H, H, 3) uint8 RGB to (B, D) features.
 
     Args:
         name: in any spelling.
@@ -101,7 +101,7 @@ def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
         weights: "none", "imagenet", or a weights file.
 
     Raises:
-        UsageError: no such network, weights that cannot be had or do not fit, or patches too small for it.
+        UsageError: no such network, weights that are missing or do not fit, or patches too small for it.
     """
     image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
     others = "a run's folder", "an ONNX file"
@@ -132,7 +132,7 @@ def _build(name: str, patch_size: int, classes: int, dropout: float, weights: st
 
 
 def _small_cnn(image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
-    """One convolution block and one dense layer: enough to see that a pipeline learns."""
+    """One convolution block and one dense layer: enough to test a pipeline."""
     if weights != "none":
         raise UsageError(
             f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
@@ -176,7 +176,7 @@ def _application(
 
 
 def _keras_home() -> Path:
-    """Where Keras keeps what it fetches, by the rule of its documentation; it has no public name for it."""
+    """The cache folder of Keras, as documented; there is no public function for it."""
     return Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
 
 
@@ -199,8 +199,8 @@ def _plain(name: str) -> str:
 def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:
     """A network's own preprocessing as stock layers, so that a saved model takes uint8 RGB.
 
-    Every `preprocess_input` of Keras is a scale, an offset and perhaps a change from RGB to BGR. Four colours find out
-    which, and the same colours prove it.
+    Every `preprocess_input` of Keras is a scale, an offset and perhaps a change from RGB to BGR. They are measured on four
+    colours.
     """
     colours = np.concatenate([np.zeros((1, 3)), 255 * np.eye(3)]).reshape(4, 1, 1, 3)
     seen = np.asarray(preprocess(colours.astype(np.float32))).reshape(4, 3)

@@ -14,11 +14,11 @@ _GROWTH_STEPS = 2000
 
 
 def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer:
-    """The optimizer of a run. How far its learning rate has come is counted in its variables, so a resumed run goes on there.
+    """Return the optimizer of a run. Its step count, which decides the learning rate, is one of its variables and so is resumed.
 
     Args:
         config: the settings.
-        steps_per_epoch: of training.
+        steps_per_epoch: training steps per epoch.
 
     Raises:
         UsageError: a warm-up that is longer than the training.
@@ -54,12 +54,14 @@ def _learning_rate(
 
 
 class LossScale:
-    """Doubles after many steps without an overflow, and halves with each: such a step is left out.
+    """The factor on the loss that keeps small gradients from vanishing in float16.
 
-    Ours, since Keras' `LossScaleOptimizer` looks for overflows on the first replica only, and weights became NaN for good.
+    It doubles after many steps without an overflow and halves with each overflow; such a step is skipped.
+
+    Keras' `LossScaleOptimizer` checks the first replica only, and weights became NaN.
 
     Attributes:
-        variables: what a resumed training needs of it.
+        variables: its state.
     """
 
     def __init__(self) -> None:
@@ -69,11 +71,11 @@ class LossScale:
 
     @property
     def value(self) -> tf.Tensor:
-        """The present one, scalar float32."""
+        """The present factor, scalar float32."""
         return tf.convert_to_tensor(self._scale.value)
 
     def adapt(self, finite: tf.Tensor) -> None:
-        """Take note of whether a step's gradients, summed over all replicas, were finite. Called on each replica."""
+        """Update the factor by whether a step's gradients, summed over all replicas, were finite. Called on each replica."""
         steps = tf.where(finite, tf.convert_to_tensor(self._finite_steps.value) + 1, 0.0)
         grown = steps >= _GROWTH_STEPS
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)

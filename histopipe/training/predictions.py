@@ -54,7 +54,7 @@ class StepResults:
 
 
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """(S,) weighted mean loss of each step, from (S, B, C + 2) float32; NaN where no row counts."""
+    """Return the (S,) weighted mean loss of each step from (S, B, C + 2) float32; NaN if no row has weight."""
     losses, weights = values[..., -2].astype(np.float64), values[..., -1].astype(np.float64)
     total = weights.sum(axis=1)
     means = np.full(len(values), np.nan)
@@ -63,7 +63,7 @@ def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def step_counts(values: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """(S,) whether any row of a step counts, from (S, B, C + 2) float32."""
+    """Return (S,) whether any row of a step has weight, from (S, B, C + 2) float32."""
     return np.asarray((values[..., -1] > 0).any(axis=1), np.bool_)
 
 
@@ -93,16 +93,16 @@ def predictions(
     seconds: float,
     input_wait: float,
 ) -> Predictions | None:
-    """The results of whole steps as predictions.
+    """Return the results of whole steps as predictions.
 
     Args:
-        batches: what the steps were of; keys and labels are computed anew, which is cheaper than to keep them.
+        batches: of the steps. Keys and labels are computed again, which is cheaper than keeping them.
         first: the first step.
         values: (S, B, C + 2) float32, rows of all workers.
         seconds, input_wait: of the pass.
 
     Returns:
-        None if no row counts.
+        None if no row has weight.
     """
     located = [batches.locate(first + step)[0] for step in range(len(values))]
     flat = values.reshape(-1, values.shape[-1])
@@ -137,13 +137,13 @@ def patch_scores(
     *,
     level: Level = "patch",
 ) -> PatchScores:
-    """Predictions with the slides, patients and places that they are of, in the order of their slides.
+    """Return predictions with their slides, patients and positions, in the order of the slides.
 
     Args:
         predictions: of patches or bags.
-        sources: that they are in.
-        splits: whose patients are meant.
-        level: what each is of.
+        sources: stores or bags.
+        splits: with the patients of slides.
+        level: what each prediction is of.
     """
     ordinals, slides, rows = unpack_keys(predictions.key)
     order = np.lexsort((rows, slides, ordinals))

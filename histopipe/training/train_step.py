@@ -1,7 +1,7 @@
-"""What one step computes on the replicas of a strategy: gradients, which change nothing, and their application.
+"""The computation of one training step on the replicas of a strategy: gradients, which change nothing, and their application.
 
-Two functions, so that a step whose gradients ran out of memory can be computed again in smaller pieces: networks are called
-without side effects, and batch statistics change only where weights do.
+They are two functions, so that a step whose gradients ran out of memory can be computed again in smaller pieces. The network is
+called without side effects, and batch statistics change only together with the weights.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from histopipe.training.optimizer import LossScale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """How a training step is computed.
+    """Settings of a training step.
 
     Attributes:
-        batch_size: patches a step, over all replicas.
+        batch_size: patches per step, over all replicas.
         class_weight: (C,) weight of each class in the loss.
         augmentations: of training patches.
-        normalise: gives every patch the same stain, if wanted.
-        label_smoothing: share of each label that is spread over all classes.
-        clip_norm: longest gradient of all weights together; 0 for any.
-        scale_loss: as float16 needs it: so that small gradients do not vanish.
+        normalise: stain normalization; None for none.
+        label_smoothing: share of each label spread over all classes.
+        clip_norm: largest global gradient norm; 0 for any.
+        scale_loss: scale the loss, so that small gradients do not vanish in float16.
         xla: compile the network.
     """
 
@@ -50,15 +50,15 @@ class StepSettings:
 
 
 class TrainStep:
-    """The steps of a model and its optimizer.
+    """The training step of a model and its optimizer, and its prediction step.
 
     Args:
         strategy: made by `make_strategy`.
         model, optimizer: built within its scope.
-        settings: see there.
+        settings: of the step.
 
     Raises:
-        UsageError: XLA cannot compile what replicas do together.
+        UsageError: XLA cannot compile batch normalization over several replicas.
     """
 
     def __init__(
@@ -89,40 +89,40 @@ class TrainStep:
 
     @property
     def classes(self) -> int:
-        """How many the model tells apart."""
+        """Number of classes."""
         return int(self.model.classes)
 
     def whole(self, rows: int) -> int:
-        """What is computed at once of a replica's rows if memory is no matter."""
+        """Return how many of a replica's rows are computed at once if memory suffices."""
         return rows
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All that a training changes: weights, batch statistics, optimizer, loss scale."""
+        """Everything that training changes: weights, batch statistics, optimizer, loss scale."""
         scaling = self._scale.variables if self._scale is not None else []
         return [*self.model.training.variables, *self.optimizer.variables, *scaling]
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step."""
+        """Learning rate of the next step."""
         return float(keras.ops.convert_to_numpy(self.optimizer.learning_rate))
 
     @property
     def meets_within_gradients(self) -> bool:
-        """Whether replicas wait for each other before the gradients are there, as batch statistics make them."""
+        """Whether replicas exchange batch statistics while they compute gradients."""
         return bool(self.model.batch_norms)
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """Gradients of a batch, summed over micro-batches. Nothing changes.
+        """Compute the gradients of a batch, summed over micro-batches. Nothing changes.
 
         Args:
-            batch: one part a replica.
+            batch: one part per replica.
             epoch_number: from `epoch_seed`.
             rows: of the largest part.
             size: rows to compute at once.
 
         Returns:
-            What `apply` takes, and by micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
+            The argument of `apply`, and by micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
         """
         so_far, values = None, []
         for start in range(0, rows, size):
@@ -133,7 +133,7 @@ class TrainStep:
         return so_far, values
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
-        """By micro-batch and replica, (size, C + 2) float32: probabilities, loss, weight. By the model as it is saved."""
+        """Predict by the model as it is saved: by micro-batch and replica, (size, C + 2) float32: probabilities, loss, weight."""
         parts = (
             self._predict_step(batch, tf.constant(start), None if size >= rows else size)
             for start in range(0, rows, size)
@@ -142,11 +142,11 @@ class TrainStep:
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
-        """Change the weights by a step's gradients, summed over all replicas.
+        """Update the weights by the gradients of a step, summed over all replicas.
 
         Args:
             gradients: from `gradients`.
-            requests: (2,) float32, whatever the workers want to tell each other.
+            requests: (2,) float32, this worker's `Requests`.
 
         Returns:
             (2,) the sum of all replicas' requests.
@@ -227,7 +227,7 @@ class TrainStep:
         return results(probability, losses, self._weight(part))
 
     def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, requests: tf.Tensor) -> Any:
-        """The mean gradient over all replicas, clipped; whether it is finite; and all requests."""
+        """The mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
         values = [*sums, weight, tf.cast(requests, weight.dtype)]
         *sums, weight, requests = tf.distribute.get_replica_context().all_reduce(
             # On this replica's device, or else they are reduced one by one.
@@ -261,10 +261,10 @@ class TrainStep:
 
 
 def _take_sums(optimizer: keras.Optimizer) -> None:
-    """Keep Keras from summing the gradients over the replicas once more: ours are summed before they are clipped.
+    """Keep Keras from summing the gradients over the replicas again: ours are summed before they are clipped.
 
     Raises:
-        AttributeError: this Keras does that elsewhere.
+        AttributeError: this version of Keras does that elsewhere.
     """
     if not hasattr(optimizer, "_all_reduce_sum_gradients"):
         raise AttributeError("_all_reduce_sum_gradients")
@@ -276,7 +276,7 @@ def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
 
 
 def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None) -> Any:
-    """Rows from `start` on. Behind the last one it begins again at the first, with weight 0: every piece has the same shape."""
+    """Rows from `start` on. After the last row, rows from the first on with weight 0: every piece has the same shape."""
     if size is None:
         return part
     places = start + tf.range(size)
@@ -286,13 +286,13 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
 
 
 def results(probability: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """(B, C + 2) float32: probabilities, loss, weight."""
+    """Return (B, C + 2) float32: probabilities, loss, weight."""
     parts = [tf.cast(x, tf.float32) for x in (probability, losses[:, None], weight[:, None])]
     return tf.concat(parts, axis=1)
 
 
 def cross_entropy(label: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """(B,) softmax cross-entropy against labels of which a share is spread over all classes."""
+    """Return the (B,) softmax cross-entropy, with label smoothing."""
     losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
     if not smoothing:
         return losses

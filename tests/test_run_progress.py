@@ -1,0 +1,117 @@
+"""What the process of a training shows reaches the progress of its caller."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from histopipe.runs.messages import ProgressRelay, ReportedProgress, one_at_a_time
+from histopipe.system.progress import Bar, default_progress, message, use_progress
+from histopipe.system.tensorflow import load_quietly
+
+
+class Recorded:
+    """A progress that writes down what it shows."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def bar(self, title: str, **options: Any) -> Bar:
+        self.events.append(("bar", title, options))
+        return RecordedBar(self.events, title)
+
+    def message(self, text: str) -> None:
+        self.events.append(("message", text))
+
+
+class RecordedBar(Bar):
+    def __init__(self, events: list[tuple[Any, ...]], title: str) -> None:
+        self._events, self._title = events, title
+
+    def update(self, done: int, total: int | None = None) -> None:
+        self._events.append(("update", self._title, done, total))
+
+    def retitle(self, title: str) -> None:
+        self._events.append(("retitle", self._title, title))
+
+    def close(self) -> None:
+        self._events.append(("close", self._title))
+
+
+@contextmanager
+def relayed(shown: Recorded) -> Iterator[ProgressRelay]:
+    """Within, progress goes by way of messages, as between two processes."""
+    relay = ProgressRelay(shown)
+
+    def report(name: str, value: Any) -> None:
+        assert name == "progress"
+        relay.show(value)
+
+    with use_progress(ReportedProgress(one_at_a_time(report))):
+        yield relay
+
+
+def test_bars_and_messages_of_a_training_are_shown_by_its_caller() -> None:
+    shown = Recorded()
+    with relayed(shown):
+        message("train 3 n")
+        with default_progress().bar("epoch 1/2", unit="steps", total=9, done=4) as bar:
+            bar.advance()
+            bar.retitle("epoch")
+            bar.update(9, 9)
+    assert shown.events == [
+        ("message", "train 3 n"),
+        ("bar", "epoch 1/2", {"unit": "steps", "total": 9, "done": 4}),
+        ("update", "epoch 1/2", 5, None),
+        ("retitle", "epoch 1/2", "epoch"),
+        ("update", "epoch 1/2", 9, 9),
+        ("close", "epoch 1/2"),
+    ]
+
+
+def test_a_process_that_ends_leaves_no_bar() -> None:
+    shown = Recorded()
+    with relayed(shown) as relay:
+        for title in ("epoch", "validation"):
+            default_progress().bar(title, unit="steps")
+    relay.close()
+    assert sorted(event for event in shown.events if event[0] == "close") == [
+        ("close", "epoch"),
+        ("close", "validation"),
+    ]
+
+
+def test_steps_are_not_reported_one_by_one() -> None:
+    sent: list[Any] = []
+    bar = ReportedProgress(lambda _, value: sent.append(value)).bar("epoch", unit="steps")
+    for _ in range(10_000):
+        bar.advance()
+    assert len(sent) < 100
+
+
+def test_the_default_progress_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Recorded()
+    with pytest.raises(KeyError), use_progress(shown):
+        message("inside")
+        raise KeyError
+    message("outside")
+    assert shown.events == [("message", "inside")]
+    assert capsys.readouterr().err == "outside\n"
+
+
+def test_packages_hidden_from_keras_can_be_imported_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "optional_package.py").write_text("VALUE = 3\n")
+    (tmp_path / "loads_lean.py").write_text(
+        "try:\n    import optional_package\nexcept ImportError:\n    optional_package = None\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("histopipe.system.tensorflow._OPTIONAL", ("optional_package",))
+    assert load_quietly("loads_lean", lean=True).optional_package is None
+    assert importlib.import_module("optional_package").VALUE == 3
