@@ -312,7 +312,7 @@ def test_a_flipped_byte_is_found_when_features_are_read(tmp_path: Path, onnx_fil
         byte = file.read(1)
         file.seek(header.offset + 7)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(DamagedStore, match="the features are not what was written"):
+    with pytest.raises(DamagedStore, match="the checksum of the features is wrong"):
         read_features(header)
 
 

@@ -1,6 +1,7 @@
-"""How often the 95 % intervals of `histopipe.evaluation` hold the truth, and what they cost: `python tools/bench_metrics.py`.
+"""Measure coverage and cost of the 95 % confidence intervals of `histopipe.evaluation`: `python tools/bench_metrics.py`.
 
-Made-up predictions: ten patches a patient, every other patient ill, and a shift of each patient's own that is a third of the variance.
+Predictions are synthetic: ten patches per patient, half of the patients ill, and a random shift per patient with a third of the
+variance.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ FIGURES = ("auc", "balanced_accuracy", "sensitivity", "specificity", "f1", "brie
 PATCHES = 10
 
 
-def made_up(rng: np.random.Generator, patients: int, apart: float) -> Scores:
-    """Predictions whose classes are so many standard deviations apart."""
-    # Drawn, not set: the share of the ill differs from sample to sample, as resampling takes it to.
+def synthetic_scores(rng: np.random.Generator, patients: int, apart: float) -> Scores:
+    """Draw scores whose classes differ by `apart` standard deviations."""
+    # Drawn at random: the share of ill patients varies between samples, as it does between resamples.
     ill = np.repeat(rng.random(patients) < 0.5, PATCHES)
     shift = np.repeat(rng.normal(size=patients), PATCHES) * math.sqrt(1 / 3)
     value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
@@ -38,18 +39,18 @@ def made_up(rng: np.random.Generator, patients: int, apart: float) -> Scores:
 
 
 def judged(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
-    """Figures with intervals."""
+    """Compute metrics with intervals."""
     return metrics_of(scores, ("well", "ill"), positive=1, threshold=0.5, draws=draws)
 
 
 def coverage(patients: int, apart: float, samples: int) -> dict[str, float]:
-    """Share of samples whose interval holds the figure of 50,000 patients."""
+    """Return the share of samples whose interval contains the metric of 50,000 patients."""
     rng = np.random.default_rng(patients)
-    truth = judged(made_up(rng, 50_000, apart), np.zeros((0, 50_000)))
+    truth = judged(synthetic_scores(rng, 50_000, apart), np.zeros((0, 50_000)))
     hits = dict.fromkeys(FIGURES, 0)
     for number in range(samples):
         found = judged(
-            made_up(rng, patients, apart), bootstrap_draws(patients, 1000, number)
+            synthetic_scores(rng, patients, apart), bootstrap_draws(patients, 1000, number)
         ).intervals
         for name in FIGURES:
             low, high = found.get(name, (-math.inf, math.inf))
@@ -58,15 +59,15 @@ def coverage(patients: int, apart: float, samples: int) -> dict[str, float]:
 
 
 def seconds(task: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Return the duration of a call."""
     began = time.perf_counter()
     task()
     return time.perf_counter() - began
 
 
 def cost(patients: int, rounds: int) -> tuple[float, float]:
-    """Seconds a resample, all figures: ours, and the AUC alone by scikit-learn with weights; medians of turns."""
-    scores = made_up(np.random.default_rng(1), patients, 1.2)
+    """Return seconds per resample: all metrics by our code, and the AUC only by scikit-learn; medians of rounds."""
+    scores = synthetic_scores(np.random.default_rng(1), patients, 1.2)
     draws = bootstrap_draws(patients, 10, 1)
     ready = Statistics(scores, decide(scores, 1, 0.5), 1)
     ours, theirs = [], []
@@ -96,7 +97,7 @@ def main() -> None:
         shares = coverage(patients, apart, samples)
         truth = norm.cdf(apart / math.sqrt(2))
         print(f"| {patients} | {truth:.2f} | {' | '.join(f'{s:.3f}' for s in shares.values())} |")
-    print("| patches | all figures, ms a resample | scikit-learn, AUC alone, ms |")
+    print("| patches | all metrics, ms per resample | scikit-learn, AUC only, ms |")
     for patients in (100, 1_000, 10_000, 100_000):
         ours, theirs = cost(patients, 5)
         print(f"| {patients * PATCHES:,} | {1e3 * ours:.2f} | {1e3 * theirs:.2f} |")

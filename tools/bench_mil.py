@@ -1,9 +1,9 @@
-"""How fast bags train, and in how much memory.
+"""Measure speed and memory of training on bags.
 
     python tools/bench_mil.py FOLDER [--sizes 1000,10000,100000,200000] [--dimension 1024] [--precision float32]
 
-Makes six bags of each size in FOLDER (gigabytes for the larger ones; reused if there), trains two epochs on each set in a process of
-its own, and prints bags/s, patches/s, the share of time spent waiting for input, and the largest anonymous memory of a process.
+Creates six bags of each size in FOLDER (gigabytes for the larger ones; reused if they exist), trains two epochs on each set in a
+separate process, and prints bags/s, patches/s, the share of time spent waiting for input, and the largest anonymous memory of a process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BLOCK = 20_000
 
 
 def make_bags(folder: Path, size: int, dimension: int, precision: str) -> None:
-    """Bags of noise, labels in turn."""
+    """Create bags of noise with alternating labels."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(1)
     for number in range(BAGS):
@@ -40,7 +40,7 @@ def make_bags(folder: Path, size: int, dimension: int, precision: str) -> None:
 
 
 def train(bags: Path, run: Path) -> tuple[dict[str, str], float]:
-    """The second epoch's figures, and the largest anonymous memory, MB."""
+    """Return the history row of the second epoch, and the largest anonymous memory in MB."""
     command = [
         str(Path(sys.executable).with_name("histopipe")), "train", "--mil", str(bags), "--out", str(run),
         "--epochs", "2", "--patience", "0", "--resamples", "0", "--fractions", "0.34,0.33,0.33",
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["float32", "float16"], default="float32")
     options = parser.parse_args()
     print(
-        "| patches a bag | bags/s | patches/s | waiting | anonymous memory, MB |\n| --- | --- | --- | --- | --- |"
+        "| patches per bag | bags/s | patches/s | waiting | anonymous memory, MB |\n| --- | --- | --- | --- | --- |"
     )
     for size in map(int, options.sizes.split(",")):
         bags = options.folder / f"{size}-{options.dimension}-{options.precision}"

@@ -49,12 +49,14 @@ def export(
     """
     if (index is None) == (to is None):
         raise UsageError("export", found="both" if index else "neither", expected="one of --index and --to")  # fmt: skip
-    paths, shown = store_paths(stores), progress or default_progress()
+    shown = progress or default_progress()
     if index is not None:
-        return export_index(paths, out=Path(out), kind=index, progress=shown)
+        return export_index(store_paths(stores), out=Path(out), kind=index, progress=shown)
+    given = [stores] if isinstance(stores, str | Path) else list(stores)
+    paths = store_paths(given) if len(given) == 1 else given
     if len(paths) > 1:
         raise UsageError("--to", found=f"{len(paths)} stores", expected="one store, each with its own --out")  # fmt: skip
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
-        paths[0], out=Path(out), to=to, shard_patches=shard_patches, progress=shown
+        Path(paths[0]), out=Path(out), to=to, shard_patches=shard_patches, progress=shown
     )

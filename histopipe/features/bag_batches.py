@@ -1,4 +1,4 @@
-"""PatchBatches of bags: whole bags end to end, none filled up to the length of another."""
+"""Batches of bags: whole bags, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _log = logging.getLogger("histopipe")
 
 
 class BagBatches(BatchSampler):
-    """PatchBatches of bags, in a given order.
+    """Batches of bags, in a given order.
 
     Args:
-        bags: where they are.
-        table: which of them.
+        bags: the bags.
+        table: the bags to use.
         batch_size, order, replicas: as for patches.
-        on_error: "skip" gives a bag that is damaged the weight 0; "raise" stops there.
-        most: patches of a bag in an epoch, other ones in each; 0 for all.
-        seed: of that draw.
+        on_error: "skip" gives a damaged bag the weight 0; "raise" stops.
+        most: maximum number of patches per bag and epoch, other ones in each epoch; 0 for all.
+        seed: seed of that draw.
 
     Attributes:
-        skipped: why, by key, for every bag that has been skipped so far.
+        skipped: reason by key, for every bag that has been skipped so far.
     """
 
-    # A bag may be a gigabyte: one is at work, and the next is being read.
+    # A bag may have a gigabyte: only the next one is read ahead.
     parallel_calls: int | None = 1
     prefetch = 0
     read_ahead: int | None = 0
@@ -66,7 +66,7 @@ class BagBatches(BatchSampler):
         )  # fmt: skip
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Features (R, D) of all bags of a step's part end to end; and of each bag: the row behind its last, label, weight, key.
+        """Return (R, D) features of all bags of a replica's part of a step; and for each bag its end row, label, weight and key.
 
         Raises:
             DamagedStore: a bag is damaged, and is not to be skipped.
@@ -79,7 +79,7 @@ class BagBatches(BatchSampler):
                 self._read(number, step // self.steps_per_epoch, keys[i]) if weights[i] else None
             )
             if found is None:
-                # What weighs nothing need not be read.
+                # A bag of weight 0 need not be read.
                 weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
             parts.append(found)
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -87,7 +87,7 @@ class BagBatches(BatchSampler):
         return features, ends, located.labels, weights, keys
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
-        """Nothing is asked for ahead: a bag is read in one piece, which the system does by itself."""
+        """Read nothing ahead: a bag is read in one piece, for which the system reads ahead."""
         return 0
 
     def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
@@ -102,11 +102,11 @@ class BagBatches(BatchSampler):
             return None
 
     def _drawn(self, number: int, epoch: int) -> NDArray[np.int64] | None:
-        """Which rows of a bag an epoch has, rising; None for all."""
+        """Return the rows of a bag in an epoch, sorted; None for all."""
         size = self._bags.bags[number].rows
         if not 0 < self._most < size:
             return None
-        # A round of epochs goes through one permutation, so that all come up within as few as can be.
+        # Consecutive epochs go through one permutation, so that all rows occur within as few epochs as possible.
         rounds, begin = divmod(epoch, -(-size // self._most))
         places = (begin * self._most + np.arange(self._most)) % size
         return np.sort(permuted(places, size, combine(self._seed, _DRAW, number, rounds)))
@@ -115,12 +115,12 @@ class BagBatches(BatchSampler):
 def read_bag(
     bag: Bag, dtype: np.dtype[Any], rows: NDArray[np.int64] | None = None
 ) -> NDArray[np.floating]:
-    """(R, D) features of a bag's slides end to end.
+    """Return (R, D) features of all slides of a bag.
 
     Args:
         bag: the bag.
-        dtype: wanted.
-        rows: (R,) rising numbers of those wanted; all if not given.
+        dtype: type of the result.
+        rows: (R,) sorted row numbers; all if None.
 
     Raises:
         DamagedStore: a file is damaged.

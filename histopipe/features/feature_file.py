@@ -1,7 +1,7 @@
-"""One slide's features as an HDF5 file, laid out as CLAM and TRIDENT read it.
+"""Features of one slide as an HDF5 file, in the layout of CLAM and TRIDENT.
 
-`features` (N, D) float32 or float16, `coords` (N, 2) int64: the patches' top left corners in level-0 pixels. What TRIDENT says of
-coordinates stands in the attributes of `coords`; what is ours, in those of the file.
+`features` (N, D) float32 or float16; `coords` (N, 2) int64, top left corners of the patches in level-0 pixels. The attributes of
+`coords` are those of TRIDENT; those of the file are our own.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 @dataclass(frozen=True, slots=True)
 class FeatureHeader:
-    """What a feature file says of itself.
+    """Shape, type and attributes of a feature file.
 
     Attributes:
         path: the file.
-        rows, dimension: patches, and features of each.
+        rows, dimension: number of patches, and of features per patch.
         dtype: float32 or float16.
-        offset: where the features begin in the file if they lie in one piece, as ours do; None otherwise.
-        facts: the file's own attributes; empty in files that other tools wrote.
-        coords: the attributes of the coordinates.
-        sample: a checksum of its first, middle and last row, for files without one of all.
+        offset: byte offset of the features in the file if they are contiguous, as ours are; else None.
+        facts: attributes of the file; empty in files of other tools.
+        coords: attributes of the coordinates.
+        sample: checksum of the first, middle and last row, for files without a checksum of all rows.
     """
 
     path: Path
@@ -55,35 +55,36 @@ class FeatureHeader:
 
 
 class FeatureWriter:
-    """Fills a feature file from its first row on.
+    """Write a feature file row by row.
 
     Args:
         file: open for writing.
-        rows, dimension, precision: how large, of which type.
+        rows, dimension: maximum number of patches, and number of features per patch.
+        precision: type of the features.
     """
 
     def __init__(self, file: h5py.File, rows: int, dimension: int, precision: Precision) -> None:
         self._file, self._next, self._crc = file, 0, 0
-        # In one piece: read at the disk's speed, and any rows without the others.
+        # Contiguous: read at the speed of the disk, and single rows without the others.
         self._features = file.create_dataset(FEATURES, (rows, dimension), precision)
         self._coords = file.create_dataset(COORDS, (rows, 2), np.int64)
 
     def append(self, features: NDArray[np.floating], coords: NDArray[np.integer]) -> None:
-        """(B, D) features of the next patches, and their (B, 2) corners."""
+        """Append (B, D) features of patches, and their (B, 2) corners."""
         place = slice(self._next, self._next + len(features))
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(features, self._features.dtype)
         if np.isinf(values).any() and np.isfinite(features).all():
             raise UsageError(
                 "--precision float16", found=f"a feature of {np.abs(features).max():g}",
-                expected="at most 65504", todo="take float32",
+                expected="at most 65504", todo="use float32",
             )  # fmt: skip
         self._features[place], self._coords[place] = values, coords
         self._crc = zlib.crc32(values.data, self._crc)
         self._next = place.stop
 
     def finish(self, facts: Mapping[str, Any], coords: Mapping[str, Any]) -> None:
-        """Write the attributes; rows that were not filled, because their patches are damaged, are left out."""
+        """Write the attributes, and remove rows that were not written because patches are damaged."""
         if self._next < len(self._features):
             for name in (FEATURES, COORDS):
                 kept = self._file[name][: self._next]
@@ -98,7 +99,7 @@ class FeatureWriter:
 
 @contextmanager
 def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iterator[FeatureWriter]:
-    """A feature file that appears when it is whole.
+    """Write a feature file that appears when it is complete.
 
     Raises:
         MachineShort: the disk is full.
@@ -114,17 +115,17 @@ def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iter
         if is_full_disk(error):
             raise MachineShort(
                 f"the disk that holds {path.parent} is full",
-                todo="make room; the same command goes on with the slides that are missing",
+                todo="make room, and run the same command again to do the missing slides",
             ) from error
         raise
 
 
 def read_header(path: Path) -> FeatureHeader:
-    """What a feature file holds, without its features.
+    """Read shape, type and attributes of a feature file.
 
     Raises:
-        DamagedStore: it is no HDF5 file, or a damaged one.
-        UsageError: it is one of something else.
+        DamagedStore: it is not an HDF5 file, or damaged.
+        UsageError: it holds no features.
     """
     with _opened(path) as file:
         features = file.get(FEATURES)
@@ -154,17 +155,17 @@ def read_header(path: Path) -> FeatureHeader:
 def read_features(
     header: FeatureHeader, rows: NDArray[np.integer] | None = None
 ) -> NDArray[np.floating]:
-    """Features of a file.
+    """Read features of a file.
 
     Args:
         header: from `read_header`.
-        rows: (B,) rising numbers of the rows wanted; all if not given, and then held against the checksum that our own files have.
+        rows: (B,) sorted row numbers; None for all rows, which are checked against the checksum, if there is one.
 
     Returns:
-        (B, D) of the file's type.
+        (B, D) features of the file's type.
 
     Raises:
-        DamagedStore: they are not what was written, or cannot be read.
+        DamagedStore: the checksum is wrong, or the file cannot be read.
     """
     if rows is not None and header.offset is not None:
         return _read_rows(header, header.offset, rows)
@@ -179,7 +180,7 @@ def read_features(
             while view:  # Linux reads at most 2 GiB at once
                 read = file.readinto(view)
                 if not read:
-                    raise ValueError("it ends too early")
+                    raise ValueError("the file is truncated")
                 view = view[read:]
     return _checked(values, header) if rows is None else values[rows]
 
@@ -187,21 +188,21 @@ def read_features(
 def _read_rows(
     header: FeatureHeader, offset: int, rows: NDArray[np.integer]
 ) -> NDArray[np.floating]:
-    """Single rows; by reads and no map, which would end the process where a file became shorter."""
+    """Read single rows; without a memory map, which would crash the process if the file became shorter."""
     values = np.empty((len(rows), header.dimension), header.dtype)
     width = header.dimension * header.dtype.itemsize
     with _named(header.path), header.path.open("rb", buffering=0) as file:
         for value, row in zip(values, rows.tolist(), strict=True):
             if os.preadv(file.fileno(), [value], offset + row * width) < width:
-                raise ValueError(f"it ends before row {row}")
+                raise ValueError(f"the file is truncated before row {row}")
     return values
 
 
 def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
-    """(N, 2) int64 top left corners in level-0 pixels; None in a file without.
+    """Read (N, 2) int64 top left corners in level-0 pixels; None if the file has none.
 
     Raises:
-        DamagedStore: they cannot be read.
+        DamagedStore: the file cannot be read.
     """
     with _opened(header.path) as file:
         if COORDS not in file:
@@ -210,12 +211,12 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
 
 
 def is_ours(header: FeatureHeader) -> bool:
-    """Whether this project wrote the file."""
+    """Whether `histopipe embed` wrote the file."""
     return header.facts.get("format") == FORMAT
 
 
 def _empty(header: FeatureHeader) -> NDArray[np.floating]:
-    """Room for all features, at a multiple of 64 bytes: TensorFlow takes such an array without a copy."""
+    """Return an array for all features, aligned to 64 bytes: TensorFlow takes it without a copy."""
     count = header.rows * header.dimension * header.dtype.itemsize
     return aligned_empty((count,)).view(header.dtype).reshape(header.rows, header.dimension)
 
@@ -228,7 +229,7 @@ def _opened(path: Path) -> Iterator[h5py.File]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """What goes wrong while a file is read, with its name."""
+    """Raise errors of reading a file with its name."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError) as error:
@@ -240,17 +241,17 @@ def _named(path: Path) -> Iterator[None]:
 def _damaged(path: Path, error: Exception) -> DamagedStore:
     return DamagedStore(
         f"{path} cannot be read", found=str(error).split("\n")[0][:200],
-        todo="`histopipe embed` makes it again",
+        todo="compute it again with `histopipe embed`",
     )  # fmt: skip
 
 
 def _rows_of(features: h5py.Dataset, places: list[int]) -> NDArray[np.floating]:
-    """Some rows, without the others."""
+    """Read some rows."""
     return np.ascontiguousarray(features[0, places] if features.ndim == 3 else features[places])
 
 
 def _check_coords(path: Path, coords: Any, rows: int) -> None:
-    """Coordinates, where there are any, must be as many as features."""
+    """Check that there are as many coordinates as features, if any."""
     if coords is None:
         return
     shape = getattr(coords, "shape", None)
@@ -261,7 +262,7 @@ def _check_coords(path: Path, coords: Any, rows: int) -> None:
 
 
 def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """(N, D), of which some tools write (1, N, D)."""
+    """Return (N, D), also of (1, N, D), which some tools write."""
     if len(shape) == 3 and shape[0] == 1:
         shape = shape[1:]
     return (shape[0], shape[1]) if len(shape) == 2 and shape[1] > 0 else None
@@ -271,7 +272,7 @@ def _checked(values: NDArray[np.floating], header: FeatureHeader) -> NDArray[np.
     expected = header.facts.get(_CRC)
     if expected is not None and zlib.crc32(np.ascontiguousarray(values).data) != int(expected):
         raise DamagedStore(
-            f"{header.path}: the features are not what was written",
-            todo="remove it, and embed the slide again",
+            f"{header.path}: the checksum of the features is wrong",
+            todo="remove the file, and embed the slide again",
         )
     return values

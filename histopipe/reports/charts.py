@@ -1,4 +1,4 @@
-"""Charts as SVG for a page, in the page's own colours, so that they follow it from light to dark."""
+"""Charts as SVG in the colours of the page, light or dark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from histopipe.system.files import appearing
 
 @dataclass(frozen=True, slots=True)
 class _Colours:
-    """Of text, of lines, and of series."""
+    """Colours of text, lines and series."""
 
     ink: str
     line: str
@@ -41,17 +41,17 @@ _VARIABLES = {
     _INK: "var(--ink)", _LINE: "var(--line)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
 }  # fmt: skip
-"""Colours that no chart would have otherwise, and what they become."""
+"""Placeholder colours, and the CSS variables that replace them."""
 
 _SIZE = (4.2, 3.0)
 _BINS, _SHARE_BINS = 30, 20
 
 Line = tuple[str, Sequence[float], Sequence[float | None]]
-"""Name, x and y."""
+"""Name, x values and y values."""
 
 
 def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | None = None) -> str:
-    """Curves over one axis; `mark` is a place on it."""
+    """Draw curves; `mark` is an x value to mark."""
     with _chart(title) as (figure, axes):
         for (name, xs, ys), colour in zip(curves, _SERIES, strict=False):
             values = [np.nan if value is None else value for value in ys]
@@ -67,7 +67,7 @@ def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | N
 
 
 def histogram(title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False) -> str:  # fmt: skip
-    """How often values are."""
+    """Draw a histogram."""
     with _chart(title) as (figure, axes):
         if share:
             axes.hist(values, bins=_SHARE_BINS, range=(0, 1), color=_SERIES[0])
@@ -81,7 +81,7 @@ def histogram(title: str, values: NDArray[np.floating], *, x: str, y: str = "pat
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
-    """ROC curves with their bands."""
+    """Draw ROC curves with their bands."""
     with _chart(title, square=True) as (figure, axes):
         _draw_roc(axes, curves, _PAGE)
         return _svg(figure, f"{title} of {', '.join(curves)}")
@@ -105,7 +105,7 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc], colours: _Colours) -> None:
 
 
 def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
-    """What came true, against what was predicted."""
+    """Draw a reliability diagram: observed share against predicted probability."""
     with _chart(title, square=True) as (figure, axes):
         axes.plot([0, 1], [0, 1], color=_LINE, linewidth=0.8, linestyle="--")
         for (name, bins), colour in zip(curves.items(), _SERIES, strict=False):
@@ -136,19 +136,19 @@ def _style(colours: _Colours) -> Any:
 
 
 def _ways(colours: _Colours) -> Iterator[tuple[str, str]]:
-    """Colours, then the same with other lines, for as many series as there are."""
+    """Yield colours and line styles: all colours with each style."""
     for dashes in itertools.cycle(("-", "--", ":", "-.")):
         for colour in colours.series:
             yield colour, dashes
 
 
 def _shown(name: str) -> str:
-    """A name that a legend does not take for a secret: those with an underscore first are not shown."""
+    """Return a name that a legend shows: it hides names that start with an underscore."""
     return f" {name}" if name.startswith("_") else name
 
 
 class _chart:  # noqa: N801 - reads as a function
-    """A figure and its axes, in the page's style."""
+    """A figure and its axes, in the style of the page."""
 
     def __init__(self, title: str, *, square: bool = False, colours: _Colours = _PAGE) -> None:
         self._title, self._square = title, square
@@ -167,7 +167,7 @@ class _chart:  # noqa: N801 - reads as a function
 
 
 def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
-    """ROC curves as a picture of their own, in the colours of a light page."""
+    """Write ROC curves as a PNG file, in the colours of a light page."""
     with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
         _draw_roc(axes, curves, _LIGHT)
         FigureCanvasAgg(figure)
@@ -178,7 +178,7 @@ def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """The figure as an element for a page."""
+    """Return the figure as an SVG element."""
     buffer = io.StringIO()
     figure.savefig(
         buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -186,7 +186,7 @@ def _svg(figure: Figure, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Ids that nothing refers to would be doubled by the page's other charts.
+    # Unused ids would repeat in other charts of the page.
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
     for colour, variable in _VARIABLES.items():

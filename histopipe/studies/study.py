@@ -162,7 +162,7 @@ class Study:
                         todo="choose an --out on a local disk, or on NFS with its lock service",
                     )
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def _folder_id(self) -> str:
         """Return the identity of the folder, which is the same for every machine and path."""
