@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.repair import repair as repair_store
 from histopipe.maintenance.verify import verify as verify_store
 from histopipe.store.format import encode_index, patch_key, seal, slide_key, value_crc
-from histopipe.store.record import SlideState, corrected_record
+from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.store import Store
 from histopipe.system.progress import Bar, SilentProgress
 
@@ -114,12 +115,11 @@ def entries_of_no_slide(path: Path) -> None:
     put(path, "meta", b"next_number", b"1")
 
 
-def cut_short(path: Path) -> None:
-    os.truncate(path / "data.mdb", int((path / "data.mdb").stat().st_size * 0.7))
-
-
-def first_page(path: Path) -> None:
+def older_meta_page(path: Path) -> None:
     with (path / "data.mdb").open("r+b") as file:
+        data = file.read(2 * PAGE)
+        older = min((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144))
+        file.seek(PAGE * older)
         file.write(bytes(PAGE))
 
 
@@ -131,10 +131,9 @@ def first_page(path: Path) -> None:
         (lambda path: one_byte_of_a_record(path, 0, b'"vendor":', b'"vendoR":'), set()),
         (page_of_the_patches, None),
         (root_of_the_index, {0, 1, 2, 3}),
-        (cut_short, None),
-        (first_page, set()),
+        (older_meta_page, set()),
     ],
-    ids=["values", "entries", "record", "leaf", "root", "truncated", "meta page"],
+    ids=["values", "entries", "record", "leaf", "root", "meta page"],
 )
 def test_repair_ingests_exactly_what_is_damaged(
     drawn: Path, damaged: Path, damage: Callable[[Path], None], hit: set[int] | None
@@ -172,6 +171,12 @@ def test_one_wrong_byte_of_a_record_is_corrected(damaged: Path) -> None:
             assert corrected_record(1, bytes(data)) == record
             data[(place + last // 2) % last] ^= 0x10
             assert corrected_record(1, bytes(data)) is None
+    for place in (*range(last + 2, last + 5), *range(last + 7, len(whole) - 1)):  # name and digits
+        data = bytearray(whole)
+        data[place] ^= 0x02
+        with pytest.raises(DamagedStore):
+            SlideRecord.from_bytes(1, bytes(data), where="record")
+        assert corrected_record(1, bytes(data)) == record
     assert corrected_record(2, whole) is None
     assert corrected_record(1, b"") is None
 
@@ -214,7 +219,8 @@ def test_what_can_be_read_of_a_slide_stays_until_its_file_is_given(
     hit = set(verify(damaged).damaged_slides)
     with Store(damaged) as store:
         sound = {n: store.value(n, 0) for n in store.complete}
-    done = repair(damaged, [])
+    wrong = sorted((drawn / "slides").glob("*.svs"))[min(set(range(4)) - hit)]
+    done = repair(damaged, wrong)
     assert (int(done.exit_code), set(done.left)) == (3, {f"slide-00{number}" for number in hit})
     found = verify(damaged)
     assert not found.is_structural
@@ -292,6 +298,11 @@ def test_slides_that_are_not_given_stay_as_they_are(
 
 
 def test_what_a_store_says_of_itself_cannot_be_repaired(drawn: Path, damaged: Path) -> None:
+    short = Path(shutil.copytree(damaged, damaged.with_name("short.lmdb")))
+    os.truncate(short / "data.mdb", 9 * PAGE)  # what was written last is gone
+    with pytest.raises(DamagedStore, match="says of itself is lost"):
+        repair(short, drawn / "slides")
+    assert (short / "data.mdb").stat().st_size == 9 * PAGE
     deleted(damaged, "meta", b"spec")
     with pytest.raises(DamagedStore, match="says of itself is lost"):
         repair(damaged, drawn / "slides")

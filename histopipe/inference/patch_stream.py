@@ -1,4 +1,4 @@
-"""Stream the patches of many slides through a network. PatchBatches are loaded ahead, also across slides."""
+"""Stream the patches of many slides through a network. Batches are loaded ahead, also across slides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from histopipe.system.files import Closing
 from histopipe.system.progress import Bar
 
 _STARTED_BATCHES = 2
-"""PatchBatches that may still be on the device: fetching each at once would make the device wait for the host."""
+"""Batches that may still be on the device: fetching each at once would make the device wait for the host."""
 
 Results = tuple[NDArray[np.float32], NDArray[np.integer]]
 """(N, D) results of a network, and the (N, 2) top left corners of their patches in level-0 pixels."""

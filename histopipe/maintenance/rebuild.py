@@ -5,6 +5,7 @@ Worker processes read the old file, since LMDB may crash on it. What makes one c
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -79,6 +80,10 @@ def rebuild(
         own = [((SLIDES, slide_key(n)), record.to_bytes(n)) for n, record in records.items()]
         _put(part, [*own, ((META, b"next_number"), to_json(next_number))])
         carry_files(store, part)
+    try:
+        Path.cwd()
+    except FileNotFoundError:  # it was the old folder, and worker processes begin in it
+        os.chdir(store)
 
 
 def _ranges(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -124,14 +125,17 @@ def repair(
     shown = progress or default_progress()
     look = partial(examine, full=full, workers=workers, progress=shown)
     with _alone(real):
-        if (real / "data.mdb").exists():
-            make_readable(real)
+        length = make_readable(real) if (real / "data.mdb").exists() else 0
         found = look(real)
         count = len(found.result.findings)
         notes = _stain_notes(found.result.findings)
         known = _known_records(found)
         if found.result.is_structural:
-            _refuse_lost_meta(found)
+            try:
+                _refuse_lost_meta(found)
+            except DamagedStore:
+                os.truncate(real / "data.mdb", length)
+                raise
             _rebuild(real, found, known, shown)
             notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
     with _alone(real):

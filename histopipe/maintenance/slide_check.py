@@ -99,7 +99,14 @@ def check_slides(store: Path, full: bool, numbers: Sequence[int]) -> list[SlideC
         return checks
 
 
-def _check_slide(raw: RawStore, check: SlideCheck, full: bool) -> SlideCheck | None:
+def check_records(store: Path, numbers: Sequence[int]) -> list[SlideCheck]:
+    """Check only the records of slides, whose patches kill a worker."""
+    with RawStore(store) as raw:
+        checks = (_check_record(raw, SlideCheck(number)) for number in numbers)
+        return [check for check in checks if check is not None]
+
+
+def _check_record(raw: RawStore, check: SlideCheck) -> SlideCheck | None:
     key = slide_key(check.number)
     try:
         value = raw.get(SLIDES, key)
@@ -110,8 +117,12 @@ def _check_slide(raw: RawStore, check: SlideCheck, full: bool) -> SlideCheck | N
         with contextlib.suppress(DamagedStore):
             check.damaged_record = bytes(raw.get(SLIDES, key) or b"")
         check.add(FindingKind.RECORD, str(error))
-        return check
-    if check.record.state is not SlideState.COMPLETE:
+    return check
+
+
+def _check_slide(raw: RawStore, slide: SlideCheck, full: bool) -> SlideCheck | None:
+    check = _check_record(raw, slide)
+    if check is None or check.record is None or check.record.state is not SlideState.COMPLETE:
         return check
     check.patches = check.record.planned
     columns = _read_index(raw, check)

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, some
-from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
+from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_records, check_slides
 from histopipe.maintenance.store_check import Orphans, StoreCheck, check_store, find_orphans
 from histopipe.maintenance.worker_tasks import refuse_killed, results_of, silence
 from histopipe.store.catalog import no_store
@@ -180,22 +180,28 @@ def _examine(
         numbers = list(range(found.store.next_number))
     batches = _batches(numbers, found.result.file_bytes)
     checks: list[SlideCheck] = []
-    died: list[Finding] = []
+    died: dict[int, WorkerDied] = {}
     for batch, result in results_of(
         pool, seconds, partial(check_slides, store, found.result.full), batches
     ):
         if isinstance(result, WorkerDied):
-            what = f"LMDB crashes or hangs reading this slide: {result}"
-            died.append(Finding(FindingKind.STRUCTURE, what, None, batch[0]))
+            died[batch[0]] = result
             continue
         checks += result
         bar.advance(sum(check.value_bytes for check in result))
+    for (number,), result in results_of(
+        pool, seconds, partial(check_records, store), [[number] for number in died]
+    ):
+        check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
+        what = f"LMDB crashes or hangs reading this slide: {died[number]}"
+        check.add(FindingKind.STRUCTURE, what)
+        checks.append(check)
     checks.sort(key=lambda check: check.number)
     _collect(found, checks)
     orphans = _orphans(pool, seconds, store, {c.number for c in checks if c.patches})
     found.without_record = orphans.without_record
     findings += [
-        *_structure(pages), *found.store.findings, *died, *(f for c in checks for f in c.findings),
+        *_structure(pages), *found.store.findings, *(f for c in checks for f in c.findings),
         *_duplicate_ids(found), *_wrong_values(found, [w for c in checks for w in c.wrong]), *orphans.findings,
     ]  # fmt: skip
     return findings, sum(check.patches for check in checks)

@@ -89,11 +89,14 @@ def newest_transaction(data: Path) -> int:
     return _newest_meta(data).transaction
 
 
-def make_readable(store: Path) -> None:
+def make_readable(store: Path) -> int:
     """Change a damaged file so far that LMDB can open it to read what is left.
 
     A damaged meta page is replaced by the other one, the state of which is older by one transaction at most. A truncated file
     is made as long as it should be, with zeros.
+
+    Returns:
+        The length that the file had, bytes.
 
     Raises:
         UsageError: a process has the store open for writing.
@@ -104,7 +107,7 @@ def make_readable(store: Path) -> None:
     usable = [meta is not None and meta.length <= _LONGEST * length + _ROOM for meta in metas]
     good = metas[usable.index(True)] if any(usable) else None
     if good is None or (all(usable) and length >= max(m.length for m in metas if m)):
-        return
+        return length
     with WriteLease(store, alone=True), data.open("r+b") as file:
         if not all(usable):
             number = usable.index(False)
@@ -112,9 +115,9 @@ def make_readable(store: Path) -> None:
             page = file.read(good.page_size)
             file.seek(number * good.page_size)
             file.write(number.to_bytes(8, "little") + page[8:])
-        file.truncate(
-            max(length, *(m.length for m, u in zip(metas, usable, strict=True) if m and u), 0)
-        )
+        wanted = [m.length for m, is_usable in zip(metas, usable, strict=True) if m and is_usable]
+        file.truncate(max(length, *wanted))
+    return length
 
 
 def _newest_meta(data: Path) -> MetaPage:

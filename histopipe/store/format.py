@@ -6,6 +6,7 @@ Pure functions on bytes. `docs/store-format.md` says the same in words.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import struct
 import zlib
@@ -71,6 +72,7 @@ FURTHER_COLUMNS: Mapping[str, str] = {"covered": "<f4", "pen": "<f4", "dark": "<
 _KNOWN_COLUMNS = {**INDEX_COLUMNS, **FURTHER_COLUMNS}
 _PLAIN_TYPE = re.compile(r"[<|][biufS]\d{1,4}")
 _SEAL = b',"crc":'
+_NEARLY_SEAL = re.compile(rb',"(?:.rc|c.c|cr.)":(?=\d+\}$)')
 _ALIGNMENT = 8
 _PAGE, _PAGE_HEADER = 4096, 16
 _PAGE_SHARE = 64
@@ -148,6 +150,8 @@ def unseal(key: bytes, data: bytes | memoryview, *, where: str) -> dict[str, Any
     if not isinstance(value, dict):
         raise DamagedStore(where, found=type(value).__name__, expected="a JSON object")
     body, mark, _ = bytes(data).rpartition(_SEAL)
+    if not mark and _NEARLY_SEAL.search(bytes(data)):
+        raise DamagedStore(f"{where} is not what was written", found="a damaged checksum")
     crc = value.pop("crc", None)
     if mark and crc is not None and crc != value_crc(key, body + b"}"):
         raise DamagedStore(f"{where} is not what was written", found=f"CRC-32 {crc}")
@@ -164,10 +168,13 @@ def corrected(key: bytes, data: bytes) -> bytes | None:
     Returns:
         The object, sealed again; None if more than one byte before the checksum is wrong.
     """
-    body, mark, digits = data.rpartition(_SEAL)
+    body, mark, digits = _NEARLY_SEAL.sub(_SEAL, data).rpartition(_SEAL)
     if not mark or not digits.rstrip(b"}").isdigit():
         return None
     body += b"}"
+    right = b"%d}" % value_crc(key, body)
+    if len(right) == len(digits) and sum(map(operator.ne, right, digits)) <= 1:
+        return body[:-1] + mark + right
     difference = value_crc(key, body) ^ int(digits.rstrip(b"}"))
     table = np.array([zlib.crc32(bytes([b])) ^ zlib.crc32(b"\0") for b in range(256)], np.int64)
     effect = table  # on the checksum, of each change of the last byte; then of bytes before it
