@@ -26,7 +26,7 @@ from histopipe.store.recorded import recorded
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
 
-DASK = str(Path(sys.executable).with_name("dask"))
+DASK = [sys.executable, "-m", "dask"]
 SLIDES = 8
 FLAGS = ("--patch-size", "64", "--tissue", "none")
 ENVIRONMENT = {
@@ -82,7 +82,7 @@ class Machines:
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
         with (self.folder / "dask.log").open("ab") as log:
             return subprocess.Popen(
-                [DASK, *words], start_new_session=True, stdout=log, stderr=log, env=ENVIRONMENT
+                [*DASK, *words], start_new_session=True, stdout=log, stderr=log, env=ENVIRONMENT
             )
 
 
