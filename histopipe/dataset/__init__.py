@@ -1,1 +1,1 @@
-"""Patches of one or several stores as batches: their order, their splits, their loader, their augmentation."""
+"""The patches of stores as batches: selection, splits, order, batches, `tf.data`, augmentation and stains."""

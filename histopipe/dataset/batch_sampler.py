@@ -1,4 +1,4 @@
-"""Which items each step of a pass has: a pure function of the step, known without reading any of them."""
+"""The samples of each step: a pure function of the step, computed without reading any sample."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from histopipe.errors import UsageError
 
 
 class BatchSampler:
-    """A table of items in an order, cut into steps and these into a part for each replica.
+    """A table of samples in an order, divided into steps, and each step into a part per replica.
 
     Args:
-        table: the items.
-        batch_size: items a step, over all replicas.
-        order: in which order.
-        replicas: parts that each step is given out in.
+        table: the samples.
+        batch_size: samples per step, over all replicas.
+        order: order of the samples in each epoch.
+        replicas: number of parts of each step.
 
     Raises:
-        UsageError: a replica would have none.
+        UsageError: a replica would have no sample.
     """
 
     def __init__(
@@ -38,23 +38,26 @@ class BatchSampler:
         self.steps_per_epoch = -(-len(order) // batch_size)
 
     def rows(self, replica: int) -> range:
-        """Which rows of every batch are a replica's."""
+        """Return the rows of every batch that a replica has."""
         return replica_rows(self.batch_size, self.replicas, replica)
 
     def locate(
         self, step: int, replica: int | None = None
     ) -> tuple[SampleLocations, NDArray[np.float32]]:
-        """Which items a step has, or a replica's part of it, and their weights (B,), without reading any.
+        """Locate the samples of a step, or of a replica's part of it, without reading them.
 
         Args:
-            step: counted from the first step of the first epoch; epochs follow one another.
-            replica: which part of it; all if not given.
+            step: number of the step, from the first step of the first epoch.
+            replica: number of the part; the whole step if not given.
+
+        Returns:
+            The locations, and the weights (B,) float32: 0 for rows that only fill up the last batch of an epoch.
         """
         epoch, step = divmod(step, self.steps_per_epoch)
         rows = range(self.batch_size) if replica is None else self.rows(replica)
         place = step * self.batch_size + np.arange(rows.start, rows.stop)
         real = place < len(self.order)
-        # The order goes on into rows of weight 0: real pixels keep batch statistics sane.
+        # Rows of weight 0 hold real patches too, so that batch statistics stay meaningful.
         place %= len(self.order)
         return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
 
@@ -64,10 +67,10 @@ class Field:
     """A column of a batch.
 
     Attributes:
-        name: of the column.
-        dtype: of its values.
-        shape: behind the rows.
-        ragged: whether it has rows of its own number, and not one an item.
+        name: name of the column.
+        dtype: type of its values.
+        shape: shape of a row.
+        ragged: whether the number of rows differs from the number of samples.
     """
 
     name: str
@@ -77,11 +80,11 @@ class Field:
 
 
 class BatchLoader(Protocol):
-    """Batches that can be loaded, as `BatchFeed` serves them."""
+    """Batches that `BatchFeed` can load."""
 
     fields: tuple[Field, ...]
     parallel_calls: int | None
-    """Batches loaded at once; None for one a core."""
+    """Batches loaded at the same time; None for the number of cores."""
     prefetch: int
     """Steps kept ready."""
     read_ahead: int | None
@@ -92,19 +95,19 @@ class BatchLoader(Protocol):
     order: Order
 
     def rows(self, replica: int) -> range:
-        """As `BatchSampler.rows`."""
+        """Return the rows of every batch that a replica has."""
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """The fields of a step's part."""
+        """Load the fields of a replica's part of a step."""
 
     def advise(self, steps: range, parts: Any) -> int:
-        """Ask the disk for what steps need; the bytes asked for."""
+        """Request the values of steps from the disk, and return the number of bytes requested."""
 
 
 def replica_rows(batch_size: int, replicas: int, replica: int) -> range:
-    """Which rows of every batch are a replica's.
+    """Return the rows of every batch that a replica has.
 
-    Together they are exactly the batch: a row more, even one of weight 0, would show in the statistics of batch
+    All replicas together have exactly the batch. One more row, even of weight 0, would change the statistics of batch
     normalisation, and N replicas would not equal one.
     """
     return range(replica * batch_size // replicas, (replica + 1) * batch_size // replicas)

@@ -1,4 +1,4 @@
-"""Which patches are labelled, how, and whether they are fit to be used: what splits are made of."""
+"""Labelled slides and their usable patches: the input of splits."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NO_CLASS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """Where labels come from, and which patches are used.
+    """Source of the labels, and filter of the patches.
 
     Attributes:
         labels: label, patient and site by slide id, in place of the recorded ones.
-        labels_from: "annotation" gives each patch the class that is drawn on it; "slide" that of its slide.
-        patch_filter: which patches are fit.
+        labels_from: "annotation" takes the class of each patch from annotations; "slide" takes that of its slide.
+        patch_filter: bounds for the patches.
     """
 
     labels: Mapping[str, SlideLabel] | None = None
@@ -37,12 +37,12 @@ class Labelling:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """Labelled slides on no side yet.
+    """Labelled slides that are not assigned to sides yet.
 
     Attributes:
-        classes: names, in the order of their numbers.
-        slides: with all but their sides.
-        fit: of each slide (count,) whether its patches may be on any side: labelled, readable, and let through by the filter.
+        classes: names of the classes, in the order of their numbers.
+        slides: the slides; all patches are on no side.
+        fit: for each slide (count,) bool, which patches may be used: labelled, readable, and within the bounds.
     """
 
     classes: tuple[str, ...]
@@ -71,11 +71,11 @@ def read_slide_labels(
 
 
 def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
-    """Every labelled slide with patches.
+    """Find every labelled slide that has patches.
 
     Raises:
-        NothingToDo: they are of fewer than two classes.
-        UsageError: the filter goes by what has not been measured.
+        NothingToDo: the labels have fewer than two classes.
+        UsageError: a bound is on a column that has not been measured.
     """
     by_annotation = labelling.labels_from == "annotation"
     classes = _drawn_classes(stores) if by_annotation else ()
@@ -99,7 +99,7 @@ def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidat
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
-    """(N,) the class that is drawn on each patch of a slide, a place in `classes`; -1 for none of them."""
+    """Return the annotated class of each patch of a slide, (N,) int16 index in `classes`; -1 for none of them."""
     number = {name: place for place, name in enumerate(classes)}
     table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
     label = store.index(slide)["label"]
@@ -107,7 +107,7 @@ def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDAr
 
 
 def _drawn_classes(stores: Sequence[SampleSource]) -> tuple[str, ...]:
-    """The classes that any patch has, sorted."""
+    """Return the classes that patches have, sorted."""
     return tuple(
         sorted({name for store in stores for r in store.complete.values() for name in r.patch_labels})
     )  # fmt: skip
@@ -116,7 +116,7 @@ def _drawn_classes(stores: Sequence[SampleSource]) -> tuple[str, ...]:
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
 ) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
-    """A slide with everything but its sides; None if it is unlabelled or empty."""
+    """Return a slide and its usable patches; None if it is unlabelled or empty."""
     record = store.records[number]
     given: SlideLabel | SampleGroup = record
     if labelling.labels is not None:
@@ -124,7 +124,7 @@ def _candidate(
     label = given.label
     codes = None
     if labelling.labels_from == "annotation":
-        # Slides without annotations need not have their index read.
+        # The index of slides without annotations need not be read.
         label = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
         codes = class_codes(store, number, classes) if label is not None else None
     if not label or not record.stored:

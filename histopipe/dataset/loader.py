@@ -1,4 +1,4 @@
-"""A dataset of patches, from paths to a `tf.data.Dataset`."""
+"""`load_dataset`: the patches of stores as a `tf.data.Dataset`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from histopipe.dataset.options import (
 from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sample_table import UNLABELLED, SampleRows, SampleTable
 from histopipe.dataset.selection import Classes, LabelById, select, store_paths
 from histopipe.dataset.splits import read_splits
 from histopipe.dataset.tf_data import BatchFeed
@@ -60,61 +60,72 @@ def load_dataset(
     splits: str | Path | None = None,
     side: Side = "train",
     columns: Sequence[Column] = (),
+    as_supervised: bool = False,
     stain_norm: StainNorm = "none",
     on_error: OnError = "raise",
     parallel_calls: int | None = None,
     prefetch: int = _PREFETCH,
     read_ahead: int | None = None,
 ) -> tf.data.Dataset:
-    """Patches of complete slides as batches, decoded on the fly, shuffled over all of them.
+    """Load the patches of complete slides as batches, decoded on the fly and shuffled over all slides.
 
-    What a step holds depends on the arguments alone: the same ones give the same batches after any restart.
+    The content of a step depends on the arguments only: the same arguments give the same batches after a restart.
 
     Args:
-        path: a store, or several, whose patches are of one size.
-        batch_size: patches a batch, of each shard. The last batch of an epoch is filled up with patches of weight 0.
-        seed: decides the order; needed to shuffle.
-        epochs: how often to go through all patches, in a new order each time.
-        start_step: first step to yield, counted over all epochs. Any step is reached at once.
+        path: a store, or several whose patches are of one size.
+        batch_size: patches per batch of each shard. The last batch of an epoch is filled up with patches of weight 0.
+        seed: seed of the order; required to shuffle.
+        epochs: number of passes over all patches, each in a new order.
+        start_step: first step to yield, counted over all epochs. Skipping steps costs nothing.
         shuffle: False reads in the stores' order.
-        shuffle_block: shuffle blocks of so many neighbours, and patches within every 16 blocks: for hard disks and network
-            filesystems, where 256 is a good size.
-        balance: draw "class", "slide" or "patient" equally often. An epoch then has as many patches as without, rounded up
-            to a whole number for each of them; small ones come up several times, of large ones each epoch shows another part.
-        max_per_slide: different patches of a slide in an epoch, at most; other ones in each epoch. Where labels come from
+        shuffle_block: shuffle blocks of this many neighbours, and patches within every 16 blocks: for hard disks and
+            network filesystems, where 256 is a good size.
+        balance: draw "class", "slide" or "patient" equally often. The epoch has as many patches as without, rounded up to a
+            multiple of the number of classes, slides or patients. Patches of small ones are repeated; of large ones each
+            epoch shows another part.
+        max_per_slide: maximum number of patches of a slide per epoch, different ones in each epoch. Where labels come from
             annotations, of each class of a slide.
-        shard: (index, count): yield only this worker's part of each step. All shards together are exactly one epoch, and
-            have equally many steps.
-        classes: names of the classes in the order of their numbers, or numbers by name; the labels, sorted, if not given.
-        labels: a labels CSV, or labels by slide id, in place of the recorded ones.
-        labelled_only: leave out slides, or patches, without a label of `classes`, which otherwise have label -1.
-        labels_from: "annotation" gives patches the classes that are drawn on them (`histopipe annotate`). Splits say themselves
-            what they go by.
-        min_tissue: least share of tissue of a patch.
-        min_focus, exclude_pen, exclude_dark: least focus; most share of pen, and of folds and black (`histopipe quality`).
-        splits: a run's `splits.json`; only patches on `side` of it are read.
+        shard: (index, count): yield only this worker's part of each step. All shards together are one epoch, and have the
+            same number of steps.
+        classes: names of the classes in the order of their numbers, or numbers by name; the sorted labels, if not given.
+        labels: a labels CSV, or labels by slide id, in place of the recorded labels.
+        labelled_only: leave out slides, or patches, without a label of `classes`. They have label -1 otherwise.
+        labels_from: "annotation" takes the class of each patch from `histopipe annotate`. Splits record where theirs come from.
+        min_tissue: minimum tissue share of a patch, 0 to 1.
+        min_focus, exclude_pen, exclude_dark: minimum focus; maximum share of pen, and of folds and black
+            (`histopipe quality`).
+        splits: `splits.json` of a run; only patches on `side` of it are read.
         side: "train", "validation" or "test".
-        columns: more fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
-        stain_norm: "reinhard" or "macenko" gives every slide the stain of one reference; see `histopipe stains`.
-        on_error: "raise" ends at a damaged patch; "skip" gives it weight 0, logs it, and notes it in the dataset's
+        columns: further fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
+        as_supervised: yield tuples (image, label, weight), as `keras.Model.fit` takes them, in place of dictionaries. Every
+            patch must have a label.
+        stain_norm: "reinhard" or "macenko" normalises the stain of every slide to one reference; see `histopipe stains`.
+        on_error: "raise" stops at a damaged patch. "skip" gives it weight 0, logs it, and records it in the dataset's
             attribute `skipped`, a dictionary of reasons by key.
-        parallel_calls: batches decoded at once; one a core if not given.
+        parallel_calls: batches decoded at the same time; the number of cores, if not given.
         prefetch: batches kept ready.
-        read_ahead: batches to ask a disk for before they are wanted; 16 while the disk is waited for, if not given.
+        read_ahead: batches to request from a disk in advance; if not given, 16 while batches wait for the disk.
 
     Returns:
-        A `tf.data.Dataset` of {"image": (B, H, W, 3) uint8, "label": (B,) int32, "weight": (B,) float32, "key": (B,) int64}
-        and, where asked for, "x_l0", "y_l0": (B,) int32, "slide": (B,) string.
+        A finite `tf.data.Dataset` of {"image": (B, H, W, 3) uint8, "label": (B,) int32, "weight": (B,) float32,
+        "key": (B,) int64} and, if requested, "x_l0", "y_l0": (B,) int32, "slide": (B,) string. Its attribute
+        `steps_per_epoch` is the number of batches of one epoch.
 
     Raises:
-        UsageError: arguments that make no sense or do not go together, stores of different patch sizes, or a process that
-            was forked after TensorFlow had run, which would hang.
+        UsageError: arguments are wrong or contradict each other, the stores have different patch sizes, or this process was
+            forked after TensorFlow had run, where TensorFlow would hang.
         NothingToDo: no store, or no patch.
-        DamagedStore: a store cannot be read. While iterating, TensorFlow hides the type of such an error in its message.
+        DamagedStore: a store cannot be read. While iterating, TensorFlow raises an error of its own with the same message.
 
     Example:
         >>> for batch in load_dataset("patches.lmdb", batch_size=64, seed=1):  # doctest: +SKIP
         ...     batch["image"].shape
+
+        Keras iterates a dataset once per epoch, and each iteration has the same order. To train several epochs in a new
+        order each, pass the number of epochs to both, and the length of one:
+
+        >>> train = load_dataset("patches.lmdb", batch_size=64, seed=1, epochs=5, as_supervised=True)  # doctest: +SKIP
+        >>> model.fit(train, epochs=5, steps_per_epoch=train.steps_per_epoch)  # doctest: +SKIP
     """
     if shuffle and seed is None:
         raise UsageError(
@@ -139,6 +150,8 @@ def load_dataset(
         raise UsageError(
             f"side={side!r} is a side of splits", todo="give splits=, a run's splits.json"
         )
+    if as_supervised and columns:
+        raise UsageError("columns", found=repr(columns), expected="none, with as_supervised=True")
     paths = store_paths(path)
     seed = seed if shuffle else None
     with ExitStack() as stack:
@@ -149,6 +162,8 @@ def load_dataset(
             splits=read_splits(Path(splits), stores) if splits is not None else None, side=side,
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
+        if as_supervised:
+            _check_labelled(chosen)
         table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = PatchBatches(
             stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
@@ -165,12 +180,24 @@ def load_dataset(
         )  # fmt: skip
         if stain_norm != "none":
             dataset = _normalised(dataset, stores, stain_norm)
-        dataset.skipped = batches.skipped
+        if as_supervised:
+            dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
+        dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
         # They stay open for as long as anything can load a batch.
         for store in stores:
             weakref.finalize(source, store.close_later)
     return dataset
+
+
+def _check_labelled(slides: Sequence[SampleRows]) -> None:
+    """Check that every slide has a label: a loss function takes no label -1, even of weight 0."""
+    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
+    if unlabelled:
+        raise UsageError(
+            "as_supervised", found=f"{unlabelled} slides without a label of the classes",
+            expected="a label for every patch", todo="leave them out (labelled_only=True), or label them",
+        )  # fmt: skip
 
 
 def _normalised(

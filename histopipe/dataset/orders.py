@@ -1,7 +1,7 @@
-"""In which order the epochs of a dataset go through its patches.
+"""Orders of the samples in the epochs of a dataset.
 
-An order is a pure function from (epoch, place) to a patch's number in its table, in memory that does not grow with the
-patches. That is what makes any step reachable at once, and workers and restarts agree.
+An order is a pure function from (epoch, position) to the number of a sample in its table, in memory that does not grow with
+the samples. So any step can be computed directly, and workers and restarts agree.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from histopipe.system.hashing import combine
 Numbers = NDArray[np.int64]
 
 _BLOCKS_AT_ONCE = 16
-# Each use of a seed has a number of its own, so that no two draws are the same by accident.
+# Every draw has another number, so that no two draws use the same random numbers.
 _GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
 
 class Order(Protocol):
-    """Which patch stands where in an epoch."""
+    """Order of the samples in each epoch."""
 
     window: int
-    """Places that are best fetched from disk together; 0 for no such thing."""
+    """Number of positions that are best read from disk together; 0 for none."""
 
     def __len__(self) -> int:
-        """Places in an epoch."""
+        """Return the number of positions of an epoch."""
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """The patches' numbers in the table at places from 0 to below the length."""
+        """Return the sample numbers (N,) at positions (N,) of an epoch, 0 to the length - 1."""
 
 
 class Sequential:
-    """The table's own order, every epoch."""
+    """The order of the table, in every epoch."""
 
     window = 0
 
@@ -50,12 +50,12 @@ class Sequential:
         return self._count
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """As `Order`."""
+        """Return sample numbers, see `Order`."""
         return places
 
 
 class Shuffled:
-    """Every patch once an epoch, in an order of its own for each epoch.
+    """Every sample once per epoch, in another order in each epoch.
 
     Example:
         >>> order = Shuffled(10, seed=1)
@@ -72,20 +72,20 @@ class Shuffled:
         return self._count
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """As `Order`."""
+        """Return sample numbers, see `Order`."""
         return permuted(places, self._count, combine(self._seed, epoch))
 
 
 class BlockShuffled:
-    """Every patch once an epoch, read in blocks of neighbours: for hard disks and network filesystems.
+    """Every sample once per epoch, read in blocks of neighbours: for hard disks and network filesystems.
 
-    The patches lie in a ring, cut into blocks at a place that is drawn anew for every epoch. Blocks are shuffled, and
-    patches are shuffled within each 16 blocks that follow one another.
+    The samples form a ring, which is cut into blocks at a position drawn for each epoch. Blocks are shuffled, and samples are
+    shuffled within every 16 consecutive blocks.
 
     Args:
-        count: patches.
-        seed: decides the order.
-        block: patches of a block, neighbours on disk.
+        count: number of samples.
+        seed: seed of the order.
+        block: samples per block, neighbours on disk.
     """
 
     def __init__(self, count: int, seed: int, block: int) -> None:
@@ -98,7 +98,7 @@ class BlockShuffled:
         return self._count
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """As `Order`."""
+        """Return sample numbers, see `Order`."""
         windows = places // self.window
         first = windows * self.window
         sizes = np.minimum(self.window, self._count - first)
@@ -106,24 +106,24 @@ class BlockShuffled:
         within = first + permuted(places - first, sizes, keys)
         blocks = self._count // self._block
         block, offset = np.divmod(within, self._block)
-        whole = block < blocks  # what is left over comes last
+        whole = block < blocks  # the remaining samples come last
         block[whole] = permuted(block[whole], blocks, combine(self._seed, epoch, _BLOCKS))
         rotation = int(combine(self._seed, epoch, _ROTATION)) % self._count
         return (block * self._block + offset + rotation) % self._count
 
 
 class Balanced:
-    """The same number of patches of every group (class, slide or patient) in an epoch.
+    """The same number of samples of every class, slide or patient per epoch.
 
-    An epoch is as long as the table, rounded up to a whole number for each group. Each group is gone through whole, in a
-    new order every time around, and an epoch goes on in it where the one before stopped: small groups come up several times
-    an epoch, of large ones each epoch shows another part, and no patch of a group comes up twice before all have come up once.
-    With a cap on slides each epoch begins anew, and goes by this rule through the patches that the cap has drawn for it.
+    An epoch is as long as the table, rounded up to the same whole number for each class (slide, patient). The samples of a class are
+    drawn without repetition until all have been drawn, then in a new order; the next epoch continues where this one stopped.
+    So small classes are repeated within an epoch, and of large ones each epoch shows another part. With `max_per_slide`, each
+    epoch starts again, with the samples that were drawn for it.
 
     Args:
-        table: the patches.
-        groups: (S,) number of each of the table's slides' group, from 0.
-        seed: decides the order.
+        table: the samples.
+        groups: (S,) number of the class (slide, patient) of each of the table's slides, from 0.
+        seed: seed of the order.
     """
 
     window = 0
@@ -133,7 +133,7 @@ class Balanced:
         self._slides = np.argsort(groups, kind="stable")
         counts = table.counts[self._slides]
         self._ends = np.cumsum(counts)
-        # What turns a place among slides sorted by group into one of the table.
+        # Converts a position among slides sorted by group into a sample number of the table.
         self._shifts = table.starts[self._slides] - (self._ends - counts)
         self._sizes = np.bincount(groups, weights=table.counts).astype(np.int64)
         self._firsts = np.cumsum(self._sizes) - self._sizes
@@ -143,11 +143,11 @@ class Balanced:
         return self._draws * len(self._sizes)
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """As `Order`."""
+        """Return sample numbers, see `Order`."""
         mixed = permuted(places, len(self), combine(self._seed, epoch))
         draw, group = np.divmod(mixed, len(self._sizes))
         sizes = self._sizes[group]
-        # What a cap draws changes with the epoch, so nothing can go on from one to the next.
+        # With `max_per_slide` the samples change with the epoch, so an epoch cannot continue the last one.
         before = 0 if self._capped else epoch * self._draws
         rounds, at = np.divmod(before + draw, sizes)
         salt = (_CAPPED_DRAW, epoch) if self._capped else (_GROUP_DRAW,)
@@ -164,16 +164,16 @@ def make_order(
     balance: Balance = "none",
     shuffle_block: int | None = None,
 ) -> Order:
-    """The order that a dataset is read in.
+    """Make the order of a dataset.
 
     Args:
-        table: the patches.
-        seed: decides the order; None reads in the table's.
-        balance: what is to come up equally often.
-        shuffle_block: shuffle blocks of so many neighbours instead of single patches.
+        table: the samples.
+        seed: seed of the order; None reads in the order of the table.
+        balance: draw classes, slides or patients equally often.
+        shuffle_block: shuffle blocks of this many neighbours instead of single samples.
 
     Raises:
-        UsageError: settings that do not go together, or a slide without a label in a balance of classes.
+        UsageError: the settings contradict each other, or a slide has no label and `balance` is "class".
     """
     check_choice(Balance, balance=balance)
     if seed is None and (balance != "none" or shuffle_block is not None):
@@ -196,7 +196,7 @@ def make_order(
 
 
 def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]:
-    """(S,) each slide's group, numbered from 0."""
+    """Return the number of each slide's class, slide or patient, (S,), from 0."""
     unlabelled = sum(slide.label < 0 for slide in slides)
     if balance == "class" and unlabelled:
         raise UsageError(

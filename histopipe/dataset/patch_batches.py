@@ -1,4 +1,4 @@
-"""The batches themselves: a pure function from a step to pixels, in numpy. TensorFlow comes in `loader`."""
+"""Batches of patches: a pure function from a step to pixels, in numpy, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _JPEG_START = b"\xff\xd8"
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch, or one replica's part of it.
+    """A batch, or a replica's part of it.
 
     Attributes:
         image: (B, H, W, 3) uint8 RGB.
         label: (B,) int32, -1 for none.
-        weight: (B,) float32, 0 for the rows that only fill the batch up, and for patches that were skipped.
+        weight: (B,) float32, 0 for rows that only fill up the batch, and for skipped patches.
         key: (B,) int64.
-        columns: (B,) each, those that were asked for: `x_l0` and `y_l0` int32, `slide` the slides' ids.
+        columns: (B,) each, the requested ones: `x_l0` and `y_l0` int32, `slide` the ids.
     """
 
     image: NDArray[np.uint8]
@@ -51,20 +51,20 @@ class PatchBatches(BatchSampler):
     """Batches of a table of patches, in a given order.
 
     Args:
-        stores: where the patches are.
-        table: which patches.
-        batch_size: patches a step, over all replicas.
-        order: in which order.
-        replicas: parts that each step's batch is given out in.
-        on_error: "skip" gives a patch that is damaged the weight 0 and black pixels; "raise" stops there.
-        columns: what else to give out with each patch.
-        check: whether each value is held against its CRC.
+        stores: stores of the patches.
+        table: the patches.
+        batch_size: patches per step, over all replicas.
+        order: order of the patches in each epoch.
+        replicas: number of parts of each step.
+        on_error: "skip" gives a damaged patch weight 0 and black pixels; "raise" stops.
+        columns: further fields of each patch.
+        check: whether each value is compared with its CRC.
 
     Attributes:
-        skipped: why, by key, for every patch that has been skipped so far.
+        skipped: reason by key of every patch that has been skipped so far.
 
     Raises:
-        UsageError: a setting is none of those allowed.
+        UsageError: an option has none of the allowed values.
 
     Example:
         >>> batches = PatchBatches(stores, table, batch_size=64, order=Sequential(len(table)))  # doctest: +SKIP
@@ -105,14 +105,14 @@ class PatchBatches(BatchSampler):
         self._lock = threading.Lock()
 
     def load(self, step: int, replica: int = 0) -> Batch:
-        """A step's batch.
+        """Load the batch of a step.
 
         Args:
-            step: counted from the first step of the first epoch; epochs follow one another.
-            replica: which part of it.
+            step: number of the step, from the first step of the first epoch.
+            replica: number of the part.
 
         Raises:
-            DamagedStore: a patch is missing, not what was written, or cannot be decoded, and is not to be skipped.
+            DamagedStore: a patch is missing, differs from its CRC or cannot be decoded, and `on_error` is "raise".
         """
         located, weights = self.locate(step, replica)
         keys = located.keys
@@ -139,13 +139,13 @@ class PatchBatches(BatchSampler):
         return Batch(images, located.labels, weights, keys, columns)
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """The fields of `load`."""
+        """Load the fields of a replica's part of a step."""
         batch = self.load(step, replica)
         columns = (batch.columns[name] for name in self.columns)
         return batch.image, batch.label, batch.weight, np.asarray(batch.key), *columns
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
-        """Ask for some parts of steps to be read from disk; returns at once, with the bytes asked for."""
+        """Request some parts of steps from the disk, and return the number of bytes requested, without waiting."""
         keys = np.unique(
             np.concatenate([self.locate(step, part)[0].keys for step in steps for part in parts])
         )
@@ -160,7 +160,7 @@ class PatchBatches(BatchSampler):
     def _read(
         self, reading: Reading, slide: int, row: int, crc: int, out: NDArray[np.uint8]
     ) -> DamagedStore | None:
-        """Read, check and decode one patch; what is wrong with it, if such are to be skipped."""
+        """Read, check and decode one patch; return its error if damaged patches are skipped."""
         try:
             value = reading.value(slide, row)
             if self._check:
@@ -181,7 +181,7 @@ class PatchBatches(BatchSampler):
         if new and count <= _WARNINGS:
             _log.warning("skipped: %s", problem)
         if new and count == _WARNINGS:
-            _log.warning("further skipped patches are counted, not told")
+            _log.warning("further skipped patches are counted, not logged")
 
 
 _TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}
@@ -190,14 +190,14 @@ _TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object
 def _gathered(
     reading: Reading, slides: NDArray[np.int64], rows: NDArray[np.int64], name: str
 ) -> NDArray[Any]:
-    """A column's values of patches, sorted by slide."""
+    """Return the values of a column for patches that are sorted by slide."""
     first = np.flatnonzero(np.append(True, slides[1:] != slides[:-1]))
     parts = zip(slides[first].tolist(), np.split(rows, first[1:]), strict=True)
     return np.concatenate([reading.column(slide, name)[part] for slide, part in parts])
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """A new uint8 array at a multiple of 64 bytes, which TensorFlow takes over without a copy."""
+    """Return a new uint8 array at a multiple of 64 bytes, which TensorFlow uses without a copy."""
     size = int(np.prod(shape))
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
@@ -215,7 +215,7 @@ def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
         out[:] = decode_picture(value, "it", side=len(out))
         return
     try:
-        # Not strict: a copied tile may be damaged inside, and then shows what OpenSlide, too, makes of it.
+        # Not strict: a copied tile may be damaged inside, and then has the pixels that OpenSlide decodes, too.
         size = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False).shape
     except ValueError as error:
         raise DamagedStore(
@@ -226,9 +226,9 @@ def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
 
 
 def _named(error: DamagedStore, where: str, row: int) -> DamagedStore:
-    """The error with store, slide and patch before it."""
+    """Return the error with store, slide and patch in front."""
     what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
     return DamagedStore(
         what, found=error.found, expected=error.expected,
-        todo="ingest the slide again, or go on without its damaged patches (on_error='skip')",
+        todo="ingest the slide again, or skip its damaged patches (on_error='skip')",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which patches are fit to be used, by what has been measured of them."""
+"""Filter of patches by the columns of the index: tissue, focus, pen and dark."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from histopipe.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchFilter:
-    """Bounds for the columns of a store's index; as they are here, they leave out nothing.
+    """Bounds for the columns of a store's index. The defaults leave out nothing.
 
     Attributes:
-        min_tissue: least share of tissue, 0 to 1.
-        min_focus: least focus, as `histopipe quality` measures it.
-        exclude_pen: share of pen ink, 0 to 1, above which a patch is left out.
-        exclude_dark: the same of folds and black.
+        min_tissue: minimum share of tissue, 0 to 1.
+        min_focus: minimum focus, as measured by `histopipe quality`.
+        exclude_pen: maximum share of pen ink, 0 to 1.
+        exclude_dark: maximum share of folds and black, 0 to 1.
 
     Raises:
         UsageError: a bound is out of range.
@@ -52,14 +52,14 @@ class PatchFilter:
         return self != PatchFilter()
 
     def fit(self, index: Mapping[str, NDArray[Any]], *, where: str) -> NDArray[np.bool_]:
-        """(N,) whether each patch of a slide is fit.
+        """Return which patches of a slide are within the bounds, (N,) bool.
 
         Args:
-            index: the slide's columns.
+            index: columns of the slide.
             where: the slide, for messages.
 
         Raises:
-            UsageError: what a bound is on has not been measured.
+            UsageError: a column with a bound has not been measured.
         """
         kept = np.ones(len(index["crc"]), np.bool_)
         for column, bound, off, command in (
@@ -74,6 +74,6 @@ class PatchFilter:
             readable = index["length"] > 0
             if values is None or (np.isnan(values).all() and readable.any()):
                 raise UsageError(f"{where}: {column} has not been measured", todo=command)
-            # What is not known of one patch, because it is damaged, is within no bound.
+            # NaN, of a damaged patch, is within no bound.
             kept &= (values >= bound) if off == 0 else (values <= bound)
         return kept

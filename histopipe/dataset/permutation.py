@@ -1,6 +1,6 @@
-"""Permutations that are computed, never stored.
+"""Permutations that are computed, not stored.
 
-A generalised Feistel network maps place to patch one to one, so any step of any epoch is known without the steps before it.
+A generalised Feistel network maps positions to numbers one to one, so any step of any epoch is computed directly.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from histopipe.system.hashing import mix
 
 _ROUNDS = 8
 SMALL = 1024
-"""Up to here a permutation is sorted out in memory: on few points a Feistel network reaches few permutations (of 3 points
-it makes only rotations), and sorting costs no more."""
+"""Up to this size a permutation is made by sorting hashes: on few points a Feistel network reaches few permutations (of 3
+points only the rotations), and sorting costs no more."""
 
 _KEPT = 4096
-"""Sorted permutations that are remembered: 8 MB at most."""
+"""Number of cached sorted permutations: 8 MB at most."""
 
 
 def permuted(
@@ -26,15 +26,15 @@ def permuted(
     sizes: int | NDArray[np.integer],
     keys: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """What stands at places of random permutations, in O(1) memory and time for each.
+    """Return the values of random permutations at some positions, in O(1) memory and time each.
 
     Args:
-        places: (N,) each from 0 to below its size.
-        sizes: of the permutations, 1 or more; one for all, or (N,).
-        keys: which permutation of that size, by `combine`; one for all, or (N,).
+        places: (N,) positions, each from 0 to its size - 1.
+        sizes: sizes of the permutations, 1 or more; one for all, or (N,).
+        keys: seeds of the permutations, from `combine`; one for all, or (N,).
 
     Returns:
-        (N,) int64, below the sizes.
+        (N,) int64, from 0 to the sizes - 1.
 
     Source:
         J. Black and P. Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on Z_a × Z_b, with

@@ -1,4 +1,4 @@
-"""Asking a disk for the batches to come while those at hand are decoded."""
+"""Requests to the disk for the next batches while the current ones are decoded."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from histopipe.dataset.batch_sampler import BatchLoader
 
 STEPS_AHEAD = 16
 _KEPT_UP = 256
-"""Steps for which the asking goes on after one had to wait for the disk."""
+"""Number of steps for which requests continue after a step had to wait for the disk."""
 
 
 class ReadAhead:
-    """Loads batches, and asks the disk for those that follow while values come from it.
+    """Loads batches, and requests the values of the following ones from the disk.
 
-    A store in the page cache needs no asking, which would cost a few percent. Whether it is there is told by major page faults,
-    those that waited for a disk.
+    A store in the page cache needs no requests, which would cost a few percent. Major page faults show whether a batch had to
+    wait for the disk. `histopipe.store.extents` explains why the kernel cannot do this.
 
     Args:
-        batches: what is loaded.
-        parts: those of each step that are loaded here.
-        last_step: the one that nothing is wanted from on.
-        steps: how many to ask for ahead; 0 for none, None for `STEPS_AHEAD` while the disk is waited for.
+        batches: batches to load.
+        parts: parts of each step that are loaded here.
+        last_step: first step that is not loaded any more.
+        steps: number of steps to request in advance; 0 for none, None for `STEPS_AHEAD` while batches wait for the disk.
     """
 
     def __init__(
@@ -41,16 +41,15 @@ class ReadAhead:
         self._wanted_until = 0 if steps is None else (1 << 62)
         self._next = 0
         self._lock = threading.Lock()
-        self._asker = ThreadPoolExecutor(1, "histopipe-read-ahead") if self._distance else None
+        self._thread = ThreadPoolExecutor(1, "histopipe-read-ahead") if self._distance else None
         self._window_steps = -(-batches.order.window // batches.batch_size) + 1
-        self.asked_bytes = 0
 
     def load(self, step: int, part: int) -> tuple[Any, ...]:
-        """The fields of a step's part."""
-        if self._asker is None:
+        """Return the fields of a step's part."""
+        if self._thread is None:
             return self._batches.values(step, part)
         if step < self._wanted_until:
-            self._ask_from(step + 1)
+            self._request_from(step + 1)
         before = _major_faults()
         values = self._batches.values(step, part)
         if _major_faults() > before:
@@ -58,28 +57,25 @@ class ReadAhead:
         return values
 
     def close(self) -> None:
-        """Ask no more."""
-        if self._asker is not None:
-            self._asker.shutdown(wait=True, cancel_futures=True)
+        """Stop the requests."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _ask_from(self, first: int) -> None:
+    def _request_from(self, first: int) -> None:
         with self._lock:
             if first + self._distance < self._next - self._window_steps:
-                self._next = first  # begun anew
+                self._next = first  # a new iteration
             begin, end = max(first, self._next), first + self._distance
             if begin < end:
-                end = min(self._last, max(end, self._whole_window(begin)))
+                end = min(self._last, max(end, self._end_of_window(begin)))
                 self._next = end
-        if begin < end and self._asker is not None:
+        if begin < end and self._thread is not None:
             with contextlib.suppress(RuntimeError):  # closed meanwhile: nothing more is wanted
-                self._asker.submit(self._ask, range(begin, end))
+                # An error in the thread is raised again when the step is loaded.
+                self._thread.submit(self._batches.advise, range(begin, end), self._parts)
 
-    def _ask(self, steps: range) -> None:
-        # An error here is met again, and told, by whoever loads the step.
-        self.asked_bytes += self._batches.advise(steps, self._parts)
-
-    def _whole_window(self, step: int) -> int:
-        """The first step behind the window that a step lies in: neighbours on disk are asked for together."""
+    def _end_of_window(self, step: int) -> int:
+        """Return the first step after a step's window: neighbours on disk are requested together."""
         window = self._batches.order.window
         if not window:
             return 0
@@ -90,5 +86,5 @@ class ReadAhead:
 
 
 def _major_faults() -> int:
-    """Page faults of this thread that waited for a disk."""
+    """Return the number of page faults of this thread that waited for a disk."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt

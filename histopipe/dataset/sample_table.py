@@ -1,4 +1,4 @@
-"""Which patches a dataset has: whole slides or chosen rows of them, laid end to end."""
+"""The samples of a dataset: whole groups (slides, bags) or selected rows of them, one after another."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _CAP_DRAW = 201
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """One slide's part in a dataset.
+    """The rows of one slide, or of one bag, in a dataset.
 
     Attributes:
-        store: the store's place in the list of stores.
-        slide: its number there.
-        count: how many patches it brings.
+        store: index of the store in the list of stores.
+        slide: number of the slide in its store.
+        count: number of samples.
         label: class number, `UNLABELLED` for none.
-        rows: (N,) chosen rows; None takes all of `count`.
-        patient: whose slide it is.
+        rows: (N,) int32 selected rows; None for all of `count`.
+        patient: patient of the slide.
     """
 
     store: int
@@ -41,10 +41,10 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleLocations:
-    """Where patches are; (N,) each.
+    """Locations of samples, (N,) each.
 
     Attributes:
-        stores, slides, rows: store in the list, slide number in it, patch number of that.
+        stores, slides, rows: index of the store, number of the slide, row in the slide.
         labels: class numbers, int32.
     """
 
@@ -55,26 +55,26 @@ class SampleLocations:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """The dataset's keys of the patches."""
+        """Keys of the samples in the dataset, (N,) int64."""
         return pack_keys(self.stores, self.slides, self.rows)
 
 
 class SampleTable:
-    """All patches of a dataset, numbered through. Its memory is a row a slide, and 4 bytes for each chosen row.
+    """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
     Args:
-        slides: end to end.
-        max_per_slide: different patches that a slide brings to an epoch, at most. With a seed each epoch draws others, so that
-            all come up within as few epochs as can be; without, they are spread evenly over the slide.
-        seed: of that draw.
+        slides: rows of each slide.
+        max_per_slide: maximum number of samples of a slide per epoch. With a seed, each epoch draws others, so that all are
+            drawn within the fewest epochs; without, they are spread evenly over the slide.
+        seed: seed of the draw.
 
     Attributes:
-        capped: whether there is such a cap.
-        counts, starts: (S,) patches that each slide brings to an epoch, and the number of its first.
+        capped: whether `max_per_slide` is set.
+        counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.
 
     Raises:
-        NothingToDo: there is no patch.
-        UsageError: the cap is not positive.
+        NothingToDo: there is no sample.
+        UsageError: `max_per_slide` is not positive.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SampleTable:
         return int(self._ends[-1])
 
     def locate(self, numbers: NDArray[np.int64], epoch: int = 0) -> SampleLocations:
-        """Where patches of these numbers are; with a cap that depends on the epoch."""
+        """Locate samples by number (N,); with `max_per_slide` the location depends on the epoch."""
         place = np.searchsorted(self._ends, numbers, side="right")
         rows = numbers - self.starts[place]
         if self._cap is not None:
@@ -120,11 +120,11 @@ class SampleTable:
     def _drawn(
         self, place: NDArray[np.int64], rows: NDArray[np.int64], epoch: int
     ) -> NDArray[np.int64]:
-        """Which of a slide's patches its first, second, … in an epoch is."""
+        """Return the row of each sample of an epoch, from its number within its slide."""
         sizes, counts = self._sizes[place], self.counts[place]
         if self._seed is None:
             return rows * sizes // counts
-        # A round of epochs goes through one permutation; its last epoch goes on at the permutation's begin.
+        # A round of epochs uses one permutation once; its last epoch continues at the start of the permutation.
         rounds, number = np.divmod(epoch, -(-sizes // counts))
         at = (number * counts + rows) % sizes
         return permuted(at, sizes, combine(self._seed, _CAP_DRAW, place, rounds))
@@ -133,12 +133,12 @@ class SampleTable:
 def pack_keys(
     stores: NDArray[np.int64], slides: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """A dataset's keys: store << 56 | slide << 32 | row."""
+    """Pack keys (N,) int64: store << 56 | slide << 32 | row."""
     return (stores << 56) | (slides << 32) | rows
 
 
 def unpack_keys(
     keys: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Store, slide number and row of each key."""
+    """Unpack keys into store, slide and row, (N,) each."""
     return keys >> 56, (keys >> 32) & 0xFFFFFF, keys & 0xFFFFFFFF

@@ -45,12 +45,12 @@ def store_paths(path: Any) -> list[Path]:
 
 
 def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, int]:
-    """The number of each class by name.
+    """Return the number of each class by name.
 
     Args:
         classes: names in the order of their numbers, or numbers by name, where several names may share one; the labels
             found, sorted, if not given.
-        found: the labels of the slides.
+        found: labels of the slides.
 
     Raises:
         UsageError: a name comes twice, or numbers are not 0, 1, 2, ….
@@ -87,21 +87,21 @@ def select(
     labels_from: LabelsFrom = "slide",
     patch_filter: PatchFilter | None = None,
 ) -> list[SampleRows]:
-    """The slides of a dataset, in the stores' order.
+    """Select the slides and rows of a dataset, in the order of the stores.
 
     Args:
-        stores: in the order of their ordinals.
+        stores: the stores.
         classes: see `class_numbers`. A slide whose label is none of them counts as unlabelled.
         labels: by slide id, in place of the recorded ones; slides not named here are unlabelled.
-        splits: take only the patches on `side` of these, in place of all of every complete slide.
-        side: which side of the splits.
+        splits: select only the patches on `side`, not all of every complete slide.
+        side: side of the splits.
         labelled_only: leave out slides, or patches, without a label.
-        labels_from: "annotation" takes the classes that are drawn on patches; a slide then comes once for each of them. Splits
-            say themselves what they go by.
-        patch_filter: leave out patches that are not fit.
+        labels_from: "annotation" takes the annotated classes of patches; a slide is then returned once per class. Splits
+            record where their labels come from.
+        patch_filter: bounds for the patches.
 
     Raises:
-        UsageError: more stores than a key can tell apart, classes that make no sense, or labels that name no slide.
+        UsageError: too many stores, wrong classes, or labels of unknown slides.
     """
     if labels is not None and not (isinstance(labels, Mapping) and labels):
         raise UsageError("labels", found=repr(labels), expected="a CSV, or labels by slide id")
@@ -138,14 +138,14 @@ def select(
 
 _Held = Mapping[tuple[int, int], SampleGroup]
 _Part = tuple[tuple[int, int], NDArray[np.int32] | None, str | None]
-"""Store and slide; rows, or None for all that are readable; and the class that is drawn on them: None where the slide's counts,
-empty for none."""
+"""Store and slide; rows, or None for all readable ones; and their annotated class: None to take the label of the slide, empty for
+no class."""
 
 
 def _labels(
     stores: Sequence[SampleSource], labels: LabelById | None, splits: Splits | None, held: _Held
 ) -> dict[tuple[int, int], str | None]:
-    """The label of each slide by store and number."""
+    """Return the label of each slide by store and number."""
     if labels is not None:
         known = {record.id for store in stores for record in store.slides}
         unknown = sorted(set(labels) - known)
@@ -166,7 +166,7 @@ def _whole(stores: Sequence[SampleSource], held: _Held) -> list[_Part]:
 
 
 def _readable(store: SampleSource, slide: int) -> NDArray[np.int32] | None:
-    """Rows that hold a patch, or None if all do. Only a slide with damage has its index read for that."""
+    """Return the rows that can be read, or None if all can. Reads the index of slides with unreadable patches only."""
     record = store.records[slide]
     if record.stored == record.planned:
         return None
@@ -174,7 +174,7 @@ def _readable(store: SampleSource, slide: int) -> NDArray[np.int32] | None:
 
 
 def _by_annotation(stores: Sequence[SampleSource], held: _Held) -> list[_Part]:
-    """A part for each class of each slide."""
+    """Return a part for each annotated class of each slide."""
     parts: list[_Part] = []
     for key in held:
         store = stores[key[0]]
@@ -192,7 +192,7 @@ def _fit(
     rows: NDArray[np.int32] | None,
     patch_filter: PatchFilter | None,
 ) -> NDArray[np.int32] | None:
-    """Those of a slide's rows that are fit."""
+    """Return the rows of a slide that are within the bounds."""
     if patch_filter is None or not patch_filter.active:
         return rows
     fit = patch_filter.fit(
@@ -214,6 +214,6 @@ def _of_splits(splits: Splits, side: Side) -> list[_Part]:
 
 
 def _on(slide: SlideSplit, side: Side) -> NDArray[np.int32] | None:
-    """Rows on one side; None if all are, which costs no memory."""
+    """Return the rows on one side; None if all are, which needs no memory."""
     rows = slide.on(side)
     return None if len(rows) == slide.count else rows

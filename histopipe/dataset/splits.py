@@ -1,7 +1,7 @@
-"""Which patches train, validate and test a model: decided once, written down, read back exactly.
+"""Splits into training, validation and test patches, and the file `splits.json`.
 
-`splits.json` pins the stores by uuid and each slide by its number of patches and a checksum of them, so that a run that is
-resumed sees the same patches or stops.
+The file identifies stores by uuid, and each slide by its number of patches and their checksum. So a resumed run reads the
+same patches, or stops.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from histopipe.system.files import appearing, read_json
 
 DROPPED = -1
 _MOST_PATCHES = 10**8
-"""Of one slide: what is read back may claim anything."""
+"""Maximum number of patches of a slide in a file: it may be damaged."""
 _KINDS = {
     ("store", "slide", "count", "crc"): (int,),
     ("id", "label", "patient"): (str,),
@@ -33,20 +33,20 @@ _KINDS = {
 }
 _NAME = "histopipe-splits"
 _PLAIN, _WITH_LABELS = _VERSIONS = (1, 2)
-"""Version 2 has classes of patches, which who knows only version 1 would take for their slides'."""
+"""Version 2 has classes of patches, which a reader of version 1 would mistake for those of slides."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlideSplit:
-    """One slide's share in a split.
+    """A slide in a split.
 
     Attributes:
-        store, slide: ordinal of the store, number of the slide.
-        id, label, patient, site, content: as recorded; `content` is what copies of one scan share.
+        store, slide: index of the store, number of the slide.
+        id, label, patient, site, content: as recorded; copies of one slide share `content`.
         count, crc: patches planned, and CRC-32 over their CRCs.
         sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
-        labels: (count,) int16 class numbers of patches that have classes of their own, -1 for none; `label` is then what most
-            of them have. None where all are of the slide's.
+        labels: (count,) int16 annotated class numbers of the patches, -1 for none; `label` is then the most frequent
+            one. None where all patches have the label of the slide.
     """
 
     store: int
@@ -62,7 +62,7 @@ class SlideSplit:
     labels: NDArray[np.int16] | None = None
 
     def on(self, side: Side) -> NDArray[np.int32]:
-        """Rows on one side."""
+        """Return the rows on one side."""
         return np.flatnonzero(self.sides == SIDES.index(side)).astype(np.int32)
 
 
@@ -71,9 +71,9 @@ class Splits:
     """A split of labelled slides.
 
     Attributes:
-        split_by, seed, fractions: how it was made; fractions of train, validation and test.
-        uuids: of the stores, in their order.
-        classes: names, in the order of their numbers.
+        split_by, seed, fractions: options of the split; fractions of train, validation and test.
+        uuids: uuids of the stores, in their order.
+        classes: names of the classes, in the order of their numbers.
         slides: every labelled slide.
     """
 
@@ -85,7 +85,7 @@ class Splits:
     slides: tuple[SlideSplit, ...]
 
     def count(self) -> dict[Side, Counter[str]]:
-        """Patches by side and class."""
+        """Count the patches by side and class."""
         counts: dict[Side, Counter[str]] = {side: Counter() for side in SIDES}
         for slide in self.slides:
             for side in SIDES:
@@ -94,7 +94,7 @@ class Splits:
         return counts
 
     def by_class(self, slide: SlideSplit, side: Side) -> dict[str, NDArray[np.int32]]:
-        """A slide's rows on one side, by class."""
+        """Return the rows of a slide on one side, by class."""
         rows = slide.on(side)
         if slide.labels is None:
             return {slide.label: rows}
@@ -102,7 +102,7 @@ class Splits:
         return {self.classes[n]: rows[codes == n] for n in np.unique(codes[codes >= 0]).tolist()}
 
     def leaks(self) -> list[str]:
-        """Patients and copied slides that stand on more than one side, in words."""
+        """Return a line for each patient, and each set of copies, that is on several sides."""
         found = []
         for what, values in (
             ("patient", [slide.patient for slide in self.slides]),
@@ -121,7 +121,7 @@ class Splits:
 
 
 def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
-    """Slides by site and label: a site with one label only lets a model learn the site."""
+    """Count slides by site and label: where a site has one label, a model can learn the site instead."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for slide in slides:
         table[slide.site or "no site"][slide.label] += 1
@@ -129,7 +129,7 @@ def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
 
 
 def write_splits(splits: Splits, path: Path) -> None:
-    """Write `splits.json`; whole or not at all."""
+    """Write `splits.json` by one rename."""
     own = any(slide.labels is not None for slide in splits.slides)
     value = {
         "format": _NAME,
@@ -147,12 +147,12 @@ def write_splits(splits: Splits, path: Path) -> None:
 
 
 def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
-    """Read `splits.json` and hold it against the stores.
+    """Read `splits.json` and compare it with the stores.
 
     Raises:
-        UsageError: it is not there.
-        DamagedStore: it is damaged, or a store no longer holds exactly its patches.
-        UnknownVersion: a later version wrote it.
+        UsageError: the file does not exist.
+        DamagedStore: the file is damaged, or a store has other patches.
+        UnknownVersion: the file is of a later version.
     """
     try:
         value = read_json(path)
@@ -172,7 +172,7 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
 
 
 def recorded_numbers(path: Path) -> dict[str, int]:
-    """The numbers of slides by id in a `splits.json`; none where it cannot be read, which `read_splits` tells."""
+    """Return slide numbers by id from a `splits.json`; none if it cannot be read, which `read_splits` reports."""
     try:
         slides = read_json(path)["slides"]
         return {str(slide["id"]): int(slide["slide"]) for slide in slides}
@@ -181,7 +181,7 @@ def recorded_numbers(path: Path) -> dict[str, int]:
 
 
 def trained_on(path: Path) -> set[str]:
-    """Ids of the slides in a `splits.json` that a training saw any patch of; none where it cannot be read."""
+    """Return the ids of training and validation slides in a `splits.json`; none if it cannot be read."""
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
@@ -191,7 +191,7 @@ def trained_on(path: Path) -> set[str]:
 
 
 def patches_crc(store: SampleSource, slide: int) -> int:
-    """CRC-32 over the CRCs of a slide's patches: which pixels it holds, in which order."""
+    """Return the CRC-32 over the CRCs of a slide's patches, which identifies its pixels and their order."""
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())
 
 
@@ -277,7 +277,7 @@ def _packed(values: NDArray[Any]) -> str:
 
 def _unpacked(text: str, dtype: Any, count: int) -> NDArray[Any]:
     kind = np.dtype(dtype).newbyteorder("<")
-    # Bounded by the count, whatever the file claims to expand to.
+    # Limited by the count: a damaged file may expand to any size.
     raw = zlib.decompressobj().decompress(base64.b64decode(text), max(1, count * kind.itemsize))
     values = np.frombuffer(raw, kind)
     if len(values) != count:

@@ -1,4 +1,4 @@
-"""Batches served to tf.data. TensorFlow supplies threads, order and prefetch, and nothing else."""
+"""Batches as a `tf.data.Dataset`. TensorFlow supplies threads, order and prefetch only."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from histopipe.errors import UsageError
 if TYPE_CHECKING:
     import tensorflow as tf
 
-_sources: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
+_feeds: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
 
 
 @atexit.register
 def _settle_all() -> None:
-    for source in list(_sources):
-        source.settle()
+    for feed in list(_feeds):
+        feed.settle()
 
 
 class BatchFeed:
-    """Serves batches to tf.data and remembers what went wrong.
+    """Loads batches for tf.data and keeps the first failure.
 
-    An exception inside a tf.data function loses its type, and the iterator would go on behind it with a batch missing. So
-    the first failure is kept in `failure`, and every later batch fails with it too.
+    An exception in a tf.data function loses its type, and the iterator would continue after it with a batch missing. So the
+    first failure is kept in `failure`, and every later batch fails with it too.
 
     Args:
-        batches: what is served.
-        parts: which parts of each step, in turn; all of them if not given.
+        batches: batches to load.
+        parts: parts of each step, in turn; all if not given.
     """
 
     def __init__(self, batches: BatchLoader, parts: Sequence[int] | None = None) -> None:
@@ -45,7 +45,7 @@ class BatchFeed:
         self._ahead: ReadAhead | None = None
         self._lock = threading.Lock()
         self._running = 0
-        _sources.add(self)
+        _feeds.add(self)
 
     def dataset(
         self,
@@ -56,12 +56,14 @@ class BatchFeed:
         prefetch: int | None = None,
         read_ahead: int | None = None,
     ) -> tf.data.Dataset:
-        """Steps `first_step` to `last_step` - 1, one element a step and part, parts in turn.
+        """Return a dataset of steps `first_step` to `last_step` - 1, one element per step and part.
 
         Args:
-            parallel_calls: batches loaded at once.
+            first_step: first step.
+            last_step: first step that is not included.
+            parallel_calls: batches loaded at the same time.
             prefetch: steps kept ready.
-            read_ahead: see `ReadAhead`. All three as the batches have them, if not given.
+            read_ahead: steps requested from the disk in advance, see `ReadAhead`. The batches have the defaults of all three.
 
         Raises:
             UsageError: this process was forked after TensorFlow had run.
@@ -78,17 +80,17 @@ class BatchFeed:
         types = [tf.as_dtype(field.dtype) for field in batches.fields]
         distance = batches.read_ahead if read_ahead is None else read_ahead
         self._ahead = ReadAhead(batches, self.parts, last_step, distance)
-        # TensorFlow keeps every such function for ever, and would keep the stores open with it.
-        source = weakref.ref(self)
+        # TensorFlow never frees such a function, so it must not keep the stores open.
+        feed = weakref.ref(self)
 
         def load_numpy(element: Any) -> tuple[Any, ...]:
-            alive = source()
+            alive = feed()
             if alive is None:
                 raise RuntimeError("the dataset is gone")
             return alive.load(int(element))
 
         def load(element: tf.Tensor) -> dict[str, tf.Tensor]:
-            # Not stateful: it is a pure function, and op determinism would run it one at a time.
+            # Not stateful: it is a pure function, and op determinism runs stateful ones one at a time.
             values = tf.numpy_function(load_numpy, [element], types, stateful=False)
             for value, shape in zip(values, shapes, strict=True):
                 value.set_shape(shape)
@@ -97,22 +99,22 @@ class BatchFeed:
         calls = parallel_calls or batches.parallel_calls or len(os.sched_getaffinity(0))
         dataset = tf.data.Dataset.range(first_step * parts, last_step * parts)
         dataset = dataset.map(load, num_parallel_calls=calls, deterministic=True)
-        dataset.source = (
-            self  # which thus lives as long as the dataset, its iterators and what is made of it
+        dataset.feed = (
+            self  # keeps it alive as long as the dataset, its iterators and derived datasets
         )
         ready = batches.prefetch if prefetch is None else prefetch
         if ready:
             dataset = dataset.prefetch(ready * parts)
         options = tf.data.Options()
-        # Nothing here is left to tune, and ending an iterator would wait for the tuner's sleep: up to 7 s an epoch.
+        # Nothing is left to tune, and closing an iterator would wait for the tuner: up to 7 s per epoch.
         options.autotune.enabled = False
         return dataset.with_options(options)
 
     def settle(self) -> None:
-        """Fail all that is still to be loaded, and wait for what is under way.
+        """Make every further load fail, and wait for those in progress.
 
-        Called for every source when Python ends: TensorFlow waits for loads under way, and these would wait for Python's lock,
-        which is gone by then. A program that ended with an iterator half-way was seen to hang so, every time.
+        Called for every feed when Python ends: TensorFlow waits for loads in progress, and these would wait for Python's lock
+        for ever. A program that ended in the middle of an iteration hung every time.
         """
         self.failure = self.failure or RuntimeError("the iterator was dropped")
         if self._ahead is not None:
@@ -123,10 +125,10 @@ class BatchFeed:
             time.sleep(0.01)
 
     def load(self, element: int) -> tuple[Any, ...]:
-        """The fields of one element of `dataset`.
+        """Load the fields of one element of `dataset`.
 
         Raises:
-            Exception: what went wrong with this one or any before.
+            Exception: the failure of this load or of an earlier one.
         """
         if self.failure is not None or self._ahead is None:
             raise self.failure or RuntimeError("no dataset has been made")
@@ -145,8 +147,8 @@ class BatchFeed:
 
 
 def _refuse_fork() -> None:
-    """TensorFlow's threads do not come along into a forked process, which then waits for them for ever."""
-    from tensorflow.python.eager import context  # the one place that tells whether it has run
+    """Refuse a forked process: TensorFlow's threads are not copied, and it would wait for them for ever."""
+    from tensorflow.python.eager import context  # nothing public shows whether it has run
 
     running = context.context()._initialized
     names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))

@@ -32,7 +32,7 @@ def sample_batches(stores: Sequence[Store], batch_size: int) -> PatchBatches:
 
 
 def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float | None:
-    """Reading values past the page cache, by so many threads; None where the filesystem cannot do that (tmpfs)."""
+    """Measure reads of values past the page cache; None where the filesystem does not support them (tmpfs)."""
     extents, values = _extents(batches, int(2000 * seconds))
     if not extents:
         return None
@@ -64,7 +64,7 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
 
 
 def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
-    """Looking values up and touching their pages in the page cache, one thread."""
+    """Measure lookups of values in the page cache by one thread."""
     keys = _keys(batches, 64)
 
     def look(turn: int) -> int:
@@ -80,7 +80,7 @@ def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
 
 
 def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float:
-    """Decoding values at hand into one reused buffer a thread: what no reader on these cores can exceed."""
+    """Measure decoding into one reused buffer per thread: the upper limit of a reader on these cores."""
     values = [
         batches.stores[o].value(s, r)
         for o, ss, rs in _keys(batches, 8)
@@ -100,7 +100,7 @@ def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float
 
 
 def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -> float:
-    """The whole reader through tf.data, its first batches not counted."""
+    """Measure the whole reader through tf.data, without its first batches."""
     source = BatchFeed(batches)
     try:
         steps = iter(source.dataset(0, _LONGEST_RUN, parallel_calls=parallel_calls))
@@ -116,7 +116,7 @@ def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -
 
 
 def _keys(batches: PatchBatches, steps: int) -> list[tuple[int, list[int], list[int]]]:
-    """Store, slides and rows of a sample, store by store."""
+    """Return store, slides and rows of the first steps, store by store."""
     found = []
     for step in range(min(steps, batches.steps_per_epoch)):
         ordinals, slides, rows = unpack_keys(np.sort(batches.locate(step)[0].keys))
@@ -127,7 +127,7 @@ def _keys(batches: PatchBatches, steps: int) -> list[tuple[int, list[int], list[
 
 
 def _extents(batches: PatchBatches, most: int) -> tuple[list[tuple[str, int, int]], int]:
-    """File, offset and length of values, in the order of batches, and how many values these are."""
+    """Return file, offset and length of values, in the order of batches, and the number of values."""
     found, values = [], 0
     for ordinal, slides, rows in _keys(batches, -(-most // batches.batch_size)):
         store = batches.stores[ordinal]
@@ -139,7 +139,7 @@ def _extents(batches: PatchBatches, most: int) -> tuple[list[tuple[str, int, int
 
 
 def _timed(workers: Sequence[Callable[[int], int]], seconds: float) -> float:
-    """What workers count in a second together; each is called over and over with the number of its turn."""
+    """Return the sum of what the workers count per second; each is called again and again with the number of its call."""
     counts = [0] * len(workers)
     stop = threading.Event()
     failures: list[Exception] = []
@@ -161,7 +161,7 @@ def _timed(workers: Sequence[Callable[[int], int]], seconds: float) -> float:
         for thread in threads:
             thread.join()
     finally:
-        stop.set()  # interrupted: they must not outlive this
+        stop.set()  # interrupted: they must end
     if failures:
         raise failures[0]
     return sum(counts) / (time.perf_counter() - begun)

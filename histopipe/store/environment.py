@@ -1,7 +1,7 @@
-"""The LMDB environment under a store, opened once a process.
+"""The LMDB environment of a store, opened once per process.
 
-LMDB forbids opening one environment twice in a process, is not to be used by a forked child, and kills the process by SIGBUS
-where the file is shorter than its pages say. All three are dealt with here and nowhere else.
+LMDB forbids opening an environment twice in a process and using it in a forked child, and the process gets a SIGBUS if the file
+is shorter than LMDB's pages say. This module handles all three.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from histopipe.store.handle import open_handle, read_map_size
 from histopipe.store.lmdb_errors import mapped_errors
 
 T = TypeVar("T")
-
-_LONGEST_READ = 5.0
 
 
 @dataclass(slots=True)
@@ -130,21 +128,15 @@ class Environment:
         """As `close`, for finalisers: these run anywhere, even in a thread that holds the lock."""
         _leaving.append(self)
 
-    def pause(self) -> None:
-        """Begin no read until `go_on`, and wait for those under way, but not for ever: this thread's own cannot end."""
-        self._idle.acquire()
-        self._idle.wait_for(lambda: self._readers == 0, _LONGEST_READ)
+    def close_in_child(self) -> bool:
+        """Close a forked child's copy; return False if that is impossible.
 
-    def go_on(self) -> None:
-        """After `pause`."""
-        self._idle.release()
-
-    def abandon(self) -> None:
-        """In a forked child, after `pause` in its parent: close what can be closed without touching the parent's."""
+        A transaction that was in progress has a slot in the lock file, which closing would take from the parent.
+        """
         if self.writable or self._readers:
-            _lost.add(self.real_path)
-        else:
-            self.handle.close()
+            return False
+        self.handle.close()
+        return True
 
     def _take(self) -> None:
         with _registry_lock:
@@ -189,34 +181,19 @@ _registry: dict[str, Environment] = {}
 _registry_lock = threading.Lock()
 _leaving: deque[Environment] = deque()
 """To be closed when next an environment is opened."""
-_lost: set[str] = set()
-"""In a forked child: what the parent was reading just then."""
+_unusable: set[str] = set()
+"""In a forked child: environments that the parent was using during the fork."""
 
 
-def _before_fork() -> None:
-    """No read may be under way: its slot in the lock file would be shared with the child, and given back by it."""
-    _registry_lock.acquire()
-    for environment in _registry.values():
-        environment.pause()
-
-
-def _after_fork() -> None:
-    for environment in _registry.values():
-        environment.go_on()
-    _registry_lock.release()
-
-
-def _after_fork_in_child() -> None:
-    """The parent's environments are of no use here; LMDB lets them be opened anew only once they are closed."""
-    for environment in _registry.values():
-        environment.abandon()
+def _close_in_child() -> None:
+    """Close the parent's environments in a forked child, so that LMDB lets the child open them again."""
+    global _registry_lock  # noqa: PLW0603 - another thread of the parent may have held it
+    _registry_lock = threading.Lock()
+    _unusable.update(path for path, env in _registry.items() if not env.close_in_child())
     _registry.clear()
-    _registry_lock.release()
 
 
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _registry_key(path: Path) -> str:
@@ -235,7 +212,7 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
     while _leaving:
         _leaving.popleft().close()
     with _registry_lock:
-        if _registry_key(path) in _lost:
+        if _registry_key(path) in _unusable:
             raise UsageError(
                 f"{path} was being read or written when this process was forked, and cannot be opened in it",
                 todo="start processes by spawn or forkserver: multiprocessing.get_context('spawn')",

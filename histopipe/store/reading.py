@@ -1,10 +1,10 @@
-"""One read transaction on a store's patches: their values, their index columns, and where they lie in the file."""
+"""One read transaction on a store's patches: their values and their index columns."""
 
 from __future__ import annotations
 
-import ctypes
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -12,22 +12,33 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.store.environment import Environment
+from histopipe.store.extents import find_extents
 from histopipe.store.format import INDEX, PATCHES, decode_index, patch_key, slide_key
 from histopipe.store.record import SlideRecord
 
-_SMALL_BLOCK = 65536
-"""Larger than any page, so that a longer block has pages of its own; 64 kB are 1,800 patches."""
-_NODE_HEADER = 8
-_NOWHERE, _AMONG_KEYS = (-1, -1), (0, 0)
-_BIG_DATA = 0x01
-"""LMDB's flag of a value that lies on pages of its own."""
 
-Columns = dict[tuple[int, int, str], tuple[tuple[int, int], NDArray[Any]]]
-"""By generation of the map, slide and name: first page and length of a column's block, and the column."""
+class CachedColumn(NamedTuple):
+    """A column of a slide's index as a view of LMDB's map.
+
+    Attributes:
+        generation: generation of the map.
+        transaction: id of the transaction; one with the same id sees the same pages.
+        patches_crc: CRC-32 over the CRCs of the slide's patches.
+        values: the column, (N,).
+    """
+
+    generation: int
+    transaction: int
+    patches_crc: int
+    values: NDArray[Any]
+
+
+Columns = dict[tuple[int, str], CachedColumn]
+"""Cached columns by slide and name."""
 
 
 class Reading:
-    """What one transaction sees. Nothing it gives may be touched after the transaction has ended.
+    """A read transaction. Views that it returns must not be used after it has ended.
 
     Made by `Store.reading`.
     """
@@ -42,12 +53,13 @@ class Reading:
         self._environment, self._transaction = environment, transaction
         self._records, self._columns = records, columns
         self._patches = environment.databases[PATCHES]
+        self._id = int(transaction.id())
 
     def value(self, slide: int, row: int) -> memoryview:
-        """A patch's file, empty if it was unreadable. Its pages are read from disk here, without Python's lock.
+        """Return the file of a patch; empty if the patch was unreadable. Reads its pages from disk, without Python's lock.
 
         Raises:
-            DamagedStore: there is none.
+            DamagedStore: the value is missing.
         """
         value = self._transaction.get(patch_key(slide, row), db=self._patches)
         if value is None:
@@ -55,102 +67,59 @@ class Reading:
         return memoryview(value)
 
     def column(self, slide: int, name: str) -> NDArray[Any]:
-        """A column of a slide's index, one row a patch: a view of LMDB's map, in memory that is no process's own.
+        """Return a column of a slide's index, (N,), as a view of LMDB's map, which costs no memory per patch.
 
-        It is looked up once and remembered, since LMDB touches every page of a block that is asked for. A block on pages of
-        its own stays where it is until it is written anew, as when its slide gets other labels; where it is costs little to
-        ask. A small one is copied: it shares its page with others, which is written anew elsewhere with each of them.
+        Views are cached until something is written, since LMDB touches every page of a block that it looks up.
 
         Raises:
-            DamagedStore: as `index`.
+            DamagedStore: as `index`; or the slide has been replaced since its columns were first read.
         """
-        key = (self._environment.generation, slide, name)
-        place, found = self._columns.get(key, (_NOWHERE, None))
-        now = self._place_of_index(slide)
-        if found is None or now != place:
-            found = self.index(slide, copied=False)[name]
-            self._columns[key] = now, found
-        return found
-
-    def _place_of_index(self, slide: int) -> tuple[int, int]:
-        """First page and length of a slide's index block. A block of other columns may begin where an old one did."""
-        database = self._environment.databases[INDEX]
-        with self._transaction.cursor(db=database) as cursor:
-            for key in cursor.getmulti([slide_key(slide)], values=False):
-                return _place(key) or _AMONG_KEYS
-        return _AMONG_KEYS
+        generation = self._environment.generation
+        cached = self._columns.get((slide, name))
+        if cached is not None and cached[:2] == (generation, self._id):
+            return cached.values
+        columns = self.index(slide, copied=False)
+        patches_crc = zlib.crc32(columns["crc"].tobytes())
+        if cached is not None and cached.patches_crc != patches_crc:
+            raise DamagedStore(
+                f"{self.where(slide)}: its patches have been replaced since the store was opened",
+                todo="open the store again",
+            )
+        self._columns[slide, name] = CachedColumn(generation, self._id, patches_crc, columns[name])
+        return columns[name]
 
     def index(self, slide: int, *, copied: bool = True) -> dict[str, NDArray[Any]]:
-        """A slide's columns, (N,) each, one row a patch.
+        """Return the columns of a slide's index by name, (N,) each, one row per patch.
+
+        Args:
+            slide: number of the slide.
+            copied: False returns views of LMDB's map, valid in this transaction.
 
         Raises:
-            DamagedStore: the block is missing, damaged, or not of the length its record says.
+            DamagedStore: the block is missing or damaged, or its length differs from the record's.
         """
         where = self.where(slide)
         block = self._transaction.get(slide_key(slide), db=self._environment.databases[INDEX])
         if block is None:
             raise DamagedStore(f"{where}: its index is missing")
-        small = len(block) <= _SMALL_BLOCK
-        columns = decode_index(
-            slide_key(slide), bytes(block) if copied or small else block, where=where
-        )
+        columns = decode_index(slide_key(slide), bytes(block) if copied else block, where=where)
         rows, expected = len(columns["crc"]), self._records[slide].planned
         if rows != expected:
             raise DamagedStore(f"{where}: rows of its index", found=rows, expected=expected)
         return columns
 
     def extents(self, keys: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        """Where values lie in data.mdb, found without touching them.
-
-        Values small enough to lie among the keys are left out: looking for them has read them.
+        """Find where the values of patches are in data.mdb, without reading them; see `find_extents`.
 
         Args:
-            keys: slide and row of patches, best in rising order.
+            keys: slide and row of each patch, best in rising order.
 
         Returns:
-            (N, 2) offset and length, bytes, rising; neighbours are joined.
+            (N, 2) offset and length, bytes.
         """
-        page_size = int(self._transaction.stat(self._patches)["psize"])
-        found = []
-        with self._transaction.cursor(db=self._patches) as cursor:
-            packed = [patch_key(*key) for key in keys]
-            for key in cursor.getmulti(packed, values=False):
-                place = _place(key)
-                if place is not None:
-                    found.append((place[0] * page_size, place[1]))
-        return _joined(np.array(sorted(found), np.int64).reshape(-1, 2), page_size)
+        packed = [patch_key(*key) for key in keys]
+        return find_extents(self._transaction, self._patches, packed)
 
     def where(self, slide: int) -> str:
-        """A slide's name for a message."""
+        """Return the store and id of a slide, for messages."""
         return f"{self._environment.path}, slide {self._records[slide].id}"
-
-
-class _Node(ctypes.Structure):
-    _fields_ = (("fields", ctypes.c_uint16 * 4),)
-
-
-def _place(key: bytes | memoryview) -> tuple[int, int] | None:
-    """First page and length, with that page's header, of a value that lies on pages of its own; None of one that does not.
-
-    Args:
-        key: in LMDB's map, as a cursor gives it.
-
-    Source:
-        LMDB 0.9, mdb.c: a leaf's node is 2 × 16 bits of size, 16 of flags, 16 of the key's length, the key, and then, if
-        the flag F_BIGDATA is set, the number of the first page of the value.
-    """
-    address = np.frombuffer(key, np.uint8).__array_interface__["data"][0]
-    low, high, flags, length = _Node.from_address(address - _NODE_HEADER).fields
-    if not flags & _BIG_DATA or length != len(key):
-        return None
-    return ctypes.c_uint64.from_address(address + length).value, (high << 16 | low) + 16
-
-
-def _joined(extents: NDArray[np.int64], page_size: int) -> NDArray[np.int64]:
-    """Extents of whole pages, neighbours as one."""
-    if not len(extents):
-        return extents
-    first = extents[:, 0]
-    end = first + -(-extents[:, 1] // page_size) * page_size
-    starts = np.flatnonzero(np.append(True, first[1:] > end[:-1]))
-    return np.stack([first[starts], np.maximum.reduceat(end, starts) - first[starts]], axis=1)
