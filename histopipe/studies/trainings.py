@@ -143,7 +143,7 @@ def share_devices(devices: str, trainings: int) -> list[str]:
         return [devices] * trainings
     if len(gpus) < trainings:
         raise UsageError(
-            "--parallel-folds", found=trainings, expected=f"at most {len(gpus)}: one per GPU"
+            "--parallel-folds", found=trainings, expected=f"at most one per GPU: {len(gpus)}"
         )
     return [f"gpu:{','.join(gpus[first::trainings])}" for first in range(trainings)]
 
