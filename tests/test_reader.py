@@ -841,6 +841,8 @@ def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
     assert run("bench", made_store, "--seconds", "nan").returncode == 2
 
 
+# Keras converts tensors in a way that numpy warns of.
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_training_goes_on_without_damaged_patches(
     small_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -854,7 +856,7 @@ def test_training_goes_on_without_damaged_patches(
     skipping = settings | {"on_error": "skip"}
     histopipe.train(
         path, out=tmp_path / "r2", epochs=1, balance="class", max_per_slide=500,
-        augmentations=("flips", "crop", "stain", "colour"), **skipping,
+        augment=("flips", "crop", "stain", "colour"), **skipping,
     )  # fmt: skip
     assert "2 damaged patches were skipped" in capfd.readouterr().err
     histopipe.train(out=tmp_path / "r2", resume=True, epochs=2, in_process=True)
