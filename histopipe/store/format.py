@@ -169,13 +169,15 @@ def corrected(key: bytes, data: bytes) -> bytes | None:
         The object, sealed again; None if more than one byte before the checksum is wrong.
     """
     body, mark, digits = _NEARLY_SEAL.sub(_SEAL, data).rpartition(_SEAL)
-    if not mark or not digits.rstrip(b"}").isdigit():
+    if not mark:
         return None
     body += b"}"
     right = b"%d}" % value_crc(key, body)
     if len(right) == len(digits) and sum(map(operator.ne, right, digits)) <= 1:
         return body[:-1] + mark + right
-    difference = value_crc(key, body) ^ int(digits.rstrip(b"}"))
+    if not digits[:-1].isdigit():
+        return None
+    difference = value_crc(key, body) ^ int(digits[:-1])
     table = np.array([zlib.crc32(bytes([b])) ^ zlib.crc32(b"\0") for b in range(256)], np.int64)
     effect = table  # on the checksum, of each change of the last byte; then of bytes before it
     for position in reversed(range(len(body))):
