@@ -1,12 +1,12 @@
-"""From a folder of whole-slide images to a trained patch model.
+"""From a folder of whole-slide images to a trained model. Every command is a function of the same name.
 
     import histopipe
-    store = histopipe.open_store("patches.lmdb")
-    patch = store.read("slide-id", 7)  # (H, W, 3) uint8
-    dataset = histopipe.load_dataset("patches.lmdb", batch_size=64, seed=1)
+    histopipe.ingest("slides/", "patches.lmdb")
     result = histopipe.train("patches.lmdb", out="runs/first")
+    dataset = histopipe.load_dataset("patches.lmdb", batch_size=64, seed=1)
+    patch = histopipe.open_store("patches.lmdb").read("slide-id", 7)  # (H, W, 3) uint8
 
-Importing this loads neither TensorFlow nor OpenSlide: every name is fetched when it is first used.
+Importing this loads neither TensorFlow nor OpenSlide: each name is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -19,15 +19,22 @@ from histopipe.errors import HistopipeError
 
 if TYPE_CHECKING:
     from histopipe.dataset.loader import load_dataset
+    from histopipe.diagnostics.doctor import doctor
+    from histopipe.exporting.export import export
     from histopipe.inference.embed import embed
     from histopipe.inference.predict import predict
+    from histopipe.ingestion.ingest import import_coords, ingest
+    from histopipe.ingestion.preview import plan
     from histopipe.maintenance.compact import compact
+    from histopipe.maintenance.info import info
     from histopipe.maintenance.merge import merge
     from histopipe.maintenance.remove import remove
+    from histopipe.maintenance.repair import repair
     from histopipe.maintenance.split import split
     from histopipe.maintenance.verify import verify
     from histopipe.measure.annotate import annotate
-    from histopipe.measure.quality import measure_quality
+    from histopipe.measure.quality import quality
+    from histopipe.measure.stains import stains
     from histopipe.reports.heatmap import heatmap
     from histopipe.reports.report import report
     from histopipe.runs.train import train
@@ -35,6 +42,7 @@ if TYPE_CHECKING:
     from histopipe.studies.compare import compare
     from histopipe.studies.cross_validation import cross_validate
     from histopipe.studies.tune import tune
+    from histopipe.training.bench import bench
 
 __all__ = [
     "HistopipeError",
@@ -42,48 +50,71 @@ __all__ = [
     "StoreSet",
     "__version__",
     "annotate",
+    "bench",
     "compact",
     "compare",
     "cross_validate",
+    "doctor",
     "embed",
+    "export",
     "heatmap",
+    "import_coords",
+    "info",
+    "ingest",
     "load_dataset",
-    "measure_quality",
     "merge",
     "open_store",
+    "plan",
     "predict",
+    "quality",
     "remove",
+    "repair",
     "report",
     "split",
+    "stains",
     "train",
     "tune",
     "verify",
 ]
 
-_HOME = {
+_MODULES = {
     "Store": "histopipe.store.store",
     "StoreSet": "histopipe.store.store",
     "annotate": "histopipe.measure.annotate",
+    "bench": "histopipe.training.bench",
     "compact": "histopipe.maintenance.compact",
     "compare": "histopipe.studies.compare",
     "cross_validate": "histopipe.studies.cross_validation",
+    "doctor": "histopipe.diagnostics.doctor",
     "embed": "histopipe.inference.embed",
+    "export": "histopipe.exporting.export",
     "heatmap": "histopipe.reports.heatmap",
+    "import_coords": "histopipe.ingestion.ingest",
+    "info": "histopipe.maintenance.info",
+    "ingest": "histopipe.ingestion.ingest",
     "load_dataset": "histopipe.dataset.loader",
-    "measure_quality": "histopipe.measure.quality",
     "merge": "histopipe.maintenance.merge",
     "open_store": "histopipe.store.store",
+    "plan": "histopipe.ingestion.preview",
     "predict": "histopipe.inference.predict",
+    "quality": "histopipe.measure.quality",
     "remove": "histopipe.maintenance.remove",
+    "repair": "histopipe.maintenance.repair",
     "report": "histopipe.reports.report",
     "split": "histopipe.maintenance.split",
+    "stains": "histopipe.measure.stains",
     "train": "histopipe.runs.train",
     "tune": "histopipe.studies.tune",
     "verify": "histopipe.maintenance.verify",
 }
+"""The module of each public name that is imported late."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'histopipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

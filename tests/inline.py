@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import pytest
 
 import histopipe.cli as command_line
-from histopipe.ingest import storing
+from histopipe.ingestion import storing
 
 T = TypeVar("T")
 WITH_POOLS = (
-    "histopipe.ingest.ingest_slides",
-    "histopipe.ingest.checks",
-    "histopipe.ingest.preview",
+    "histopipe.ingestion.ingest_slides",
+    "histopipe.ingestion.checks",
+    "histopipe.ingestion.preview",
     "histopipe.measure.columns",
 )
 Run = Callable[..., subprocess.CompletedProcess[str]]

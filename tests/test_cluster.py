@@ -18,8 +18,8 @@ from test_maintenance import contents
 
 import histopipe
 from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
-from histopipe.ingest.cluster.dask_cluster import connected
-from histopipe.ingest.cluster.part_store import parts_locked
+from histopipe.ingestion.cluster.dask_cluster import connected
+from histopipe.ingestion.cluster.part_store import parts_locked
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
 from histopipe.store.recorded import recorded
@@ -265,7 +265,7 @@ def test_wrong_clusters_are_told(tmp_path: Path) -> None:
 
 
 def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("histopipe.ingest.cluster.dask_cluster._SECONDS", 1.0)
+    monkeypatch.setattr("histopipe.ingestion.cluster.dask_cluster._SECONDS", 1.0)
     with (
         pytest.raises(MachineShort, match=r"no scheduler answers at tcp://127\.0\.0\.1:9"),
         connected("tcp://127.0.0.1:9"),

@@ -17,11 +17,11 @@ import pytest
 from conftest import COMMAND, Run, make_slides
 
 from histopipe.geometry import Mpp
-from histopipe.ingest.cluster import dask_cluster
-from histopipe.ingest.cluster.cluster_ingest import ingest_on_cluster
-from histopipe.ingest.cluster.slide_worker import ClusterSettings, IngestedSlide
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.report import Status
+from histopipe.ingestion.cluster import dask_cluster
+from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.report import Status
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
 from histopipe.store.recorded import recorded
@@ -110,7 +110,7 @@ def begin(
 
 HOLD = """
 import os, time
-from histopipe.ingest import planning
+from histopipe.ingestion import planning
 
 original = planning.plan_slide
 

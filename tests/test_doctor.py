@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from histopipe.doctor import graphics, libraries, machine
-from histopipe.doctor.check import Check, State
-from histopipe.doctor.doctor import DoctorReport
-from histopipe.doctor.graphics import Driver
-from histopipe.doctor.probe import Device, Probe
+from histopipe.diagnostics import graphics, libraries, machine
+from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.doctor import DoctorReport
+from histopipe.diagnostics.graphics import Driver
+from histopipe.diagnostics.probe import Device, Probe
 from histopipe.errors import ExitCode
 from histopipe.system.filesystems import filesystem_of
 

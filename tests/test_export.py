@@ -18,9 +18,9 @@ from test_reader import a_store, flip_a_byte, jpegs
 from test_store import RECORD, SPEC
 
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
-from histopipe.export import index
-from histopipe.export.export import export
-from histopipe.export.patches import ExportResult
+from histopipe.exporting import index
+from histopipe.exporting.export import export
+from histopipe.exporting.patches import ExportResult
 from histopipe.store.format import value_crc
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -166,7 +166,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
             raise KeyboardInterrupt
         return value_crc(*arguments)
 
-    monkeypatch.setattr("histopipe.export.patches.value_crc", stopping)
+    monkeypatch.setattr("histopipe.exporting.patches.value_crc", stopping)
     with pytest.raises(Interrupted, match=r"1 of \d files complete"):
         exported(store, out=parts, to=to, shard_patches=10)
     monkeypatch.undo()

@@ -142,7 +142,7 @@ def workers_of(pid: int) -> list[int]:
 
 FAULTY = """
 import ctypes, os, time
-from histopipe.ingest import pipeline, planning, storing
+from histopipe.ingestion import pipeline, planning, storing
 
 def plan_slide(slide, *others):
     if "segfault-at-once" in slide.id:

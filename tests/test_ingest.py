@@ -26,13 +26,13 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingest.decisions import Action, PendingSlide, decide
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.pipeline import Pipeline
-from histopipe.ingest.progress import IngestProgress
-from histopipe.ingest.report import Status
-from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.storing import close_all, store_chunk
+from histopipe.ingestion.decisions import Action, PendingSlide, decide
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.pipeline import Pipeline
+from histopipe.ingestion.progress import IngestProgress
+from histopipe.ingestion.report import Status
+from histopipe.ingestion.route import AskedRoute
+from histopipe.ingestion.storing import close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint
 from histopipe.store.claims import Claims
@@ -487,7 +487,7 @@ def test_a_disk_that_fills_midway_keeps_what_is_complete(
     before = contents(out)
     # Nobody else writes meanwhile: the estimate itself is made to miss, as a file that grows would make it.
     code = (
-        "from histopipe.ingest import pipeline as p\n"
+        "from histopipe.ingestion import pipeline as p\n"
         "p.free_bytes = lambda path: 1 << 40\n"
         "if __name__ == '__main__':\n"
         "    from histopipe.cli import main\n"
@@ -621,7 +621,7 @@ def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Pa
 
 CRASHING = """
 import os
-from histopipe.ingest import pipeline, planning, storing
+from histopipe.ingestion import pipeline, planning, storing
 
 def plan_slide(slide, *others):
     if "evil" in slide.id:
@@ -644,7 +644,7 @@ def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None
     (tmp_path / "crashing.py").write_text(CRASHING)
     code = (
         "import crashing\n"
-        "from histopipe.ingest import pipeline as p\n"
+        "from histopipe.ingestion import pipeline as p\n"
         "p.plan_slide = crashing.plan_slide\n"
         "p.store_chunk = crashing.store_chunk\n"
         "if __name__ == '__main__':\n"

@@ -18,10 +18,10 @@ from inline import Run, in_process
 from histopipe.cli import COMMANDS
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import Mpp
-from histopipe.ingest.ingest import import_coords, ingest
-from histopipe.ingest.options import IngestOptions
-from histopipe.ingest.preview import plan
-from histopipe.ingest.request import ImportSettings, IngestSettings
+from histopipe.ingestion.ingest import import_coords, ingest
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.preview import plan
+from histopipe.ingestion.request import ImportSettings, IngestSettings
 from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
 from histopipe.measure.stains import stains
@@ -123,7 +123,7 @@ def test_wrong_options_are_errors(tmp_path: Path, settings: Any, says: str) -> N
 
 SCRIPT = """
 from histopipe.geometry import Mpp
-from histopipe.ingest.ingest import ingest
+from histopipe.ingestion.ingest import ingest
 report = ingest("in", "s.lmdb", patch_size=64, workers=2)
 print(len(report.slides), report.exit_code)
 """

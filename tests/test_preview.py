@@ -13,8 +13,8 @@ from inline import in_process
 from test_ingest import CMU, TCGA, contents
 
 from histopipe.errors import UsageError
-from histopipe.ingest import checks
-from histopipe.ingest.options import IngestOptions
+from histopipe.ingestion import checks
+from histopipe.ingestion.options import IngestOptions
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
 from histopipe.tiling.spec import TilingSpec

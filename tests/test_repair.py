@@ -24,7 +24,7 @@ from test_reader import flip_bytes
 from test_verify import edited, patched
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingest.ingest_slides import ingest_slides
+from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.repair import RepairResult
 from histopipe.maintenance.repair import repair as repair_store

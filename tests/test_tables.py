@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from histopipe.errors import UsageError
-from histopipe.ingest.records import labelled, patient_of, subfolder_labels
-from histopipe.ingest.request import read_request
+from histopipe.ingestion.records import labelled, patient_of, subfolder_labels
+from histopipe.ingestion.request import read_request
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
 from histopipe.store.record import SlideRecord

@@ -40,14 +40,14 @@ import openslide
 from peak_memory import peaks_of
 
 from histopipe.geometry import Mpp
-from histopipe.ingest.chunks import chunks
-from histopipe.ingest.decisions import PendingSlide
-from histopipe.ingest.encode import encode_thumbnail, png
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingest.route import AskedRoute
-from histopipe.ingest.slide_in_flight import SlideInFlight
-from histopipe.ingest.storing import close_all, prepare, store_chunk
+from histopipe.ingestion.chunks import chunks
+from histopipe.ingestion.decisions import PendingSlide
+from histopipe.ingestion.encode import encode_thumbnail, png
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingestion.route import AskedRoute
+from histopipe.ingestion.slide_in_flight import SlideInFlight
+from histopipe.ingestion.storing import close_all, prepare, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level

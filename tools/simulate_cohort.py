@@ -30,10 +30,10 @@ from cohort_model import Cohort, Costs, Site, predict
 
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
-from histopipe.ingest.cluster.part_store import PartFolders
-from histopipe.ingest.cluster.slide_worker import ClusterSettings, ingest_slide, publish
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.report import SlideOutcome
+from histopipe.ingestion.cluster.part_store import PartFolders
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings, ingest_slide, publish
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.report import SlideOutcome
 from histopipe.slides.discovery import discover
 from histopipe.tiling.spec import TilingSpec
 

@@ -20,7 +20,7 @@ def command(store: Path, as_json: bool) -> int:
     \b
     Example: histopipe doctor /data/patches.lmdb
     """
-    from histopipe.doctor.doctor import doctor  # late: `--help` needs none of it
+    from histopipe.diagnostics.doctor import doctor  # late: `--help` needs none of it
 
     report = doctor(store)
     text = json.dumps(report.to_json(), indent=2, ensure_ascii=False) if as_json else repr(report)

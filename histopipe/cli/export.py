@@ -45,7 +45,7 @@ def command(*, stores: tuple[str, ...], as_json: bool, **options: Any) -> None:
     Example: histopipe export patches.lmdb --index parquet --out index.parquet
     Patches: histopipe export patches.lmdb --to webdataset --out shards
     """  # fmt: skip
-    from histopipe.export.export import export  # late: `--help` needs no numpy
+    from histopipe.exporting.export import export  # late: `--help` needs no numpy
 
     result = export(stores or "patches.lmdb", **options)
     click.echo(json.dumps(result.to_json(), indent=2) if as_json else str(result))

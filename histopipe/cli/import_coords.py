@@ -35,7 +35,7 @@ def command(coords: Path, slides: tuple[Path, ...], out: Path, as_json: bool, **
     \b
     Example: histopipe import-coords trident_processed/20x_256px_0px_overlap/patches slides/
     """  # fmt: skip
-    from histopipe.ingest.ingest import import_coords  # late: `--help` needs none of it
+    from histopipe.ingestion.ingest import import_coords  # late: `--help` needs none of it
 
     report = import_coords(coords, slides, out, **flags)
     print_report(report, as_json=as_json)

@@ -13,7 +13,7 @@ from histopipe.cli.annotation_options import annotation_options
 from histopipe.cli.parameters import Share
 
 if TYPE_CHECKING:
-    from histopipe.ingest.report import IngestReport
+    from histopipe.ingestion.report import IngestReport
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -179,8 +179,8 @@ def command(
     Example: histopipe ingest slides/ --out parts --cluster tcp://scheduler:8786
     """  # fmt: skip
     # Late: `--help` needs none of it.
-    from histopipe.ingest.ingest import ingest
-    from histopipe.ingest.preview import plan
+    from histopipe.ingestion.ingest import ingest
+    from histopipe.ingestion.preview import plan
 
     if plan_only:
         preview = plan(slides, out, **flags)

@@ -18,7 +18,7 @@ from histopipe.evaluation.scores import scores_of
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict
-from histopipe.ingest.ingest import ingest
+from histopipe.ingestion.ingest import ingest
 from histopipe.measure.quality import quality
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap

@@ -16,7 +16,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import FeatureHeader, read_header
 from histopipe.features.feature_folder import ENCODER, feature_files
-from histopipe.ingest.records import patient_of
+from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.files import read_json
 

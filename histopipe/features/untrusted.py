@@ -8,7 +8,7 @@ from pathlib import Path
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.features.feature_file import read_coords, read_features, read_header
 from histopipe.features.feature_folder import feature_files
-from histopipe.ingest import coords
+from histopipe.ingestion import coords
 from histopipe.system.worker_pool import WorkerPool
 
 _SECONDS = 60.0

@@ -20,12 +20,12 @@ from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.patch_stream import PatchBatch
 from histopipe.inference.predictions_folder import PredictedSlide
-from histopipe.ingest.chunks import Chunk, chunk_of, chunks
-from histopipe.ingest.decisions import PendingSlide
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingest.records import labelled, new_record
-from histopipe.ingest.storing import make_patches, prepare
+from histopipe.ingestion.chunks import Chunk, chunk_of, chunks
+from histopipe.ingestion.decisions import PendingSlide
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingestion.records import labelled, new_record
+from histopipe.ingestion.storing import make_patches, prepare
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint, fingerprint
 from histopipe.slides.tables import SlideLabel

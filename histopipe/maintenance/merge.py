@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.ingest.records import duplicates
+from histopipe.ingestion.records import duplicates
 from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, common_spec, copy_slides
 from histopipe.maintenance.findings import some
 from histopipe.maintenance.verify import check_untrusted

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from histopipe.errors import SlideError
 from histopipe.geometry import Mpp
-from histopipe.ingest.ingest_slides import ingest_slides
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.records import resolved, with_recorded_ids
+from histopipe.ingestion.ingest_slides import ingest_slides
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.set_aside import forget, restore, set_aside, set_aside_slides
 from histopipe.maintenance.verify import Examination
 from histopipe.maintenance.worker_tasks import results_of

@@ -13,9 +13,9 @@ from typing import Any
 from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
-from histopipe.ingest.checks import refuse_network
-from histopipe.ingest.options import IngestOptions
-from histopipe.ingest.records import resolved
+from histopipe.ingestion.checks import refuse_network
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.records import resolved
 from histopipe.maintenance.findings import Finding, FindingKind, some
 from histopipe.maintenance.rebuild import rebuild
 from histopipe.maintenance.reingest import Reingestion

@@ -158,10 +158,6 @@ def quality(
     return replace(result, patches=patches, damaged=damaged)
 
 
-measure_quality = quality
-"""The former name."""
-
-
 def _method(focus: int, colour: int) -> str:
     """Return how a slide is measured, as its record has it: another method is a reason to measure again."""
     return ", ".join([*ALGORITHMS.values(), f"pixels of {focus} and {colour} across"])

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingest.records import duplicates
+from histopipe.ingestion.records import duplicates
 from histopipe.maintenance.info import info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (

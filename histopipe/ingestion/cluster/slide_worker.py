@@ -11,10 +11,10 @@ from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import UsageError
-from histopipe.ingest.cluster.part_store import PartFolders, PartStore
-from histopipe.ingest.ingest_slides import ingest_slides
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.report import SlideOutcome
+from histopipe.ingestion.cluster.part_store import PartFolders, PartStore
+from histopipe.ingestion.ingest_slides import ingest_slides
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.report import SlideOutcome
 from histopipe.system.progress import Bar
 from histopipe.tiling.spec import TilingSpec
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.ingest.chunks import Chunk
-from histopipe.ingest.patch_source import PatchRecipe, PatchSource
+from histopipe.ingestion.chunks import Chunk
+from histopipe.ingestion.patch_source import PatchRecipe, PatchSource
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.mask import load_algorithms
 from histopipe.tiling.spec import TilingSpec

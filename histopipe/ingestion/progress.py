@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from histopipe.ingest.report import SlideOutcome, Status
+from histopipe.ingestion.report import SlideOutcome, Status
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress, SilentProgress
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from histopipe.errors import SlideError, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.ingest.options import IngestOptions, SlideInput
+from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.store.record import SlideState

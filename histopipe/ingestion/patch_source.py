@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Size
-from histopipe.ingest.chunks import Chunk, PatchPlace
-from histopipe.ingest.encode import encode, reduced
-from histopipe.ingest.route import RouteChoice
+from histopipe.ingestion.chunks import Chunk, PatchPlace
+from histopipe.ingestion.encode import encode, reduced
+from histopipe.ingestion.route import RouteChoice
 from histopipe.slides.slide import Slide
 from histopipe.slides.tiles.native import NativeTiles
 from histopipe.system.files import Closing

@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.ingest.checks import check_ingest
-from histopipe.ingest.cluster.dask_cluster import DaskCluster, WorkersDied, connected
-from histopipe.ingest.cluster.part_store import PartFolders, parts_locked
-from histopipe.ingest.cluster.slide_worker import ClusterSettings, IngestedSlide, publish
-from histopipe.ingest.decisions import PendingSlide, sort_slides
-from histopipe.ingest.ingest_slides import annotate_skipped
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.progress import IngestProgress
-from histopipe.ingest.records import duplicates
-from histopipe.ingest.report import (
+from histopipe.ingestion.checks import check_ingest
+from histopipe.ingestion.cluster.dask_cluster import DaskCluster, WorkersDied, connected
+from histopipe.ingestion.cluster.part_store import PartFolders, parts_locked
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, publish
+from histopipe.ingestion.decisions import PendingSlide, sort_slides
+from histopipe.ingestion.ingest_slides import annotate_skipped
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.progress import IngestProgress
+from histopipe.ingestion.records import duplicates
+from histopipe.ingestion.report import (
     LOG,
     SUMMARY,
     IngestReport,

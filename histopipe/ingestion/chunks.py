@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.geometry import PointL0, RegionLevel, Size
-from histopipe.ingest.route import RouteName
+from histopipe.ingestion.route import RouteName
 from histopipe.tiling.plan import TilingPlan
 
 _STRIP = 8192

@@ -8,9 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from histopipe.errors import SlideError
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.records import labelled, new_record, reset_record, resolved
-from histopipe.ingest.report import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.records import labelled, new_record, reset_record, resolved
+from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint, fingerprint
 from histopipe.slides.scale import MppSource

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from histopipe.doctor import probe
-from histopipe.doctor.check import Check, State
+from histopipe.diagnostics import probe
+from histopipe.diagnostics.check import Check, State
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _SECONDS = 180.0

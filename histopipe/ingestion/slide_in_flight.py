@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideError, SlideUnreadable
-from histopipe.ingest.chunks import Chunk
-from histopipe.ingest.decisions import PendingSlide
-from histopipe.ingest.options import IngestOptions
-from histopipe.ingest.planning import PlannedSlide, SlideFailure
-from histopipe.ingest.storing import ChunkResult
+from histopipe.ingestion.chunks import Chunk
+from histopipe.ingestion.decisions import PendingSlide
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.planning import PlannedSlide, SlideFailure
+from histopipe.ingestion.storing import ChunkResult
 from histopipe.slides.identity import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
 

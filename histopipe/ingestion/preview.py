@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from histopipe.errors import ExitCode, NothingToDo
-from histopipe.ingest.checks import check_ingest
-from histopipe.ingest.decisions import PendingSlide, sort_slides
-from histopipe.ingest.options import IngestOptions
-from histopipe.ingest.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingest.progress import IngestProgress
-from histopipe.ingest.records import duplicates
-from histopipe.ingest.report import SlideOutcome, Status, exit_code, failed_outcome
-from histopipe.ingest.request import IngestSettings, PathLike, read_request
-from histopipe.ingest.storing import prepare
+from histopipe.ingestion.checks import check_ingest
+from histopipe.ingestion.decisions import PendingSlide, sort_slides
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingestion.progress import IngestProgress
+from histopipe.ingestion.records import duplicates
+from histopipe.ingestion.report import SlideOutcome, Status, exit_code, failed_outcome
+from histopipe.ingestion.request import IngestSettings, PathLike, read_request
+from histopipe.ingestion.storing import prepare
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.store.writer import check_spec

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
-from histopipe.export.formats import WRITERS, Patch
+from histopipe.exporting.formats import WRITERS, Patch
 from histopipe.runs import folder as run_folder
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord

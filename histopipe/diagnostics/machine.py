@@ -9,7 +9,7 @@ import resource
 import sys
 from pathlib import Path
 
-from histopipe.doctor.check import Check, State
+from histopipe.diagnostics.check import Check, State
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")

@@ -16,8 +16,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.ingest.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
-from histopipe.ingest.options import SlideInput
+from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
+from histopipe.ingestion.options import SlideInput
 
 _KINDS = re.compile(
     r"(?P<address>(tcp|tls)://[^/\s]+:\d{1,5})|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.doctor import graphics, libraries, machine
-from histopipe.doctor.check import Check, State
+from histopipe.diagnostics import graphics, libraries, machine
+from histopipe.diagnostics.check import Check, State
 from histopipe.errors import ExitCode
 from histopipe.system.progress import Progress, default_progress
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from histopipe._version import __version__
-from histopipe.ingest.checks import check_ingest
-from histopipe.ingest.decisions import sort_slides
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.pipeline import Pipeline
-from histopipe.ingest.progress import IngestProgress
-from histopipe.ingest.records import duplicates, new_record
-from histopipe.ingest.report import (
+from histopipe.ingestion.checks import check_ingest
+from histopipe.ingestion.decisions import sort_slides
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.pipeline import Pipeline
+from histopipe.ingestion.progress import IngestProgress
+from histopipe.ingestion.records import duplicates, new_record
+from histopipe.ingestion.report import (
     LOG,
     SUMMARY,
     IngestReport,
@@ -23,7 +23,7 @@ from histopipe.ingest.report import (
     Status,
     try_write_csv,
 )
-from histopipe.ingest.storing import prepare
+from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.store.claims import Claims
 from histopipe.store.writer import StoreWriter

@@ -23,12 +23,12 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.geometry import Mpp
-from histopipe.ingest.chunks import chunk_of
-from histopipe.ingest.coords import plan_imported, sticks_out
-from histopipe.ingest.encode import encode_thumbnail, png
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.patch_source import PatchRecipe, PatchSource
-from histopipe.ingest.route import RouteChoice, choose_route
+from histopipe.ingestion.chunks import chunk_of
+from histopipe.ingestion.coords import plan_imported, sticks_out
+from histopipe.ingestion.encode import encode_thumbnail, png
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.patch_source import PatchRecipe, PatchSource
+from histopipe.ingestion.route import RouteChoice, choose_route
 from histopipe.slides.identity import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo

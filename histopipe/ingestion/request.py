@@ -11,10 +11,10 @@ from typing import Any, Literal, TypedDict, get_args
 from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import UsageError
-from histopipe.ingest.coords import CoordsFile, find_coords, spec_of
-from histopipe.ingest.options import IngestOptions, SlideInput
-from histopipe.ingest.records import subfolder_labels, with_recorded_ids
-from histopipe.ingest.route import AskedRoute
+from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
+from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list

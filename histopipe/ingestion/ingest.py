@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Unpack
 
 from histopipe.errors import UsageError
-from histopipe.ingest.ingest_slides import ingest_slides
-from histopipe.ingest.report import IngestReport
-from histopipe.ingest.request import ImportSettings, IngestSettings, PathLike, read_request
+from histopipe.ingestion.ingest_slides import ingest_slides
+from histopipe.ingestion.report import IngestReport
+from histopipe.ingestion.request import ImportSettings, IngestSettings, PathLike, read_request
 from histopipe.system.progress import Progress, default_progress
 
 
@@ -82,7 +82,7 @@ def ingest(
     if not part_gb > 0:
         raise UsageError("--part-gb", found=part_gb, expected="above 0")
     if cluster is not None:
-        from histopipe.ingest.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
+        from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
 
         return ingest_on_cluster(
             request.slides, store, request.spec, request.options, cluster=cluster,

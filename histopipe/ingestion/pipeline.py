@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
-from histopipe.ingest.chunks import Chunk, chunks
-from histopipe.ingest.decisions import PendingSlide
-from histopipe.ingest.options import IngestOptions
-from histopipe.ingest.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingest.progress import IngestProgress
-from histopipe.ingest.report import SlideOutcome, Status, failed_outcome, outcome_of
-from histopipe.ingest.slide_in_flight import SlideInFlight
-from histopipe.ingest.storing import ChunkResult, store_chunk
+from histopipe.ingestion.chunks import Chunk, chunks
+from histopipe.ingestion.decisions import PendingSlide
+from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingestion.progress import IngestProgress
+from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.ingestion.slide_in_flight import SlideInFlight
+from histopipe.ingestion.storing import ChunkResult, store_chunk
 from histopipe.store.claims import Claims
 from histopipe.store.record import SlideState
 from histopipe.store.writer import StoreWriter

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from histopipe.annotations.rules import AnnotationRules
 from histopipe.geometry import Mpp
-from histopipe.ingest.coords import CoordsFile
-from histopipe.ingest.route import AskedRoute
+from histopipe.ingestion.coords import CoordsFile
+from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.tables import SlideLabel
 

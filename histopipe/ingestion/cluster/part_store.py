@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from histopipe.errors import MachineShort, NothingToDo, UsageError
-from histopipe.ingest.storing import prepare
+from histopipe.ingestion.storing import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import appearing

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
-from histopipe.export.index import IndexFormat, IndexResult, export_index
-from histopipe.export.patches import ExportResult, PatchFormat, export_patches
+from histopipe.exporting.index import IndexFormat, IndexResult, export_index
+from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
 from histopipe.system.progress import Progress, default_progress
 
 
