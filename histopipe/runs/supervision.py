@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from histopipe.dataset.arguments import store_paths
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -26,7 +27,8 @@ from histopipe.runs.fork_server import TrainingProcess
 from histopipe.runs.result import TrainResult
 from histopipe.runs.settings_file import known, resumed
 from histopipe.runs.watch import Watch
-from histopipe.runs.workers import Cluster, without_cluster
+from histopipe.runs.workers import Cluster, in_cluster, without_cluster
+from histopipe.store.catalog import no_store
 from histopipe.system.progress import message
 from histopipe.system.tensorflow import load_quietly
 
@@ -97,6 +99,7 @@ def supervise(
         HistopipeError: as `train`.
         OutOfTime: it took longer than it may; the state is saved.
     """
+    _check_early(config, folder, resume=resume)
     watch = watch or Watch()
     ends = time.monotonic() + watch.seconds
     while True:
@@ -108,6 +111,15 @@ def supervise(
             raise result
         message(f"{result.what} ({result.found}): going on in a fresh process")
         resume = True
+
+
+def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
+    """Find the most frequent mistakes before TensorFlow is loaded, which takes several seconds."""
+    if not in_cluster():
+        run_folder.check(folder, resume=resume)
+    for path in () if config.mil is not None else store_paths(config.stores):
+        if not path.exists():
+            raise no_store(path)
 
 
 @dataclass(slots=True)

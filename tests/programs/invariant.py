@@ -33,7 +33,7 @@ from histopipe.training.optimizer import make_optimizer
 from histopipe.training.steps import Steps, StepSettings
 from histopipe.training.tally import Tally, step_losses
 
-BATCH, STEPS = 14, 50
+BATCH, STEPS = 14, 24
 """Three and four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
 
 CASES: dict[str, dict[str, Any]] = {

@@ -4,11 +4,13 @@ HISTOPIPE_TEST_FAULT: where, at which call, which fault, and the file that marks
 A plus after the place: after the call. "always" as the file: at every call, in every process.
 Several are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
 HISTOPIPE_TEST_CHILD: Python code to run instead of the training; `fd` is its end of the pipe.
+HISTOPIPE_TEST_ARGUMENTS, HISTOPIPE_TEST_OUTPUT: its `sys.argv` as JSON, and the file for its standard output.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import socket
@@ -16,8 +18,9 @@ import struct
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PLACES = {
     "gradients": ("histopipe.training.steps", "Steps", "_gradient_step"),
@@ -40,7 +43,13 @@ def client() -> int:
     return int(struct.unpack("iii", credentials)[0])
 
 
+class Ended(BaseException):
+    """What ends a training at once, and is caught by the test only."""
+
+
 def fail(kind: str) -> None:
+    if kind == "end":
+        raise Ended
     if kind == "exhausted":
         import tensorflow as tf
 
@@ -122,16 +131,34 @@ pipe = -1
 def main(fd: int) -> None:
     global pipe  # noqa: PLW0603 - a process has one training
     pipe = fd
-    code = os.environ.get("HISTOPIPE_TEST_CHILD")
+    code = os.environ.pop("HISTOPIPE_TEST_CHILD", "")
     if code:
-        exec(code, {"fd": fd})  # noqa: S102 - a test's own
-        os._exit(0)
+        run(code)
     faults = os.environ.get("HISTOPIPE_TEST_FAULT")
     for fault in faults.split(";") if faults else ():
         only, _, what = fault.rpartition("=")
         place, at, kind, marker = what.split(":", 3)
         arm(only, place, int(at), kind, Path(marker))
     train(fd)
+
+
+def run(code: str) -> NoReturn:
+    sys.argv = json.loads(os.environ.pop("HISTOPIPE_TEST_ARGUMENTS", "[]"))
+    output = os.environ.pop("HISTOPIPE_TEST_OUTPUT", "")
+    if output:
+        with Path(output).open("w") as file:
+            os.dup2(file.fileno(), 1)
+    status: Any = 0
+    try:
+        exec(code, {"fd": pipe, "__name__": "__main__"})  # noqa: S102 - a test's own
+    except SystemExit as end:
+        status = end.code
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
 
 
 if "histopipe.runs.fork_server" in sys.orig_argv:
