@@ -87,8 +87,8 @@ def golden(tmp_path: Path) -> Path:
 
 LOADS_TENSORFLOW = ("embed", "export", "predict")
 """Commands that load TensorFlow into their own process, which keeps its devices and memory: each needs one of its own."""
-NEW_PROCESS = ("bench", "demo", "doctor")
-"""Commands that look at the process or the machine."""
+NEW_PROCESS = ("bench", "demo", "doctor", "tune")
+"""Commands that look at the process or the machine, and one that leaves files of Optuna's open until its process ends."""
 
 
 def with_tensorflow(
