@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run
+from conftest import COMMAND, INTERRUPTIBLE, Run, succeed
+from fake_training import Failure, RecordedTrainings
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sk
@@ -26,8 +29,10 @@ from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.options import SplitBy
 from histopipe.dataset.sample_table import pack_keys
 from histopipe.dataset.splitting import make_folds, make_splits
-from histopipe.errors import NothingToDo, UsageError
+from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.runs.supervision import supervise
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.studies.trainings import share_devices
@@ -165,10 +170,23 @@ def untimed(folder: Path) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def whole(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("folds") / "whole"
-    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS, "--folds", "3"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "all folds together" in done.stdout
+    told = succeed("train", small_store, "--out", out, *ARGUMENTS, "--folds", 3)
+    assert "all folds together" in told
     return out
+
+
+@pytest.fixture
+def recorded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedTrainings]:
+    """Makes all trainings of folds leave what those of `whole` left, or fail."""
+
+    def replaced(**failures: list[Failure]) -> RecordedTrainings:
+        named = {name.replace("_", "-"): list(each) for name, each in failures.items()}
+        fake = RecordedTrainings(whole, named)
+        monkeypatch.setattr("histopipe.studies.attempts.supervise", fake)
+        monkeypatch.setattr("histopipe.studies.places.count_gpus", lambda: 0)
+        return fake
+
+    return replaced
 
 
 def test_a_folder_holds_a_run_a_fold_and_their_summary(whole: Path) -> None:
@@ -216,7 +234,7 @@ def test_python_gives_the_same_and_loads_no_tensorflow(
     code = (
         "import sys, histopipe\n"
         "r = histopipe.cross_validate(sys.argv[1], out='cv', folds=3, epochs=2, batch_size=16,\n"
-        "    deterministic=True, parallel_folds=2)\n"
+        "    deterministic=True, parallel_folds=2, devices='cpu')\n"
         "print(len(r.folds), r.failed, r.pooled.patch.auc, 'tensorflow' in sys.modules)\n"
     )
     done = subprocess.run(
@@ -232,24 +250,12 @@ def test_python_gives_the_same_and_loads_no_tensorflow(
     assert "epoch 1/2" in (tmp_path / "cv" / "logs" / "fold-3.log").read_text()
 
 
-def test_real_slides_by_region_killed_twice_equal_uninterrupted(
-    run: Run, data: Path, tmp_path: Path
+def test_killed_twice_equals_uninterrupted(
+    run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
     """The first kill is in a fold's training, the second between folds, each of the whole command."""
-    (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
-    names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
-    rows = [f"{name},{label}" for name, label in names.items()]
-    (tmp_path / "labels.csv").write_text("\n".join(["slide,label", *rows]) + "\n")
-    slides = [data / "slides" / f"{name}.svs" for name in names]
-    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 64)
-    assert run("ingest", *slides, *ingest).returncode == 0
-    arguments = (
-        "--folds", 3, "--split-by", "region", "--deterministic", "--epochs", 2, "--batch-size", 32,
-        "--save-minutes", "1e-9",
-    )  # fmt: skip
-    done = run("train", *arguments, "--out", "whole")
-    assert done.returncode == 0, done.stderr
-    command = [*COMMAND, "train", *map(str, arguments), "--out", "killed"]
+    arguments = (str(small_store), *ARGUMENTS, "--folds", "3", "--save-minutes", "1e-9")
+    command = [*COMMAND, "train", *arguments, "--out", "killed"]
     for ready in ("fold-1/resume.npz", "fold-2/metrics.json"):
         child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
         while child.poll() is None and not (tmp_path / "killed" / ready).exists():
@@ -263,9 +269,9 @@ def test_real_slides_by_region_killed_twice_equal_uninterrupted(
     assert done.returncode == 0, done.stderr
     assert "fold 1/3" not in done.stderr  # finished before: skipped
     assert (tmp_path / "killed" / "fold-1" / "metrics.json").stat().st_mtime_ns == finished
-    assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
+    assert untimed(tmp_path / "killed") == untimed(whole)
     for number in (1, 2, 3):
-        one, two = (tmp_path / name / f"fold-{number}" for name in ("killed", "whole"))
+        one, two = (folder / f"fold-{number}" for folder in (tmp_path / "killed", whole))
         assert (one / "predictions.csv").read_bytes() == (two / "predictions.csv").read_bytes()
 
 
@@ -291,66 +297,94 @@ def faulty(faults: dict[str, str], folder: Path) -> dict[str, str]:
     }
 
 
-def test_folds_that_hang_crash_and_run_out_of_memory_cost_themselves_only(
-    run: Run, small_store: Path, whole: Path, tmp_path: Path
+def test_a_training_that_hangs_ends_in_its_time_with_all_that_it_started(
+    small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fold hangs with a process of its own, one crashes, one never has memory enough, one dies of a signal; two go well."""
-    faults = {
-        "fold-1": "gradients:2:hang-with-child",
-        "fold-2": "gradients:2:crash",
-        "fold-3": "gradients:2:exhausted",
-        "fold-4": "gradients:2:SIGSEGV",
-    }
-    done = run(
-        "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 6, "--fold-timeout", "45s",
-        "--parallel-folds", 2, env=faulty(faults, tmp_path),
-    )  # fmt: skip
-    assert done.returncode == 3, done.stderr
+    hanging = tmp_path / "hanging"
+
+    def clock() -> float:
+        """An hour later as soon as the training hangs."""
+        return time.monotonic() + 3600 * hanging.exists()
+
+    monkeypatch.setattr(
+        "histopipe.runs.supervision.time", SimpleNamespace(monotonic=clock, time=time.time)
+    )
+    monkeypatch.setattr("histopipe.runs.supervision._GRACE_SECONDS", 1.0)
+    monkeypatch.setenv("HISTOPIPE_TEST_FAULT", f"gradients:2:hang-with-child:{hanging}")
+    monkeypatch.chdir(tmp_path)
+    config = PatchTrainConfig(stores=(str(small_store),), split_by="slide", epochs=1, batch_size=16)
+    watch = Supervision(seconds=600.0)
+    with pytest.raises(OutOfTime, match="not done within 600 s"):
+        supervise(config, tmp_path / "run", watch=watch)
+    monkeypatch.undo()  # this process is there too
     assert processes_in(tmp_path) == []
-    rows = table(tmp_path / "cv")
-    assert [row["status"] for row in rows[:6]] == ["failed"] * 4 + ["done"] * 2
-    reasons = {
-        "1": "not done within 45 s",
-        "2": "the training failed: found RuntimeError: made",
-        "3": "not even single patches fit",
-        "4": "died of SIGSEGV: probably out of memory",
+    assert watch.host_bytes > 100 << 20
+
+
+def test_folds_that_fail_cost_themselves_only(
+    run: Run,
+    small_store: Path,
+    whole: Path,
+    tmp_path: Path,
+    recorded: Callable[..., RecordedTrainings],
+) -> None:
+    """Neither the others nor what comes later: with the cause gone, all of it can be had."""
+    failures: dict[str, HistopipeError] = {
+        "fold_1": OutOfTime("not done within 45 s"),
+        "fold_2": OutOfMemory("not even single patches fit"),
     }
-    for row in rows[:4]:
-        assert reasons[row["fold"]] in row["reason"]
+    fake = recorded(**{name: [failure] for name, failure in failures.items()})
+    arguments = ("--folds", 3, "--fold-timeout", "45s", "--parallel-folds", 2)
+    done = run("train", small_store, "--out", "cv", *ARGUMENTS, *arguments)
+    assert done.returncode == 3, done.stderr
+    rows = table(tmp_path / "cv")
+    assert [row["status"] for row in rows[:3]] == ["failed", "failed", "done"]
+    for row, failure in zip(rows, failures.values(), strict=False):
+        assert failure.what in row["reason"]
         assert f"fold {row['fold']}: {row['reason']}" in done.stdout
         assert int(row["attempts"]) == 1 and float(row["host_mb"]) > 100
     assert rows[-1]["fold"] == "pooled" and rows[-1]["patch_auc"]
-    # With the cause gone, all of it can be had.
     done = run("train", "--resume", "--out", "cv", "--fold-timeout", "10m", "--parallel-folds", 2)
     assert done.returncode == 0, done.stderr
-    assert [row["status"] for row in table(tmp_path / "cv")[:6]] == ["done"] * 6
+    assert untimed(tmp_path / "cv") == untimed(whole)
+    assert sorted(fake.attempts) == ["fold-1", "fold-1", "fold-2", "fold-2", "fold-3"]
+    assert sorted(fake.resumed) == ["fold-1", "fold-2"]
 
 
 def test_a_fold_that_fails_once_is_tried_again(
-    run: Run, small_store: Path, whole: Path, tmp_path: Path
+    run: Run,
+    small_store: Path,
+    whole: Path,
+    tmp_path: Path,
+    recorded: Callable[..., RecordedTrainings],
 ) -> None:
-    """One crashes in its second epoch; one takes too long, is saved and goes on; one cannot be helped and is not tried again."""
-    environment = faulty({}, tmp_path) | {
-        "HISTOPIPE_TEST_FAULT": f"fold-1=gradients:6:crash:{tmp_path}/crashed;"
-        f"fold-2=gradients+:2:hang:{tmp_path}/hung;fold-3=apply:2:diverge:{tmp_path}/diverged"
-    }
+    """One crashes; one takes too long, is saved and goes on; one cannot be helped and is not tried again."""
+
+    def late(watch: Supervision) -> HistopipeError:
+        return OutOfTime(f"not done within {watch.seconds:.0f} s")
+
+    fake = recorded(
+        fold_1=[HistopipeError("the training failed")], fold_2=[late],
+        fold_3=[UsageError("the loss of epoch 1 is not finite")],
+    )  # fmt: skip
     done = run(
         "train", small_store, "--out", "cv", *ARGUMENTS, "--folds", 3, "--retries", 1,
-        "--fold-timeout", "45s", "--parallel-folds", 2, env=environment,
+        "--fold-timeout", "45s", "--parallel-folds", 2,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
+    assert "not done within 45 s; trying again (1 of 1)" in done.stderr
     assert [row["attempts"] for row in table(tmp_path / "cv")[:3]] == ["2", "2", "1"]
     assert "the loss of epoch 1 is not finite" in table(tmp_path / "cv")[2]["reason"]
     assert untimed(tmp_path / "cv")[:2] == untimed(whole)[:2]
+    assert sorted(fake.resumed) == ["fold-1", "fold-2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_told_to_stop_it_ends_every_fold_and_goes_on(
-    run: Run, small_store: Path, whole: Path, tmp_path: Path, number: signal.Signals
+    run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
     command = [
         *INTERRUPTIBLE, "train", str(small_store), "--out", "cv", *ARGUMENTS, "--folds", "3",
-        "--parallel-folds", "2",
+        "--parallel-folds", "2", "--devices", "cpu",
     ]  # fmt: skip
     environment = faulty({"fold-1": "gradients:4:wait", "fold-2": "gradients:4:wait"}, tmp_path)
     child = subprocess.Popen(
@@ -360,14 +394,12 @@ def test_told_to_stop_it_ends_every_fold_and_goes_on(
     while child.poll() is None and not all(log.exists() for log in logs):
         time.sleep(0.02)
     time.sleep(1.0)
-    child.send_signal(number)
+    child.send_signal(signal.SIGINT)
     _, said = child.communicate(timeout=120)
     assert child.returncode == 130, said
     assert "continue with `histopipe train --resume --out cv`" in said
     assert processes_in(tmp_path) == []
     assert {row["status"] for row in table(tmp_path / "cv")[:3]} == {"not done"}
-    if number == signal.SIGTERM:
-        return
     done = run("train", "--resume", "--out", "cv")
     assert done.returncode == 0, done.stderr
     assert untimed(tmp_path / "cv") == untimed(whole)
@@ -390,7 +422,7 @@ def noting(*arguments):
     return outcome
 
 cv._train_fold = noting
-cv.cross_validate(sys.argv[1], out=sys.argv[2], folds=10, epochs=1, split_by="patch", parallel_folds=2, resamples=0)
+cv.cross_validate(sys.argv[1], out=sys.argv[2], folds=6, epochs=1, split_by="patch", parallel_folds=2, devices='cpu', resamples=0)
 print(*sizes)
 """
 
@@ -402,7 +434,7 @@ def test_folds_leave_their_parent_as_it_was(small_store: Path, tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     sizes = [float(size) for size in done.stdout.split()]
-    assert len(sizes) == 10
+    assert len(sizes) == 6
     assert max(sizes[2:]) - sizes[2] < 3, sizes
 
 
@@ -469,7 +501,7 @@ def test_judged_otherwise_all_folds_are_judged_anew(run: Run, whole: Path, tmp_p
 
 @pytest.mark.parametrize("damage", ["killed", "empty", "missing"])
 def test_what_a_kill_left_of_a_fold_is_done_again(
-    run: Run, whole: Path, tmp_path: Path, damage: str
+    run: Run, whole: Path, tmp_path: Path, damage: str, recorded: Callable[..., RecordedTrainings]
 ) -> None:
     """Killed before the fold had a configuration; or its predictions are lost."""
     folder = Path(shutil.copytree(whole, tmp_path / "cv"))
@@ -483,8 +515,10 @@ def test_what_a_kill_left_of_a_fold_is_done_again(
         (fold / "predictions.csv").write_text("")
     else:
         (fold / "predictions.csv").unlink()
+    fake = recorded()
     done = run("train", "--resume", "--out", folder)
     assert done.returncode == 0, done.stderr
+    assert fake.attempts == ["fold-2"]
     assert untimed(folder) == untimed(whole)
     assert (fold / "predictions.csv").read_bytes() == (
         whole / "fold-2" / "predictions.csv"
@@ -492,8 +526,13 @@ def test_what_a_kill_left_of_a_fold_is_done_again(
 
 
 def test_a_plan_that_was_killed_while_it_was_written_is_made_again(
-    run: Run, small_store: Path, whole: Path, tmp_path: Path
+    run: Run,
+    small_store: Path,
+    whole: Path,
+    tmp_path: Path,
+    recorded: Callable[..., RecordedTrainings],
 ) -> None:
+    recorded()
     (tmp_path / "cv" / "splits").mkdir(parents=True)
     (tmp_path / "cv" / "part-config.toml").touch()
     (tmp_path / "cv" / "splits" / "fold-1.json").write_text("{")
@@ -528,8 +567,9 @@ def test_slides_of_one_name_in_two_stores_stay_two(tmp_path: Path) -> None:
 
 
 def test_the_recorded_configuration_runs_the_same_again(
-    run: Run, whole: Path, tmp_path: Path
+    run: Run, whole: Path, tmp_path: Path, recorded: Callable[..., RecordedTrainings]
 ) -> None:
+    recorded()  # compares splits and settings
     done = run("train", "--config", whole / "config.toml", "--out", "again", "--json")
     assert done.returncode == 0, done.stderr
     assert untimed(tmp_path / "again") == untimed(whole)

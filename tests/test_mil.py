@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import simplejpeg
-from conftest import COMMAND, Run, two_at_a_time
+from conftest import COMMAND, Run, succeed, two_at_a_time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_embedding import make_onnx
@@ -200,7 +200,7 @@ def test_it_finds_the_few_patches_that_matter(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mil") / "run"
-    subprocess.run([*COMMAND, "train", *flags(bags), "--out", str(folder)], check=True)
+    succeed("train", *flags(bags), "--out", folder)
     return folder
 
 
@@ -235,11 +235,10 @@ def test_replicas_do_not_matter(bags: Path, tmp_path: Path) -> None:
 
     def train(name: str) -> Any:
         out = tmp_path / name
-        command = [*COMMAND, "train", *flags(bags, **cases[name]), "--out", str(out)]
-        subprocess.run(command, check=True)
+        succeed("train", *flags(bags, **cases[name]), "--out", out)
         return pd.read_csv(out / "history.csv"), weights_of(out)
 
-    found = two_at_a_time(train, cases)
+    found = {name: train(name) for name in cases}
     (one, ours), (three, theirs) = found["one"], found["three"]
     for column in ("loss", "val_loss"):
         np.testing.assert_allclose(one[column], three[column], rtol=1e-5, atol=1e-5)
@@ -262,7 +261,7 @@ def killed_at(line: str, command: list[str]) -> None:
 def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     killed_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
-    subprocess.run([*COMMAND, "train", "--resume", "--out", str(out)], check=True)
+    succeed("train", "--resume", "--out", out)
     expected = weights_of(trained)
     for name, value in weights_of(out).items():
         if value.dtype != object and value.ndim == 2:
@@ -328,8 +327,9 @@ def test_folds_searches_and_comparisons_work_as_for_patches(
         "folds": ["train", *flags(bags, folds=2, epochs=1), "--out", "folds"],
         "tune": ["tune", "--space", space, "--config", base, "--out", "search", "--trials", 2],
     }  # fmt: skip
-    for name, done in two_at_a_time(lambda name: run(*calls[name]), calls).items():
-        assert done.returncode == 0, f"{name}: {done.stderr}"
+    for call in calls.values():
+        done = run(*call)
+        assert done.returncode == 0, done.stderr
     summary = pd.read_csv(tmp_path / "folds" / "summary.csv")
     assert summary["slide_mean_auc"].notna().sum() == 5
     assert "patch_auc" not in summary

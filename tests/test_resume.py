@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import random
 import signal
 import subprocess
 import time
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run, two_at_a_time
+from conftest import COMMAND, INTERRUPTIBLE, Run, run_program, succeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_memory import faulty
@@ -29,11 +29,17 @@ ARGUMENTS = (
 )  # fmt: skip
 
 
+SETTINGS: dict[str, object] = {
+    "epochs": 3, "batch_size": 16, "split_by": "slide", "deterministic": True, "dropout": 0.3,
+    "optimizer": "adamw", "schedule": "cosine", "warmup_steps": 3,
+}  # fmt: skip
+"""The same."""
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    command = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
-    subprocess.run(command, check=True, capture_output=True)
+    succeed("train", small_store, "--out", out, *ARGUMENTS)
     return out
 
 
@@ -45,58 +51,45 @@ def assert_equal(run: Path, other: Path) -> None:
     assert (run / "predictions.csv").read_bytes() == (other / "predictions.csv").read_bytes()
 
 
-KILLS = (
-    "build:1", "gradients:1", "apply:8", "apply+:8", "predict:2", "save:1", "write:40", "keep+:3",
-    "gradients:15",
-)  # fmt: skip
-"""The state is saved behind each step; five steps an epoch."""
+KILLS = ("apply:8", "write:40", "keep+:3")
+"""Where the process is killed by SIGKILL: between steps, within a file, and between the two renames of a save."""
+ENDS = ("build:1", "gradients:1", "predict:2", "save:1", "gradients:15")
+"""Where an exception ends it. The state is saved after each step; five steps an epoch."""
 STOPS = ("predict:3", "predict:7", "save:2")
-"""While it validates, judges the best model (which puts other weights into the network), or saves."""
-
-Ends = tuple[Path, list[subprocess.CompletedProcess[str]]]
-
-
-@pytest.fixture(scope="module")
-def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ends]:
-    """Trainings that a fault ended, and that were gone on with, by fault."""
-
-    def train(fault: str) -> Ends:
-        out = tmp_path_factory.mktemp("ended") / "run"
-        first = [*COMMAND, "train", str(small_store), "--out", str(out), *ARGUMENTS]
-        environment = faulty(fault, out.with_name("failed"))
-        ends = [
-            subprocess.run(
-                [*first, *EACH_STEP] if fault.endswith("parent") else first,
-                env=environment, text=True, capture_output=True, check=False,
-            )
-        ]  # fmt: skip
-        again = [*COMMAND, "train", "--resume", "--out", str(out)] if out.exists() else first
-        ends.append(subprocess.run(again, text=True, capture_output=True, check=False))
-        return out, ends
-
-    faults = [f"{place}:parent" for place in KILLS] + [f"{place}:SIGTERM" for place in STOPS]
-    return two_at_a_time(train, faults)
+"""Where SIGTERM comes: while it validates, judges the best model (which puts other weights into the network), or saves."""
 
 
 @pytest.mark.parametrize("place", KILLS)
-def test_killed_anywhere_and_resumed_equals_uninterrupted(
-    ended: dict[str, Ends], uninterrupted: Path, place: str
+def test_killed_and_resumed_equals_uninterrupted(
+    run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path, place: str
 ) -> None:
-    out, (killed, resumed) = ended[f"{place}:parent"]
+    arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
+    environment = faulty(f"{place}:parent", tmp_path / "failed")
+    killed = run(*arguments, env=environment, new_process=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run("train", "--resume", "--out", "run")
     assert resumed.returncode == 0, resumed.stderr
-    assert ("resuming" in resumed.stderr) == (place != "build:1")  # before that, nothing is there
-    assert_equal(out, uninterrupted)
+    assert "resuming" in resumed.stderr
+    assert_equal(tmp_path / "run", uninterrupted)
 
 
-@pytest.mark.parametrize("place", STOPS)
-def test_told_to_stop_outside_of_training_it_loses_nothing(
-    ended: dict[str, Ends], uninterrupted: Path, place: str
+@pytest.fixture(scope="module")
+def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Trainings that were ended or told to stop, and then resumed."""
+    folder = tmp_path_factory.mktemp("ended")
+    faults = [f"{place}:end" for place in ENDS] + [f"{place}:SIGTERM" for place in STOPS]
+    done = run_program("interrupted.py", small_store, folder, json.dumps(SETTINGS), *faults)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    "fault", [*(f"{at}:end" for at in ENDS), *(f"{at}:SIGTERM" for at in STOPS)]
+)
+def test_ended_anywhere_and_resumed_equals_uninterrupted(
+    ended: Path, uninterrupted: Path, fault: str
 ) -> None:
-    out, (stopped, resumed) = ended[f"{place}:SIGTERM"]
-    assert stopped.returncode == 130, stopped.stderr
-    assert resumed.returncode == 0, resumed.stderr
-    assert_equal(out, uninterrupted)
+    assert_equal(ended / fault.replace(":", "-"), uninterrupted)
 
 
 def test_told_to_stop_it_saves_and_goes_on_where_it_was(
@@ -150,7 +143,7 @@ def test_a_damaged_state_is_told_and_the_one_before_it_taken(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
-    run(*arguments, env=faulty("gradients:9:parent", tmp_path / "killed"))
+    run(*arguments, env=faulty("gradients:9:parent", tmp_path / "killed"), new_process=True)
     newest = tmp_path / "run" / "resume.npz"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -247,39 +240,27 @@ def test_two_trainings_do_not_share_a_folder(run: Run, small_store: Path, tmp_pa
         child.wait()
 
 
-def test_real_tissue_killed_three_times(run: Run, data: Path, tmp_path: Path) -> None:
+def test_real_tissue_by_region_killed_and_resumed(run: Run, data: Path, tmp_path: Path) -> None:
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
     names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
     rows = [f"{name},{label}" for name, label in names.items()]
     (tmp_path / "labels.csv").write_text("\n".join(["slide,label", *rows]) + "\n")
     slides = [data / "slides" / f"{name}.svs" for name in names]
-    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 128)
+    ingest = ("--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 64)
     assert run("ingest", *slides, *ingest).returncode == 0
     arguments = (
-        "--split-by",
-        "patch",
-        "--deterministic",
-        "--epochs",
-        3,
-        "--augment",
-        "flips,stain",
-    )
+        "--split-by", "region", "--deterministic", "--epochs", 2, "--augment", "flips,stain",
+        "--max-per-slide", 128,
+    )  # fmt: skip
     whole = run("train", *arguments, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
-    assert "warning: split by patch" in whole.stderr
     command = [*COMMAND, "train", *map(str, arguments), "--out", "killed", *EACH_STEP]
-    chance = random.Random(7)
-    for attempt in range(3):
-        child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-        state = tmp_path / "killed" / "resume.npz"
-        before = state.stat().st_mtime_ns if state.exists() else 0
-        while child.poll() is None and not (state.exists() and state.stat().st_mtime_ns > before):
-            time.sleep(0.01)
-        time.sleep(chance.uniform(0, 0.6))
-        assert child.poll() is None, f"it ended before kill {attempt + 1}"
-        child.kill()
-        child.wait()
-        command = [*COMMAND, "train", "--resume", "--out", "killed"]
+    child = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while child.poll() is None and not (tmp_path / "killed" / "resume.npz").exists():
+        time.sleep(0.01)
+    assert child.poll() is None, "it ended before the kill"
+    child.kill()
+    child.wait()
     done = run("train", "--resume", "--out", "killed")
     assert done.returncode == 0, done.stderr
     assert_equal(tmp_path / "killed", tmp_path / "whole")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run
+from conftest import INTERRUPTIBLE, Run, succeed, with_tensorflow
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.task_config import PatchTrainConfig, read_config
@@ -51,11 +51,7 @@ def weights(run: Path) -> list[np.ndarray[Any, Any]]:
 def trained(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three epochs in one go, bitwise repeatable."""
     out = tmp_path_factory.mktemp("runs") / "whole"
-    subprocess.run(
-        [*COMMAND, "train", str(made_store), "--out", str(out), "--epochs", "3", "--deterministic"],
-        check=True,
-        capture_output=True,
-    )
+    succeed("train", made_store, "--out", out, "--epochs", 3, "--deterministic")
     return out
 
 
@@ -129,21 +125,23 @@ def test_the_model_opens_anywhere_and_predicts_the_same(trained: Path, made_stor
 
 @pytest.mark.parametrize("devices", ["cpu:3"])
 def test_replicas_do_what_one_does(
-    run: Run, made_store: Path, tmp_path: Path, devices: str
+    run: Run, small_store: Path, tmp_path: Path, devices: str
 ) -> None:
     """With dropout and augmentation on, a batch that three do not divide, and a last batch that is not full."""
     arguments = [
         "--epochs",
         "2",
         "--batch-size",
-        "50",
+        "31",
+        "--split-by",
+        "slide",
         "--dropout",
         "0.3",
         "--class-weights",
         "balanced",
     ]
     for out, used in (("one", "cpu"), ("many", devices)):
-        done = run("train", made_store, "--out", out, "--devices", used, *arguments)
+        done = run("train", small_store, "--out", out, "--devices", used, *arguments)
         assert done.returncode == 0, done.stderr
     one, many = history(tmp_path / "one"), history(tmp_path / "many")
     for a, b in zip(one, many, strict=True):
@@ -154,15 +152,14 @@ def test_replicas_do_what_one_does(
 
 
 def test_the_classic_recipe_and_a_network_of_keras(
-    run: Run, made_store: Path, tmp_path: Path
+    run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     classic = ["--optimizer", "adagrad", "--learning-rate", "2e-4", "--class-weights", "balanced"]
-    done = run("train", made_store, "--out", "classic", "--epochs", "1", *classic, "--json")
+    arguments = ("train", small_store, "--split-by", "slide", "--epochs", 1)
+    done = run(*arguments, "--out", "classic", *classic, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["best_epoch"] == 1
-    done = run(
-        "train", made_store, "--out", "net", "--epochs", "1", "--model", "mobilenet_v3-small"
-    )
+    done = run(*arguments, "--out", "net", "--model", "mobilenet_v3-small")
     assert done.returncode == 0, done.stderr
     assert {path.name for path in (tmp_path / "net").iterdir()} == FILES
 
@@ -269,7 +266,7 @@ def test_a_damaged_patch_ends_training_with_its_name(
 
     from histopipe.store.format import patch_key
 
-    for attempt in range(3):  # a hang at the end showed in a third of the runs
+    for attempt in range(2):  # a hang at the end showed in a third of the runs
         store = Path(shutil.copytree(made_store, tmp_path / f"s{attempt}.lmdb"))
         with Store(made_store) as whole:
             lost = [patch_key(n, 3) for n in whole.complete]
@@ -333,7 +330,7 @@ def test_real_tissue_is_learnt(run: Run, data: Path, tmp_path: Path) -> None:
         "ingest", *slides, "--mpp-csv", "mpps.csv", "--labels", "labels.csv", "--patch-size", 128
     )
     assert done.returncode == 0, done.stderr
-    done = run("train", "--split-by", "patch", "--out", "run", "--json")
+    done = run("train", "--split-by", "patch", "--out", "run", "--epochs", 4, "--json")
     assert done.returncode == 0, done.stderr
     assert "warning: split by patch" in done.stderr
     assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
@@ -377,9 +374,7 @@ except histopipe.HistopipeError as error:
 
 
 def test_load_dataset(made_store: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED, str(made_store)], capture_output=True, text=True, check=False
-    )
+    done = with_tensorflow(LOADED, made_store)
     assert done.returncode == 0, done.stderr
     shapes, error = done.stdout.splitlines()
     assert shapes == str(
@@ -430,16 +425,9 @@ def test_a_program_that_ends_half_way_ends(made_store: Path) -> None:
         "raise SystemExit(7)\n"
     )
     for _ in range(3):
-        command = [sys.executable, "-c", code, str(made_store)]
-        done = subprocess.run(command, capture_output=True, check=False, timeout=60)
-        assert done.returncode == 7
+        assert with_tensorflow(code, made_store).returncode == 7
 
 
 def test_a_failure_keeps_its_type_and_no_batch_is_skipped(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FAILING, str(tmp_path / "s.lmdb"), str(Path(__file__).parent)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = with_tensorflow(FAILING, tmp_path / "s.lmdb", Path(__file__).parent)
     assert done.stdout == f"5 {DamagedStore.__name__}\n", done.stderr

@@ -258,12 +258,12 @@ def space(tmp_path: Path) -> Path:
     return path
 
 
-def test_eight_trials_shared_by_two_processes_one_of_them_killed(
+def test_trials_shared_by_two_processes_one_of_them_killed(
     run: Run, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
     command = [
         *COMMAND, "tune", str(small_store), "--space", str(space), "--out", "search", "--trials",
-        "8", "--pruner", "none",
+        "5", "--pruner", "none",
     ]  # fmt: skip
     processes = [
         subprocess.Popen(
@@ -273,7 +273,7 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     ]  # fmt: skip
     victim, survivor = processes
     trials = tmp_path / "search" / "trials"
-    while victim.poll() is None and len(list(trials.glob("trial-*/history.csv"))) < 3:
+    while victim.poll() is None and len(list(trials.glob("trial-*/history.csv"))) < 2:
         time.sleep(0.05)
     assert victim.poll() is None
     victim.kill()
@@ -288,13 +288,13 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     assert survivor.returncode == 0, told
     left = set(begun) - set(ended)
     assert len(left) == 1
-    assert f"trial {left.pop()} of 8" in told
+    assert f"trial {left.pop()} of 5" in told
     found = rows(tmp_path / "search")
-    assert [row["trial"] for row in found] == [str(n) for n in range(8)]
+    assert [row["trial"] for row in found] == [str(n) for n in range(5)]
     assert {row["state"] for row in found} == {"done"}
-    assert len({row["learning_rate"] for row in found}) == 8
-    assert len(list(trials.glob("trial-*/metrics.json"))) == 8 == len(list(trials.glob("trial-*")))
-    assert out.count("done") == 8 and "*best" in out
+    assert len({row["learning_rate"] for row in found}) == 5
+    assert len(list(trials.glob("trial-*/metrics.json"))) == 5 == len(list(trials.glob("trial-*")))
+    assert out.count("done") == 5 and "*best" in out
     assert processes_in(tmp_path) == []
     # Each of them told what its own run's file says.
     for row in found:
@@ -316,9 +316,8 @@ def test_eight_trials_shared_by_two_processes_one_of_them_killed(
     assert trained["validation"]["patch"]["count"] == trained["test"]["patch"]["count"] == 20
     assert trained["validation"]["patch"]["auc"] == pytest.approx(float(best["value"]), abs=0.05)
     # All is done: the same command has nothing left to do.
-    again = subprocess.run(
-        [*command, "--json"], cwd=tmp_path, text=True, capture_output=True, check=True
-    )
+    again = run(*command[1:], "--json")
+    assert again.returncode == 0, again.stderr
     assert "starts" not in again.stderr
     assert [trial["value"] for trial in json.loads(again.stdout)["trials"]] == [
         float(row["value"]) for row in found

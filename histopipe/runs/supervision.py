@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -26,7 +27,9 @@ from histopipe.runs.fork_server import TrainingProcess
 from histopipe.runs.messages import ProgressRelay
 from histopipe.runs.result import TrainResult
 from histopipe.runs.stopping import Supervision, sigterm_interrupts
-from histopipe.runs.workers import Cluster, without_cluster
+from histopipe.runs.task_config import PatchTrainConfig
+from histopipe.runs.workers import Cluster, in_cluster, without_cluster
+from histopipe.store.catalog import no_store
 from histopipe.system.progress import Progress
 
 _GRACE_SECONDS = 25.0
@@ -61,6 +64,7 @@ def supervise(
         HistopipeError: as `train`.
         OutOfTime: the time limit was reached; the state is saved.
     """
+    _check_early(config, folder, resume=resume)
     watch = watch or Supervision()
     ends = time.monotonic() + watch.seconds
     with watch.shown(progress) as shown:
@@ -75,6 +79,15 @@ def supervise(
                 raise result
             shown.message(f"{result.what} ({result.found}): going on in a fresh process")
             resume = True
+
+
+def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
+    """Find the most frequent mistakes before TensorFlow is loaded, which takes several seconds."""
+    if not in_cluster():
+        run_folder.check(folder, resume=resume)
+    for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
+        if not path.exists():
+            raise no_store(path)
 
 
 @dataclass(slots=True)

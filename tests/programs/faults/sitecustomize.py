@@ -1,20 +1,26 @@
-"""Makes a training's process fail at one place, once: put this folder on PYTHONPATH.
+"""Faults in the process of a training: put this folder on the PYTHONPATH of the fork server. The training's environment decides.
 
-HISTOPIPE_TEST_FAULT says where, at which call, how, and names a file that shows that it has failed: PLACE:CALL:KIND:FILE.
-A plus behind the place: behind the call. "always" for the file: at every call, in every process.
+HISTOPIPE_TEST_FAULT: where, at which call, which fault, and the file that marks it as done: PLACE:CALL:KIND:FILE.
+A plus after the place: after the call. "always" as the file: at every call, in every process.
 Several are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
+HISTOPIPE_TEST_CHILD: Python code to run instead of the training; `fd` is its end of the pipe.
+HISTOPIPE_TEST_ARGUMENTS, HISTOPIPE_TEST_OUTPUT: its `sys.argv` as JSON, and the file for its standard output.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 PLACES = {
     "gradients": ("histopipe.training.train_step", "TrainStep", "_gradient_step"),
@@ -30,7 +36,20 @@ PLACES = {
 }
 
 
+def client() -> int:
+    """The process that made the pipe of this training."""
+    with socket.socket(fileno=os.dup(pipe)) as end:
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int(struct.unpack("iii", credentials)[0])
+
+
+class Ended(BaseException):
+    """What ends a training at once, and is caught by the test only."""
+
+
 def fail(kind: str) -> None:
+    if kind == "end":
+        raise Ended
     if kind == "exhausted":
         import tensorflow as tf
 
@@ -61,7 +80,7 @@ def fail(kind: str) -> None:
     if kind == "crash":
         raise RuntimeError("made")
     if kind == "parent":
-        os.kill(os.getppid(), signal.SIGKILL)  # and this process dies with it
+        os.kill(client(), signal.SIGKILL)  # and this process dies with it
         time.sleep(60)
     os.kill(os.getpid(), getattr(signal, kind))
 
@@ -106,9 +125,44 @@ def arm(only: str, place: str, at: int, kind: str, marker: Path) -> None:
     setattr(where, name, faulty)
 
 
-faults = os.environ.get("HISTOPIPE_TEST_FAULT")
-if faults and "histopipe.training.child" in sys.orig_argv:
-    for fault in faults.split(";"):
+pipe = -1
+
+
+def main(fd: int) -> None:
+    global pipe  # noqa: PLW0603 - a process has one training
+    pipe = fd
+    code = os.environ.pop("HISTOPIPE_TEST_CHILD", "")
+    if code:
+        run(code)
+    faults = os.environ.get("HISTOPIPE_TEST_FAULT")
+    for fault in faults.split(";") if faults else ():
         only, _, what = fault.rpartition("=")
         place, at, kind, marker = what.split(":", 3)
         arm(only, place, int(at), kind, Path(marker))
+    train(fd)
+
+
+def run(code: str) -> NoReturn:
+    sys.argv = json.loads(os.environ.pop("HISTOPIPE_TEST_ARGUMENTS", "[]"))
+    output = os.environ.pop("HISTOPIPE_TEST_OUTPUT", "")
+    if output:
+        with Path(output).open("w") as file:
+            os.dup2(file.fileno(), 1)
+    status: Any = 0
+    try:
+        exec(code, {"fd": pipe, "__name__": "__main__"})  # noqa: S102 - a test's own
+    except SystemExit as end:
+        status = end.code
+    except BaseException:  # noqa: BLE001 - as the interpreter does
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
+if "histopipe.runs.fork_server" in sys.orig_argv:
+    from histopipe.training import child
+
+    train = child.main
+    child.main = main  # type: ignore[assignment]  # as a test double

@@ -1,0 +1,67 @@
+"""In place of `supervise`, where what is tested is how many trainings are run, not a training."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from threading import Lock
+
+from histopipe.errors import HistopipeError
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import TrainResult, read_result
+from histopipe.runs.stopping import Supervision
+from histopipe.runs.task_config import load_config
+
+Failure = HistopipeError | Callable[[Supervision], HistopipeError]
+
+
+class RecordedTrainings:
+    """Each training leaves the files that a real one left before, unless a failure is due.
+
+    Args:
+        recorded: the folder that holds the folders of real runs, by the same names.
+        failures: by the name of a run's folder, what its attempts end with, one after the other.
+
+    Attributes:
+        attempts: the names of the folders of all attempts.
+        resumed: those of the attempts that were to resume.
+    """
+
+    def __init__(self, recorded: Path, failures: dict[str, list[Failure]] | None = None) -> None:
+        self._recorded, self._failures = recorded, failures or {}
+        self._lock = Lock()
+        self.attempts: list[str] = []
+        self.resumed: list[str] = []
+
+    def __call__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        *,
+        resume: bool = False,
+        watch: Supervision | None = None,
+    ) -> TrainResult:
+        name, before = folder.name, self._recorded / folder.name
+        with self._lock:
+            self.attempts.append(name)
+            self.resumed += [name] * resume
+            failure = self._failures[name].pop(0) if self._failures.get(name) else None
+        real = load_config(before / run_folder.CONFIG)
+        assert replace(config, splits=None, devices="cpu") == replace(
+            real, splits=None, devices="cpu"
+        )
+        run_folder.check(folder, resume=resume)
+        folder.mkdir(exist_ok=True)
+        for file in (run_folder.SPLITS, run_folder.CONFIG):
+            shutil.copy(before / file, folder / file)
+        assert config.splits is not None
+        assert Path(config.splits).read_bytes() == (before / run_folder.SPLITS).read_bytes()
+        watch = watch or Supervision()
+        watch.host_bytes = max(watch.host_bytes, 200 << 20)
+        if failure is not None:
+            raise failure if isinstance(failure, HistopipeError) else failure(watch)
+        shutil.copytree(before, folder, dirs_exist_ok=True)
+        return replace(read_result(folder), folder=folder)

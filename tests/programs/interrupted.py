@@ -1,0 +1,44 @@
+"""Trains with a fault, then resumes, for each of several faults, in one process that has loaded TensorFlow.
+
+Usage: interrupted.py STORE OUT SETTINGS PLACE:CALL:KIND...    SETTINGS: of the training, as JSON. Run by conftest's `with_tensorflow`.
+
+A fault raises an exception that nothing catches, which leaves files as a kill does, but for temporary ones. SIGTERM stops it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import sitecustomize as faults  # programs/faults, on the path of the tests' fork server
+
+from histopipe.errors import Interrupted
+from histopipe.runs.task_config import PatchTrainConfig, resumed_config
+from histopipe.training.train import train_here
+
+
+def main() -> None:
+    store, out, settings, *wanted = sys.argv[1:]
+    values = json.loads(settings) | {"stores": (store,)}
+    for fault in wanted:
+        name, at, kind = fault.split(":")
+        folder = Path(out) / fault.replace(":", "-")
+        config = PatchTrainConfig(**values, save_minutes=1e-9 if kind == "end" else 10.0)
+        faults.arm("", name, int(at), kind, folder.with_suffix(".failed"))
+        try:
+            train_here(config, folder)
+            ended = "nothing"
+        except faults.Ended:
+            ended = "end"
+        except Interrupted:
+            ended = "SIGTERM"
+        assert ended == kind, f"{fault}: ended by {ended}"
+        if folder.exists():
+            train_here(resumed_config(folder, {}), folder, resume=True)
+        else:
+            train_here(config, folder)
+
+
+if __name__ == "__main__":
+    main()
