@@ -14,7 +14,7 @@ from pathlib import Path
 import sitecustomize as faults  # programs/faults, on the path of the tests' fork server
 
 from histopipe.errors import Interrupted
-from histopipe.runs.task_config import PatchTrainConfig, resumed_config
+from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.training.train import train_here
 
 
@@ -35,7 +35,7 @@ def main() -> None:
             ended = "SIGTERM"
         assert ended == kind, f"{fault}: ended by {ended}"
         if folder.exists():
-            train_here(resumed_config(folder, {}), folder, resume=True)
+            train_here(load_config(folder / "config.toml"), folder, resume=True)
         else:
             train_here(config, folder)
 
