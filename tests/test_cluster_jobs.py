@@ -14,7 +14,7 @@ from pathlib import Path
 import cloudpickle
 import lmdb
 import pytest
-from conftest import COMMAND, Run, make_slides
+from conftest import INTERRUPTIBLE, Run, make_slides
 
 from histopipe.geometry import Mpp
 from histopipe.ingestion.cluster import dask_cluster
@@ -103,7 +103,7 @@ def begin(
     slides: Path, folder: Path, environment: dict[str, str], *flags: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, *flags],
+        [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, *flags],
         cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -274,7 +274,7 @@ def test_parts_that_were_left_behind(slides: Path, tmp_path: Path, run: Run) -> 
 
 def test_a_terminals_interrupt_is_the_commands_alone(slides: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
+        [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
         cwd=tmp_path, env=holding(tmp_path, {**os.environ}), stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip

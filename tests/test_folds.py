@@ -183,8 +183,8 @@ def recorded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reco
     def replaced(**failures: list[Failure]) -> RecordedTrainings:
         named = {name.replace("_", "-"): list(each) for name, each in failures.items()}
         fake = RecordedTrainings(whole, named)
-        monkeypatch.setattr("histopipe.studies.attempts.supervise", fake)
-        monkeypatch.setattr("histopipe.studies.places.count_gpus", lambda: 0)
+        monkeypatch.setattr("histopipe.studies.trainings.supervise", fake)
+        monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 0)
         return fake
 
     return replaced
@@ -373,7 +373,7 @@ def test_a_fold_that_fails_once_is_tried_again(
         "--fold-timeout", "45s", "--parallel-folds", 2,
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
-    assert "not done within 45 s; trying again (1 of 1)" in done.stderr
+    assert "not done within 45 s; retry 1 of 1" in done.stderr
     assert [row["attempts"] for row in table(tmp_path / "cv")[:3]] == ["2", "2", "1"]
     assert "the loss of epoch 1 is not finite" in table(tmp_path / "cv")[2]["reason"]
     assert untimed(tmp_path / "cv")[:2] == untimed(whole)[:2]
@@ -456,7 +456,9 @@ def test_wrong_settings_are_told_before_anything_is_left(
     assert "expected at most 6: no class has more patients" in wrong(
         run, small_store, "--folds", 7, "--out", "cv"
     )
-    assert "--splits is one split" in wrong(run, small_store, "--folds", 3, "--splits", "x.json")
+    assert "--splits and --folds exclude each other" in wrong(
+        run, small_store, "--folds", 3, "--splits", "x.json"
+    )
     assert "--retries: found no --folds" in wrong(run, small_store, "--retries", 2)
     assert "write 2h, 90m, 45s" in wrong(run, small_store, "--folds", 3, "--fold-timeout", "soon")
     assert "nonsense" in wrong(run, small_store, "--folds", 3, "--model", "nonsense", "--out", "cv")

@@ -733,6 +733,7 @@ def test_no_tensorflow_is_needed(tmp_path: Path) -> None:
         (tmp_path / "blocked" / name).mkdir(parents=True)
         (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('not here')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked")}
+    environment.pop("HISTOPIPE_FORK_SERVER", None)  # it has loaded TensorFlow
     done = subprocess.run(
         [*COMMAND, "ingest", "in"],
         cwd=tmp_path,

@@ -410,7 +410,7 @@ def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
     write_bag(tmp_path / "a" / "x.h5", np.zeros((3, 4), np.float32))
     write_bag(tmp_path / "a" / "y.h5", np.zeros((3, 5), np.float32))
-    with pytest.raises(UsageError, match="features of a patch: found 5, expected 4"):
+    with pytest.raises(UsageError, match="features per patch: found 5, expected 4"):
         BagSet(tmp_path / "a")
     write_bag(tmp_path / "b" / "x.h5", np.zeros((3, 4), np.int32))
     with pytest.raises(UsageError, match=r"expected \(patches, features\) float32 or float16"):
@@ -425,7 +425,7 @@ def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     with pytest.raises(NothingToDo, match="holds no features"):
         BagSet(tmp_path / "c")
-    with pytest.raises(UsageError, match="is no folder"):
+    with pytest.raises(UsageError, match="is not a folder"):
         BagSet(tmp_path / "d")
     (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")
     with pytest.raises(UsageError, match="patient P: found slides labelled a and b"):

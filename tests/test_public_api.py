@@ -60,7 +60,7 @@ def test_a_plain_script_calls_the_public_functions(data: Path, slide: Path, tmp_
     assert counts["patches"] > 500
     assert "<html" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "run" / "metrics.json").exists()
-    assert (tmp_path / "predictions" / "CMU-1-Small-Region.csv").exists()
+    assert (tmp_path / "predictions" / "patches" / "CMU-1-Small-Region.csv").exists()
 
 
 # Warnings of the Jupyter packages are not ours.

@@ -371,12 +371,15 @@ def test_all_that_is_known_of_a_slide_comes_back_with_it(
     put(damaged, "slides", slide_key(1), record.to_bytes(1))
     whole = as_ingested(damaged)
     flip_bytes(damaged, [(1, 5)])
-    for place in ("ingest", "restore"):  # pending, and complete again but without all of that
+    for place in (
+        "ingest_slides",
+        "restore",
+    ):  # pending, and complete again but without all of that
         killed_at(f"reingest:{place}", damaged, drawn / "slides")
         assert verify(damaged).findings == []
         with Store(damaged) as store:
             assert store.records[1].patient == "p-7"
-            assert (store.records[1].state is SlideState.PENDING) == (place == "ingest")
+            assert (store.records[1].state is SlideState.PENDING) == (place == "ingest_slides")
     done = repair(damaged, drawn / "slides")
     assert (int(done.exit_code), done.slides) == (0, ["slide-001"])
     assert as_ingested(damaged) == whole

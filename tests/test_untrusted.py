@@ -131,7 +131,7 @@ def test_a_run_s_paths_are_not_followed(trained: Path, run: Run, tmp_path: Path)
     for flags, shown in (([], True), (["--untrusted"], False)):
         page = tmp_path / f"{shown}.html"
         assert run("report", trained, "--out", page, *flags).returncode == 0
-        assert ("--store names the stores" not in page.read_text()) == shown
+        assert ("use --store to name the stores" not in page.read_text()) == shown
 
 
 def png_bomb(side: int) -> bytes:

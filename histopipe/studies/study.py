@@ -33,6 +33,18 @@ _POLL_SECONDS = 1.0
 _START_TRIALS = 5
 
 
+def _are_same(recorded: str, wanted: str) -> bool:
+    """Whether two searches have the same settings, as JSON texts.
+
+    Before there were settings of patches and of bags, a search recorded both. Those of the other kind have no effect.
+    """
+    old_space, old_base, old_metric = json.loads(recorded)
+    space, base, metric = json.loads(wanted)
+    kinds = "mil" in base, old_base.get("mil") is not None
+    old_base = {name: value for name, value in old_base.items() if name in base}
+    return kinds[0] == kinds[1] and (old_space, old_base, old_metric) == (space, base, metric)
+
+
 class Study:
     """A search that several processes may share.
 
@@ -59,12 +71,11 @@ class Study:
                 study_name=settings.name or folder.resolve().name, pruner=self._pruner(),
             )  # fmt: skip
             self._home = self._folder_id()
-            # As text, since that is what the storage returns.
             wanted = json.dumps([space.to_json(), dict(base), settings.metric], sort_keys=True)
             found = self._study.user_attrs.get(_SETTINGS)
             if found is None:
                 self._study.set_user_attr(_SETTINGS, wanted)
-            elif found != wanted:
+            elif not _are_same(found, wanted):
                 raise UsageError(
                     f"{settings.storage or folder} holds a search with other settings",
                     expected="the same space, configuration, stores and metric",
