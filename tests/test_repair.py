@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -49,7 +50,8 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     store = folder / "s.lmdb"
     subprocess.run(
-        [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), *FLAGS],
+        # One worker: the same pages in each run, and so the same slides on the pages that are damaged.
+        [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), *FLAGS, "--workers", "1"],
         check=True, capture_output=True,
     )  # fmt: skip
     assert len(made) == 4
@@ -218,7 +220,10 @@ def test_what_can_be_read_of_a_slide_stays_until_its_file_is_given(
     page_of_the_patches(damaged)
     hit = set(verify(damaged).damaged_slides)
     with Store(damaged) as store:
-        sound = {n: store.value(n, 0) for n in store.complete}
+        sound = {}
+        for number in store.complete:
+            with contextlib.suppress(DamagedStore):  # on the damaged page
+                sound[number] = store.value(number, 0)
     wrong = sorted((drawn / "slides").glob("*.svs"))[min(set(range(4)) - hit)]
     done = repair(damaged, wrong)
     # Reading a file from its start finds patches that a lookup in its broken tree does not.
@@ -230,7 +235,8 @@ def test_what_can_be_read_of_a_slide_stays_until_its_file_is_given(
     assert {f.kind for f in found.findings} == {FindingKind.HOLE}
     assert set(found.damaged_slides) == left
     with Store(damaged) as store:  # also the other patches of a damaged slide
-        assert {n: store.value(n, 0) for n in store.complete} == sound
+        assert sound
+        assert {n: store.value(n, 0) for n in sound} == sound
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
 
 
