@@ -36,7 +36,7 @@ _FAILED = f'"state":"{SlideState.FAILED}"'.encode()
 
 @dataclass(slots=True)
 class StoreCheck:
-    """What a store says of itself.
+    """Settings and slide numbers of a store.
 
     Attributes:
         spec: how patches are made; None if it cannot be read.

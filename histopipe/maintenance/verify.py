@@ -97,7 +97,7 @@ class Examination:
 
     Attributes:
         result: what is wrong.
-        store: what the store says of itself.
+        store: settings and slide numbers of the store.
         records: by slide number, of those that can be read.
         damaged_records: bytes of the other ones by slide number; empty where there are none.
         without_record: numbers that have entries, but no record.
@@ -178,6 +178,28 @@ def _examine(
     numbers = found.store.slides
     if numbers is None:
         numbers = list(range(found.store.next_number))
+    checks = _check_all_slides(found, pool, store, numbers, seconds=seconds, bar=bar)
+    checks.sort(key=lambda check: check.number)
+    _collect(found, checks)
+    orphans = _orphans(pool, seconds, store, {c.number for c in checks if c.patches})
+    found.without_record = orphans.without_record
+    findings += [
+        *_structure(pages), *found.store.findings, *(f for c in checks for f in c.findings),
+        *_duplicate_ids(found), *_wrong_values(found, [w for c in checks for w in c.wrong]), *orphans.findings,
+    ]  # fmt: skip
+    return findings, sum(check.patches for check in checks)
+
+
+def _check_all_slides(
+    found: Examination,
+    pool: WorkerPool,
+    store: Path,
+    numbers: Sequence[int],
+    *,
+    seconds: float,
+    bar: Bar,
+) -> list[SlideCheck]:
+    """Check every slide. A slide that ends its worker is checked by its record only."""
     batches = _batches(numbers, found.result.file_bytes)
     checks: list[SlideCheck] = []
     died: dict[int, WorkerDied] = {}
@@ -196,15 +218,7 @@ def _examine(
         what = f"LMDB crashes or hangs reading this slide: {died[number]}"
         check.add(FindingKind.STRUCTURE, what)
         checks.append(check)
-    checks.sort(key=lambda check: check.number)
-    _collect(found, checks)
-    orphans = _orphans(pool, seconds, store, {c.number for c in checks if c.patches})
-    found.without_record = orphans.without_record
-    findings += [
-        *_structure(pages), *found.store.findings, *(f for c in checks for f in c.findings),
-        *_duplicate_ids(found), *_wrong_values(found, [w for c in checks for w in c.wrong]), *orphans.findings,
-    ]  # fmt: skip
-    return findings, sum(check.patches for check in checks)
+    return checks
 
 
 def _structure(pages: Future[list[str]]) -> list[Finding]:

@@ -27,7 +27,7 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
         index = int(config["task"]["index"])
         kind = config["task"]["type"]
     else:
-        # A task sees the GPUs that Slurm gives to it: the resolver is told of one a task, and not to choose.
+        # Slurm shows each task its own GPUs, so the resolver gets one per task and must not select any.
         tasks = max(slurm_tasks_per_node(environment))
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             gpus_per_node=tasks, gpus_per_task=1, auto_set_gpu=False
