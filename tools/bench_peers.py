@@ -1,0 +1,327 @@
+"""Compare histopipe with other tools: tiling slides, and reading patches for training.
+
+    python tools/bench_peers.py FOLDER SLIDE... [--patch-size 256] [--mpp 0.5] [--rounds 5] [--tools NAME,NAME]
+
+Each tool runs in its own virtual environment, which is made in FOLDER/environments. A tool that cannot be installed is
+reported, with pip's last line. Tools take turns; medians are compared. Tools that accept coordinates get those of
+histopipe's patches; the others are measured on the patches that they choose, per patch.
+
+FOLDER/peers.json has everything that was measured: versions, machine, command lines, and what each tool wrote.
+`--page docs/design/peers.md` and `--chart docs/images/peers.png` write the table and the chart of the documentation from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+import histopipe
+from histopipe.store.store import Store
+
+PEERS = Path(__file__).parent / "peers"
+WORKERS = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that tiles slides.
+
+    Attributes:
+        requirements: what pip installs; nothing for histopipe itself.
+        program: file in tools/peers, called with the path of a job (JSON).
+        patches: which patches it takes, for the table.
+        output: what it writes, for the table.
+    """
+
+    requirements: tuple[str, ...]
+    program: str
+    patches: str
+    output: str
+
+
+TOOLS = {
+    "histopipe": Tool((), "", "tissue", "LMDB"),
+    "OpenSlide + Pillow + LMDB": Tool(
+        ("openslide-python==1.4.2", "openslide-bin==4.0.0.8", "pillow==12.0.0", "lmdb==1.7.5"),
+        "openslide_pool.py", "the same", "LMDB",
+    ),
+    "tiatoolbox": Tool(("tiatoolbox==2.1.3",), "tiatoolbox_points.py", "the same", "JPEG files"),
+    "pyvips dzsave": Tool(("pyvips[binary]==3.1.1",), "pyvips_dzsave.py", "all of the slide", "JPEG files"),
+    "slideflow": Tool(("slideflow==3.0.2",), "slideflow_tiles.py", "its own tissue", "TFRecords"),
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was measured of a tool.
+
+    Attributes:
+        error: why it could not be installed or run.
+        versions: of the packages in its environment that were asked for.
+        command: the command line of one run.
+        patches, output_bytes: what a run wrote.
+        seconds: of each run, from the start of the command to its end.
+        peak_mb: largest memory of a process, over all runs.
+    """
+
+    error: str | None = None
+    versions: list[str] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    patches: int = 0
+    output_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    peak_mb: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Median patches per second."""
+        return self.patches / statistics.median(self.seconds)
+
+
+def main() -> None:
+    """Install, measure, write."""
+    options = _parse()
+    folder: Path = options.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    slides = [path.resolve() for path in options.slides]
+    job = _job(folder, slides, options)
+    measured = {name: Measured() for name in options.tools}
+    for name, found in measured.items():
+        _install(folder, name, found)
+    for number in range(options.rounds + 1):
+        for name, found in measured.items():
+            if found.error is None:
+                _run(folder, name, found, job, warm_up=number == 0)
+    reading = {} if options.skip_reading else _reading(folder)
+    results = {
+        "machine": f"{WORKERS} cores, {platform.processor() or platform.machine()}, Linux {platform.release()}",
+        "python": platform.python_version(),
+        "histopipe": histopipe.__version__,
+        "slides": [path.name for path in slides],
+        "patch_size": options.patch_size,
+        "mpp": options.mpp,
+        "rounds": options.rounds,
+        "tiling": {name: asdict(found) for name, found in measured.items()},
+        "reading": reading,
+    }
+    (folder / "peers.json").write_text(json.dumps(results, indent=1))
+    table = "\n".join([*tiling_table(measured), "", *reading_table(reading)])
+    print(table)
+    if options.page:
+        options.page.write_text(page(results, table))
+    if options.chart:
+        draw(measured, reading, options.chart)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compare histopipe with other tools.")
+    parser.add_argument("folder", type=Path, help="environments, outputs and results")
+    parser.add_argument("slides", type=Path, nargs="+")
+    parser.add_argument("--patch-size", type=int, default=256)
+    parser.add_argument("--mpp", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=5, help="after one that is not counted")
+    parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
+    parser.add_argument("--skip-reading", action="store_true")
+    parser.add_argument("--page", type=Path)
+    parser.add_argument("--chart", type=Path)
+    return parser.parse_args()
+
+
+def _job(folder: Path, slides: list[Path], options: argparse.Namespace) -> Path:
+    """Ingest once, and write the coordinates of the patches for the other tools."""
+    store = folder / "patches.lmdb"
+    shutil.rmtree(store, ignore_errors=True)
+    histopipe.ingest(slides, store, patch_size=options.patch_size, mpp=options.mpp)
+    entries = []
+    with Store(store) as opened:
+        for number, record in opened.complete.items():
+            index = opened.index(number)
+            entries.append(
+                {
+                    "path": record.resolved_path,
+                    "level": record.level,
+                    "downsample": record.downsample,
+                    "read_size": record.read_size,
+                    "slide_mpp": record.mpp,
+                    "patch_mpp": record.patch_mpp,
+                    "x_l0": index["x_l0"].tolist(),
+                    "y_l0": index["y_l0"].tolist(),
+                }
+            )
+    job = folder / "job.json"
+    job.write_text(
+        json.dumps(
+            {
+                "slides": entries,
+                "patch_size": options.patch_size,
+                "mpp": options.mpp,
+                "workers": WORKERS,
+            }
+        )
+    )
+    return job
+
+
+def _install(folder: Path, name: str, found: Measured) -> None:
+    """Make the tool's environment, once."""
+    tool = TOOLS[name]
+    if not tool.requirements:
+        found.versions = [f"histopipe=={histopipe.__version__}"]
+        return
+    environment = folder / "environments" / name.split()[0]
+    python = environment / "bin" / "python"
+    if not python.exists():
+        subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    print(f"install {name}", file=sys.stderr)
+    done = subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", *tool.requirements],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+        found.error = f"pip cannot install {tool.requirements[0]}: {(lines or ['no message'])[-1].strip()}"
+        return
+    wanted = {text.split("==")[0].split("[")[0].lower() for text in tool.requirements}
+    frozen = subprocess.check_output([python, "-m", "pip", "freeze"], text=True).splitlines()
+    found.versions = [line for line in frozen if line.split("==")[0].lower() in wanted]
+
+
+def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) -> None:
+    """Run a tool once in an empty folder, as a command."""
+    out = folder / "output"
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    settings = json.loads(job.read_text())
+    if name == "histopipe":
+        found.command = [
+            str(Path(sys.executable).with_name("histopipe")), "ingest", *(s["path"] for s in settings["slides"]),
+            "--out", str(out / "patches.lmdb"), "--patch-size", str(settings["patch_size"]), "--mpp", str(settings["mpp"]),
+        ]  # fmt: skip
+    else:
+        python = folder / "environments" / name.split()[0] / "bin" / "python"
+        found.command = [str(python), str(PEERS / TOOLS[name].program), str(job), str(out)]
+    log = folder / f"{name.split()[0]}.log"
+    os.sync()
+    begun = time.perf_counter()
+    with log.open("w") as file:
+        process = subprocess.Popen(found.command, stdout=file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    os.sync()  # what a tool has written must be on the disk
+    seconds = time.perf_counter() - begun
+    if process.returncode:
+        found.error = f"exit code {process.returncode}: {log.read_text().strip().splitlines()[-1:]}"
+        return
+    print(f"{name}: {seconds:.2f} s{' (warm-up)' if warm_up else ''}", file=sys.stderr)
+    if warm_up:
+        return
+    found.seconds.append(seconds)
+    found.peak_mb = max(found.peak_mb, usage.ru_maxrss / 1024)
+    found.output_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    found.patches = _count(name, settings, log)
+
+
+def _count(name: str, settings: dict[str, Any], log: Path) -> int:
+    """Number of patches that a run has written: the programs print it last."""
+    if name == "histopipe":
+        return sum(len(slide["x_l0"]) for slide in settings["slides"])
+    return int(log.read_text().split()[-1])
+
+
+def _reading(folder: Path) -> dict[str, float]:
+    """Measure patches per second of a training's input, from three formats of the same patches."""
+    command = [sys.executable, str(PEERS / "read_formats.py"), str(folder)]
+    text = subprocess.check_output(command, text=True)
+    found: dict[str, float] = json.loads(text.splitlines()[-1])
+    return found
+
+
+def tiling_table(measured: dict[str, Measured]) -> list[str]:
+    """A Markdown table; the ratio is histopipe's rate over the tool's."""
+    ours = measured["histopipe"].rate
+    lines = [
+        "| tool | patches | output | seconds, median (min to max) | patches/s | histopipe is | peak MB of a process |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in measured.items():
+        tool = TOOLS[name]
+        if found.error:
+            lines.append(f"| {name} | not measured: {found.error} | | | | | |")
+            continue
+        middle, low, high = statistics.median(found.seconds), min(found.seconds), max(found.seconds)
+        lines.append(
+            f"| {name} | {found.patches:,}, {tool.patches} | {tool.output}, {found.output_bytes / 1e6:,.0f} MB "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {found.rate:,.0f} | {ours / found.rate:.1f}× | {found.peak_mb:,.0f} |"
+        )
+    return lines
+
+
+def reading_table(reading: dict[str, float]) -> list[str]:
+    """A Markdown table of the formats that a training reads."""
+    lines = ["| reader | patches/s | histopipe is |", "| --- | --- | --- |"]
+    for name, rate in reading.items():
+        lines.append(f"| {name} | {rate:,.0f} | {reading['histopipe'] / rate:.2f}× |")
+    return lines if reading else []
+
+
+def page(results: dict[str, Any], table: str) -> str:
+    """The page of the documentation."""
+    versions = {n: ", ".join(t["versions"]) for n, t in results["tiling"].items() if t["versions"]}
+    lines = [
+        "# Comparison with other tools",
+        "",
+        f"Measured by `tools/bench_peers.py` with histopipe {results['histopipe']}, Python {results['python']}, on",
+        f"{results['machine']}. Slides: {', '.join(results['slides'])}. Patches of {results['patch_size']} pixels at",
+        f"{results['mpp']} mpp. Tools took turns in {results['rounds']} rounds after a warm-up; medians are shown.",
+        "A run is the whole command, from its start until its output is on the disk.",
+        "",
+        "![Patches per second of each tool](../images/peers.png)",
+        "",
+        table,
+        "",
+        "*The same*: the tool gets the coordinates of histopipe's patches. The other tools choose patches themselves, so",
+        "compare patches per second.",
+        "",
+        "| tool | versions |",
+        "| --- | --- |",
+        *(f"| {name} | {text} |" for name, text in versions.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def draw(measured: dict[str, Measured], reading: dict[str, float], path: Path) -> None:
+    """Draw both tables as bars."""
+    mpl.rcParams["font.size"] = 9
+    rates = {name: found.rate for name, found in measured.items() if not found.error}
+    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
+    for number, (title, values) in enumerate(
+        (("Tiling: patches/s, whole command", rates), ("Reading for training: patches/s", reading))
+    ):
+        axes = figure.add_subplot(1, 2, number + 1)
+        names = list(values)[::-1]
+        colours = ["#2a6f97" if name == "histopipe" else "#b8c4cc" for name in names]
+        bars = axes.barh(names, [values[name] for name in names], color=colours)
+        axes.bar_label(bars, [f"{values[name]:,.0f}" for name in names], padding=3)
+        axes.margins(x=0.22)
+        axes.set_title(title, loc="left", fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.xaxis.set_visible(False)
+        axes.spines["bottom"].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
