@@ -55,11 +55,11 @@ class Tool:
 TOOLS = {
     "histopipe": Tool((), "", "tissue", "LMDB"),
     "OpenSlide + Pillow + LMDB": Tool(
-        ("openslide-python==1.4.2", "openslide-bin==4.0.0.8", "pillow==12.0.0", "lmdb==1.7.5"),
+        ("openslide-python==1.4.7", "openslide-bin==4.0.1.2", "pillow==13.0.0", "lmdb==3.0.0"),
         "openslide_pool.py", "the same", "LMDB",
     ),
     "tiatoolbox": Tool(("tiatoolbox==2.1.3",), "tiatoolbox_points.py", "the same", "JPEG files"),
-    "pyvips dzsave": Tool(("pyvips[binary]==3.1.1",), "pyvips_dzsave.py", "all of the slide", "JPEG files"),
+    "pyvips dzsave": Tool(("pyvips[binary]==3.2.0",), "pyvips_dzsave.py", "all of the slide", "JPEG files"),
     "slideflow": Tool(("slideflow==3.0.2",), "slideflow_tiles.py", "its own tissue", "TFRecords"),
 }  # fmt: skip
 
