@@ -44,12 +44,14 @@ class Tool:
         program: file in tools/peers, called with the path of a job (JSON).
         patches: which patches it takes, for the table.
         output: what it writes, for the table.
+        without_dependencies: what pip installs without its dependencies.
     """
 
     requirements: tuple[str, ...]
     program: str
     patches: str
     output: str
+    without_dependencies: tuple[str, ...] = ()
 
 
 TOOLS = {
@@ -60,7 +62,13 @@ TOOLS = {
     ),
     "tiatoolbox": Tool(("tiatoolbox==2.1.3",), "tiatoolbox_points.py", "the same", "JPEG files"),
     "pyvips dzsave": Tool(("pyvips[binary]==3.2.0",), "pyvips_dzsave.py", "all of the slide", "JPEG files"),
-    "slideflow": Tool(("slideflow==3.0.2",), "slideflow_tiles.py", "its own tissue", "TFRecords"),
+    # slideflow requires smac, whose dependency pyrfr does not compile with today's SWIG. Tiling does not need it.
+    "slideflow": Tool(
+        ("pyvips[binary]==3.2.0", "torch==2.13.0", "numpy", "scipy", "scikit-learn", "scikit-image", "matplotlib", "imageio",
+         "opencv-python-headless", "shapely", "pandas", "tqdm", "click", "crc32c", "tabulate", "rasterio", "rich", "pillow", "requests",
+         "parameterized", "zarr", "gdown", "pyarrow", "fpdf2", "seaborn", "protobuf<3.21", "tensorboard", "umap-learn"),
+        "slideflow_tiles.py", "its own tissue", "TFRecords", without_dependencies=("slideflow==3.0.2",),
+    ),
 }  # fmt: skip
 
 
@@ -186,15 +194,22 @@ def _install(folder: Path, name: str, found: Measured) -> None:
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     print(f"install {name}", file=sys.stderr)
-    done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", *tool.requirements],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
-        found.error = f"pip cannot install {tool.requirements[0]}: {(lines or ['no message'])[-1].strip()}"
-        return
-    wanted = {text.split("==")[0].split("[")[0].lower() for text in tool.requirements}
+    steps = [list(tool.requirements)]
+    if tool.without_dependencies:
+        steps.append(["--no-deps", *tool.without_dependencies])
+    for step in steps:
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "--quiet", *step],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
+            found.error = f"pip cannot install {step[-1]}: {(lines or ['no message'])[-1].strip()}"
+            return
+    asked = [text for text in (*tool.requirements, *tool.without_dependencies) if "==" in text]
+    wanted = {text.split("==")[0].split("[")[0].lower() for text in asked}
     frozen = subprocess.check_output([python, "-m", "pip", "freeze"], text=True).splitlines()
     found.versions = [line for line in frozen if line.split("==")[0].lower() in wanted]
 

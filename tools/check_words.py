@@ -42,7 +42,9 @@ WORDS = {
 ALLOWED: dict[tuple[str, str], str] = {}
 """File and text of a line that may stay, with the reason."""
 
-_PATTERN = re.compile("|".join(rf"(?P<w{i}>\b(?:{p})\b)" for i, p in enumerate(WORDS)), re.IGNORECASE)
+_PATTERN = re.compile(
+    "|".join(rf"(?P<w{i}>\b(?:{p})\b)" for i, p in enumerate(WORDS)), re.IGNORECASE
+)
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:

@@ -36,7 +36,9 @@ def main() -> None:
         corners = list(zip(slide["x_l0"], slide["y_l0"], strict=True))
         for first in range(0, len(corners), CHUNK):
             chunk = corners[first : first + CHUNK]
-            tasks.append((slide["path"], slide["level"], slide["read_size"], job["patch_size"], chunk))
+            tasks.append(
+                (slide["path"], slide["level"], slide["read_size"], job["patch_size"], chunk)
+            )
     count = 0
     with (
         lmdb.open(f"{sys.argv[2]}/patches.lmdb", map_size=1 << 40) as env,

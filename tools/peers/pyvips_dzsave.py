@@ -12,11 +12,18 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     pyvips.cache_set_max(0)
     for number, slide in enumerate(job["slides"]):
-        image = pyvips.Image.openslideload(slide["path"], level=slide["level"], access="sequential", rgb=True)
-        if slide["read_size"] != job["patch_size"]:
-            image = image.resize(job["patch_size"] / slide["read_size"])
+        # The wheel of libvips reads Aperio SVS as TIFF, so the first page is level 0.
+        image = pyvips.Image.new_from_file(slide["path"], access="sequential")
+        shrink = slide["slide_mpp"] / slide["patch_mpp"]
+        if shrink < 0.98:
+            image = image.resize(shrink)
         image.dzsave(
-            f"{sys.argv[2]}/{number}", tile_size=job["patch_size"], overlap=0, depth="one", suffix=".jpg[Q=90]", skip_blanks=-1
+            f"{sys.argv[2]}/{number}",
+            tile_size=job["patch_size"],
+            overlap=0,
+            depth="one",
+            suffix=".jpg[Q=90]",
+            skip_blanks=-1,
         )
     print(sum(1 for _ in Path(sys.argv[2]).rglob("*.jpg")))
 

@@ -16,7 +16,12 @@ def write(task: tuple[str, int, float, np.ndarray, str]) -> int:
     """Extract some patches of a slide and write each as a JPEG file."""
     path, patch_size, mpp, centres, prefix = task
     extractor = get_patch_extractor(
-        "point", input_img=path, locations_list=centres, patch_size=(patch_size, patch_size), resolution=mpp, units="mpp"
+        "point",
+        input_img=path,
+        locations_list=centres,
+        patch_size=(patch_size, patch_size),
+        resolution=mpp,
+        units="mpp",
     )
     count = 0
     for patch in extractor:
@@ -37,7 +42,9 @@ def main() -> None:
         centres = np.rint(corners).astype(int) + (size - 1) // 2
         for first in range(0, len(centres), CHUNK):
             prefix = f"{sys.argv[2]}/{number}_{first}"
-            tasks.append((slide["path"], size, slide["patch_mpp"], centres[first : first + CHUNK], prefix))
+            tasks.append(
+                (slide["path"], size, slide["patch_mpp"], centres[first : first + CHUNK], prefix)
+            )
     with multiprocessing.Pool(job["workers"]) as pool:
         print(sum(pool.imap(write, tasks)))
 
