@@ -12,7 +12,7 @@ from histopipe.errors import ExitCode
 def test_every_command_has_help_and_a_place_in_the_readme(run: Run) -> None:
     readme = (PROJECT / "README.md").read_text()
     shown = run("--help").stdout
-    for name, summary in COMMANDS.items():
+    for name, (_, summary) in COMMANDS.items():
         assert name in shown
         assert summary in shown
         assert f"histopipe {name}" in readme

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
 import histopipe
-from histopipe.cli.bench import command as bench_command
+from histopipe.cli.machine import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.orders import BlockShuffled, Sequential, make_order
 from histopipe.dataset.patch_batches import PatchBatches
