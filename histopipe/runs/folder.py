@@ -17,7 +17,6 @@ import numpy as np
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS
 from histopipe.runs.settings import declared_settings, to_toml
 from histopipe.runs.task_config import read_config
 from histopipe.system.files import appearing, read_json
@@ -172,7 +171,7 @@ def read_micro_batch(folder: Path) -> int | None:
 
 def write_micro_batch(folder: Path, size: int, why: str) -> None:
     """Write `memory.json`: the size of micro-batches to continue with."""
-    write_text(folder / MEMORY, json.dumps({"micro_batch": size, "why": why}, indent=2) + "\n")
+    write_json(folder / MEMORY, {"micro_batch": size, "why": why})
 
 
 def write_text(path: Path, text: str) -> None:
@@ -181,18 +180,18 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
-    """Write `history.csv`: one row per epoch."""
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file by one rename."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a CSV file by one rename, with a column for each key of any row."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(history[0]))
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
     writer.writeheader()
-    writer.writerows(history)
-    write_text(folder / HISTORY, buffer.getvalue())
-
-
-def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """Write `metrics.json`."""
-    write_text(folder / METRICS, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+    writer.writerows(rows)
+    write_text(path, buffer.getvalue())
 
 
 def is_cross_validation(folder: Path) -> bool:

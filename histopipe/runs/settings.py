@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
-from histopipe.system.files import read_toml
+from histopipe.system.files import read_text
 
 Format = Literal["", "path", "share", "duration"]
 """How a flag is written, if not as its type: "share" takes 10% too, "duration" takes 2h too, and is in seconds."""
@@ -213,6 +214,20 @@ def check_known(names: Iterable[str], *classes: type, where: str = "unknown sett
         raise UsageError(where, found=", ".join(unknown), expected=", ".join(sorted(declared)))
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    try:
+        return tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        found = "its brackets are nested too deep" if deep else str(error)
+        raise UsageError(f"{path} cannot be read", found=found, expected="TOML") from error
+
+
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:
     """Read settings from a TOML file.
 
@@ -226,10 +241,7 @@ def read_settings(path: Path, *classes: type) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read, or names something else.
     """
-    try:
-        values = read_toml(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
+    values = read_toml(path)
     check_known(values, *classes, where=f"{path}: unknown settings")
     for name, value in values.items():
         declared = declared_settings(*classes)[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -182,6 +182,15 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     return kind(**{name: value for name, value in values.items() if name in own})
 
 
+def with_stores(
+    settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
+) -> dict[str, Any]:
+    """Return settings with a store or several; None changes nothing."""
+    if stores is None:
+        return settings
+    return settings | {"stores": (stores,) if isinstance(stores, str | Path) else tuple(stores)}
+
+
 def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
     """Return a configuration with other values of some settings.
 
@@ -236,7 +245,7 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
 
 
 def _plain(value: Any) -> Any:
-    """A value as configurations hold it."""
-    if isinstance(value, list):
-        return tuple(value)
+    """Return a value as configurations hold it: tuples for lists, texts for paths."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
     return str(value) if isinstance(value, Path) else value

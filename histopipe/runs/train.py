@@ -10,7 +10,7 @@ from typing import Any
 from histopipe.runs.folder import recorded_settings
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
-from histopipe.runs.task_config import make_config, resumed_config
+from histopipe.runs.task_config import make_config, resumed_config, with_stores
 from histopipe.system.progress import Progress, use_progress
 from histopipe.system.tensorflow import load_quietly
 
@@ -52,10 +52,7 @@ def train(
         >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
         >>> result.metrics["test"].patch.auc  # doctest: +SKIP
     """
-    folder = Path(out)
-    if stores is not None:
-        paths = [stores] if isinstance(stores, str | Path) else stores
-        settings["stores"] = tuple(map(str, paths))
+    folder, settings = Path(out), with_stores(settings, stores)
     config = (
         resumed_config(recorded_settings(folder), settings) if resume else make_config(settings)
     )

@@ -37,12 +37,7 @@ def load_optuna() -> Any:
 
 
 def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
-    """Open a storage.
-
-    Args:
-        url: `postgresql://`, `mysql://`, `sqlite:///` (on a local disk), `redis://`, or the path of a journal file; None for
-            the journal in the folder of the search.
-        folder: folder of the search.
+    """Open a storage: `postgresql://`, `mysql://`, `sqlite:///`, `redis://` or the path of a journal; None for the search's own journal.
 
     Raises:
         UsageError: SQLite on a network filesystem, or a storage that cannot be opened.
@@ -80,8 +75,8 @@ def _open(url: str | None, path: Path) -> Any:
 class _JournalLock:
     """Lock of the journal that the kernel releases when its process ends.
 
-    Optuna's own locks are a symbolic link and a file. If a killed process leaves one, the others wait 30 seconds, or forever if
-    the path of the journal is relative; then two of them may break the lock at once.
+    If a killed process leaves a lock of Optuna's own, the others wait 30 seconds, or forever if the path of the journal is
+    relative; then two of them may break the lock at once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,12 +106,11 @@ def _refuse_shared_sqlite(url: str) -> None:
 
 
 def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
-    """Remove a last line that was not written completely, as on a full disk: Optuna would append to it."""
+    """Remove an incomplete last line, as a full disk leaves it: Optuna would append to it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
         return
     lock.acquire()  # another process may be writing the line right now
     try:
-        content = path.read_bytes()
-        os.truncate(path, content.rfind(b"\n") + 1)
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     finally:
         lock.release()

@@ -1,7 +1,7 @@
 """The trials of a search, shared by several processes. No trial is lost with a process that dies.
 
-A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running trial that nobody
-has locked was left by a process that died: the next process continues it, as the same trial, from its saved state. A second lock, of
+A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running trial without
+a lock was left by a process that died: the next process continues it, as the same trial, from its saved state. A second lock, of
 the whole search, is held while a process takes a trial, so that no two processes take the same one.
 """
 
@@ -34,9 +34,9 @@ _START_TRIALS = 5
 
 
 def _are_same(recorded: str, wanted: str) -> bool:
-    """Whether two searches have the same settings, as JSON texts.
+    """Return whether two searches have the same settings, as JSON texts.
 
-    Before there were settings of patches and of bags, a search recorded both. Those of the other kind have no effect.
+    Older versions recorded the settings of patches and of bags. Those of the other kind have no effect.
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(wanted)
@@ -48,11 +48,8 @@ def _are_same(recorded: str, wanted: str) -> bool:
 class Study:
     """A search that several processes may share.
 
-    Args:
-        folder: folder of the search, the same for all processes; other machines may have their own, with `settings.storage`.
-        settings: settings of the search.
-        space: search space.
-        base: all other settings that results depend on; with another base it is another search.
+    Processes share its folder; with `settings.storage`, other machines may have their own. `base` are all other settings that results
+    depend on: with another base it is another search.
 
     Raises:
         UsageError: the storage cannot be opened, or holds another search by this name.
@@ -100,7 +97,7 @@ class Study:
             yield trial
 
     def wait(self) -> bool:
-        """Wait a moment for the trials of other processes; False if none is running in this folder."""
+        """Wait a moment for the trials of other processes. Return False if none is running in this folder."""
         running = [t for t in self.trials() if not t.state.is_finished() and self._is_here(t)]
         if running:
             time.sleep(_POLL_SECONDS)
@@ -149,18 +146,14 @@ class Study:
         return trial
 
     def _is_here(self, trial: optuna.trial.FrozenTrial) -> bool:
-        """Whether a trial belongs to this folder, where its run and its lock are."""
+        """Return whether a trial belongs to this folder, where its run and its lock are."""
         return trial.user_attrs.get(_HOME) == self._home
 
     def _lock_trial(self, number: int, held: ExitStack) -> bool:
-        """Lock a trial until `held` is closed. False if another process has the lock."""
+        """Lock a trial until `held` is closed. Return False if another process has the lock."""
         folder = self._folder / TRIALS
         folder.mkdir(exist_ok=True)
-        with ExitStack() as stack:
-            if not stack.enter_context(locked(folder / f"{number:04d}.lock")):
-                return False
-            held.enter_context(stack.pop_all())
-        return True
+        return held.enter_context(locked(folder / f"{number:04d}.lock"))
 
     def _check_locks(self) -> None:
         """Check that the filesystem of the folder has locks: otherwise two processes could train the same trial."""
@@ -176,7 +169,7 @@ class Study:
             path.unlink(missing_ok=True)
 
     def _folder_id(self) -> str:
-        """Return the identity of the folder, which is the same for every machine and path."""
+        """Return the identity of the folder, the same for every machine and path."""
         path = self._folder / _ID
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
@@ -189,7 +182,7 @@ class Study:
         return pruners.MedianPruner(n_startup_trials=_START_TRIALS)  # type: ignore[no-any-return]
 
     def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Return the sampler of one trial, with its own seed: with the same seed, all processes would draw the same."""
+        """Return the sampler of one trial, with its own seed: with one seed, all processes would draw the same."""
         samplers = self._optuna.samplers
         seed = int(combine(self._settings.seed, number)) & 0x7FFFFFFF
         if self._settings.sampler == "random":

@@ -16,7 +16,7 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
-from histopipe.runs.task_config import changed_config, make_config
+from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.storage import load_optuna
@@ -88,9 +88,7 @@ def tune(
         >>> result = tune("patches.lmdb", space=space, out="runs/study")  # doctest: +SKIP
         >>> result.best.settings  # doctest: +SKIP
     """
-    if stores is not None:
-        paths = [stores] if isinstance(stores, str | Path) else stores
-        settings["stores"] = tuple(map(str, paths))
+    settings = with_stores(settings, stores)
     found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
     base = make_config(settings | dict(found.fixed))
     own = StudySettings(

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import shutil
-import tomllib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -112,22 +111,8 @@ def read_json(path: Path) -> Any:
     Raises:
         OSError, ValueError: as `read_text`; it is nested too deep, or not JSON.
     """
-    return _parsed(json.loads, read_text(path))
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file that others may have written.
-
-    Raises:
-        OSError, ValueError: as `read_json`.
-    """
-    values: dict[str, Any] = _parsed(tomllib.loads, read_text(path))
-    return values
-
-
-def _parsed(parse: Callable[[str], Any], text: str) -> Any:
     try:
-        return parse(text)
+        return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("its brackets are nested too deep") from error
 

@@ -19,7 +19,7 @@ from histopipe.dataset.options import Side
 from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import TrainResult
+from histopipe.runs.result import METRICS, TrainResult
 
 FOLDER = "tensorboard"
 
@@ -72,7 +72,7 @@ def write_results(
         "keras": keras.__version__,
         "environment": _environment(),
     }
-    run_folder.write_metrics(folder, {**versions, **facts, **result.to_json()})
+    run_folder.write_json(folder / METRICS, {**versions, **facts, **result.to_json()})
 
 
 def _environment() -> dict[str, object]:

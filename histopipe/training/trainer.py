@@ -191,7 +191,7 @@ class Trainer:
         if better:
             with appearing(self._folder / run_folder.MODEL) as part:
                 self._step.model.save(part)
-        run_folder.write_history(self._folder, self._state.history)
+        run_folder.write_csv(self._folder / run_folder.HISTORY, self._state.history)
         if self._config.tensorboard:
             write_tensorboard(self._folder, row, losses)
         # Last: the files that a resumed run finds are never older than the state says.
