@@ -27,20 +27,15 @@ CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
 MEMORY = "memory.json"
 FOLD_SPLITS = "splits"
-"""A folder, of cross-validations: the splits of each fold."""
+"""Folder of a cross-validation: the splits of each fold."""
 ATTENTION = "attention"
-"""A folder, of runs on bags."""
+"""Folder of a run on bags."""
 _DYING_SECONDS = 5.0
 """How long a killed training may keep the lock on its folder."""
 
 
 def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
-    """Check that a run may use a folder, before anything is written.
-
-    Args:
-        folder: folder of the run.
-        resume: whether it must hold a run.
-        ignored: names that may be in a new folder.
+    """Check that a run may use a folder, before anything is written. A new folder may hold the ignored names.
 
     Raises:
         UsageError: it is not empty and not to be resumed, or holds no run to resume.
@@ -66,10 +61,10 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -> Iterator[None]:
-    """Make a run's folder if it is missing, write splits and configuration, and keep other processes out of it.
+    """Create and lock a run's folder, and write splits and configuration.
 
     Raises:
-        UsageError: it cannot be made or written to, or another process uses it.
+        UsageError: as `held` and `writable`, or another run has begun there.
     """
     with held(folder):
         if not resume and (folder / CONFIG).exists():
@@ -83,10 +78,10 @@ def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make a folder if it is missing, and keep other processes out of it.
+    """Create a folder if it is missing, and lock it.
 
     Raises:
-        UsageError: it cannot be made, or another process holds it.
+        UsageError: it cannot be created, or another process has locked it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +96,7 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Report a folder that cannot be made or written to as a usage error."""
+    """Report a folder that cannot be created or written to as a usage error."""
     try:
         yield
     except OSError as error:
@@ -112,11 +107,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def roomy(folder: Path) -> Iterator[None]:
-    """Report a full disk.
-
-    Raises:
-        MachineShort: it is full.
-    """
+    """Report a full disk as MachineShort."""
     try:
         yield
     except OSError as error:
@@ -158,7 +149,7 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
 
 
 def read_micro_batch(folder: Path) -> int | None:
-    """Return the size of micro-batches that fitted into memory, if it ran out before."""
+    """Return the size of micro-batches to continue with, if memory ran out before."""
     try:
         return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
     except FileNotFoundError:
@@ -200,11 +191,7 @@ def is_cross_validation(folder: Path) -> bool:
 
 
 def check_one_run(folder: Path) -> None:
-    """Check that a folder is not that of a cross-validation.
-
-    Raises:
-        UsageError: it is a cross-validation.
-    """
+    """Raise a UsageError if a folder is that of a cross-validation."""
     if is_cross_validation(folder):
         raise UsageError(
             f"{folder} is a cross-validation", expected="one of its runs",

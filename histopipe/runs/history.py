@@ -10,11 +10,8 @@ from typing import Any
 class EpochMetrics:
     """Metrics of the predictions of one epoch.
 
-    Attributes:
-        count: number of predictions.
-        loss: mean cross-entropy, weighted by class as in training.
-        accuracy: share of predictions whose most likely class is right.
-        auc: area under the ROC curve; for several classes the mean of one against the rest. None with fewer than two classes.
+    The loss is weighted by class as in training. For several classes, `auc` is the mean of one against the rest; it is None with
+    fewer than two classes.
     """
 
     count: int
@@ -34,17 +31,10 @@ def history_row(
     seconds: float,
     unit: str,
 ) -> dict[str, Any]:
-    """Return the row of an epoch.
+    """Return the row of an epoch, from 1.
 
-    Args:
-        epoch: from 1.
-        train: of predictions before each step's update.
-        validation: after the last step.
-        train_seconds: of the training steps.
-        input_wait: the part of it spent waiting for batches.
-        learning_rate: after the last step.
-        seconds: of the whole epoch.
-        unit: "patches" or "bags".
+    The metrics of training are of predictions before each step's update. `input_wait` is the part of `train_seconds` spent waiting for
+    batches; `seconds` is for the whole epoch; `unit` is "patches" or "bags".
     """
     return {
         "epoch": epoch,
@@ -65,9 +55,9 @@ def epoch_line(row: dict[str, Any], epochs: int, *, better: bool) -> str:
     """Return the row of an epoch as one line of text."""
     unit = "patches" if "patches_per_s" in row else "bags"
     auc, val_auc = (f"{v:.4f}" if v is not None else "-" for v in (row["auc"], row["val_auc"]))
+    speed = f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s"
     return (
         f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  auc {auc}  "
         f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  auc {val_auc}  "
-        f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s, {row['input_wait']:.0%} waiting for input"
-        + ("  *best" if better else "")
+        f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}"
     )

@@ -57,27 +57,13 @@ class Setting:
 
 
 def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
-    """Declare a setting.
-
-    Args:
-        default: its value if not given; `dataclasses.MISSING` for a required one.
-        help: one line.
-        group: heading under which it is listed.
-        options: further attributes of `Setting`.
-    """
+    """Declare a setting, with further attributes of `Setting`. `dataclasses.MISSING` as the default makes it required."""
     about = Setting(help=help, group=group, **options)
     return dataclasses.field(default=default, metadata={_SETTING: about})
 
 
 class DeclaredSetting(NamedTuple):
-    """A declared setting of a class.
-
-    Attributes:
-        name: of the field.
-        type: its type, resolved.
-        default: `dataclasses.MISSING` for a required one.
-        about: its declaration.
-    """
+    """A declared setting of a class, with the name, the resolved type and the default of its field."""
 
     name: str
     type: Any
@@ -123,16 +109,13 @@ class DeclaredSetting(NamedTuple):
         return "a text" if self.default in (None, MISSING) else f"such as {self.default!r}"
 
     def check(self, value: Any) -> None:
-        """Check type, choices and bounds of a value.
-
-        Raises:
-            UsageError: the value is not allowed.
-        """
+        """Raise a UsageError unless type, choice and bounds of a value are allowed."""
         if not self.fits(value):
             raise UsageError(self.flag, found=repr(value), expected=self.example)
-        for item in value if self.is_list else (value,):
-            if self.choices:
-                one_of(self.flag, item, self.choices)
+        items = value if self.is_list else (value,)
+        wrong = [item for item in items if self.choices and item not in self.choices]
+        if wrong:
+            raise UsageError(self.flag, found=repr(wrong[0]), expected=" or ".join(self.choices))
         problem = self._outside(value)
         if problem is not None:
             raise UsageError(self.flag, found=value, expected=problem)
@@ -193,21 +176,13 @@ def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, DeclaredSetting]:
 
 
 def check_settings(values: Any) -> None:
-    """Check every setting of a dataclass by its declaration.
-
-    Raises:
-        UsageError: a value is not allowed.
-    """
+    """Raise a UsageError if a setting of a dataclass has a value that its declaration does not allow."""
     for name, declared in declared_settings(type(values)).items():
         declared.check(getattr(values, name))
 
 
 def check_known(names: Iterable[str], *classes: type, where: str = "unknown settings") -> None:
-    """Refuse names that are no settings of any of the classes.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Raise a UsageError if a name is not a setting of any of the classes."""
     declared = declared_settings(*classes)
     unknown = sorted(set(names) - set(declared))
     if unknown:
@@ -215,11 +190,7 @@ def check_known(names: Iterable[str], *classes: type, where: str = "unknown sett
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Read a TOML file, or raise a UsageError."""
     try:
         return tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as error:
@@ -229,14 +200,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:
-    """Read settings from a TOML file.
-
-    Args:
-        path: the file.
-        classes: dataclasses of which it may name settings.
-
-    Returns:
-        Those that the file names. Their types are checked, their ranges are not.
+    """Read settings of some dataclasses from a TOML file. Their types are checked, their ranges are not.
 
     Raises:
         UsageError: the file cannot be read, or names something else.
@@ -252,7 +216,7 @@ def read_settings(path: Path, *classes: type) -> dict[str, Any]:
 
 def to_toml(*groups: Any) -> str:
     """Return the settings of dataclasses as TOML; those that are None are left out."""
-    # Late: this package is imported where tomli-w may not be.
+    # Late: tomli-w is optional.
     import tomli_w
 
     values: dict[str, Any] = {}
@@ -264,13 +228,3 @@ def to_toml(*groups: Any) -> str:
 def flag(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Check that a value is one of those allowed.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if value not in allowed:
-        raise UsageError(name, found=repr(value), expected=" or ".join(allowed))

@@ -157,10 +157,7 @@ CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
 
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
-    """Make the configuration that settings describe: of bags if `mil` is one of them, else of patches.
-
-    Args:
-        settings: by name. Lists stand for tuples, and paths for texts.
+    """Create a configuration: of bags if `mil` is one of the settings, else of patches. Lists stand for tuples, and paths for texts.
 
     Raises:
         UsageError: a setting is unknown, of the other kind of training, or not allowed.
@@ -192,11 +189,7 @@ def with_stores(
 
 
 def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """Return a configuration with other values of some settings.
-
-    Raises:
-        UsageError: as `make_config`.
-    """
+    """Return a configuration with other values of some settings. Raises as `make_config`."""
     return make_config({**config.values(), **changes})
 
 
@@ -219,11 +212,7 @@ def load_config(path: Path) -> TrainConfig:
 
 
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of a run that is resumed.
-
-    Args:
-        recorded: the settings of the run.
-        changes: settings that were given anew.
+    """Return the configuration of a run that is resumed, with changes to its recorded settings.
 
     Raises:
         UsageError: a change would invalidate what was trained so far.
