@@ -12,14 +12,9 @@ from histopipe.runs.settings import check_settings, declared_settings, setting
 if TYPE_CHECKING:
     from histopipe.evaluation.evaluate import JudgeSettings
 
-Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
-ClassWeights = Literal["none", "balanced"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
-Schedule = Literal["constant", "cosine"]
-Communication = Literal["auto", "ring", "nccl"]
 
 DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
-"""What `--devices` may be."""
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
 OPTIMIZATION, SAMPLING = "Optimization", "Sampling and augmentation"
 EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
@@ -27,11 +22,7 @@ EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Settings of every training.
-
-    Raises:
-        UsageError: a value is not allowed, or does not go with another one.
-    """
+    """Settings of every training. A UsageError is raised for values that are not allowed, or not together."""
 
     labels: str | None = setting(
         None, "CSV file slide,label[,patient][,site] that replaces the recorded labels.",
@@ -67,12 +58,14 @@ class TrainConfig:
     batch_size: int = setting(
         64, "Patches or bags per step, over all devices.", group=OPTIMIZATION, at_least=1
     )
-    optimizer: Optimizer = setting("adam", "Optimizer.", group=OPTIMIZATION)
+    optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = setting(
+        "adam", "Optimizer.", group=OPTIMIZATION
+    )
     learning_rate: float = setting(1e-3, "Learning rate.", group=OPTIMIZATION, above=0)
     weight_decay: float = setting(
         0.004, "Weight decay of --optimizer adamw.", group=OPTIMIZATION, at_least=0
     )
-    schedule: Schedule = setting(
+    schedule: Literal["constant", "cosine"] = setting(
         "constant", "Learning rate schedule; cosine falls to 0 at the end of --epochs.",
         group=OPTIMIZATION,
     )  # fmt: skip
@@ -86,7 +79,7 @@ class TrainConfig:
     label_smoothing: float = setting(
         0.0, "Label smoothing of the training loss.", group=OPTIMIZATION, at_least=0, below=1
     )
-    class_weights: ClassWeights = setting(
+    class_weights: Literal["none", "balanced"] = setting(
         "none", "Class weights in the loss; balanced: inverse to class frequency.",
         group=OPTIMIZATION,
     )  # fmt: skip
@@ -134,7 +127,7 @@ class TrainConfig:
     deterministic: bool = setting(
         False, "Use bitwise repeatable operations; slower.", group=MACHINE, search=False
     )
-    communication: Communication = setting(
+    communication: Literal["auto", "ring", "nccl"] = setting(
         "auto", "Communication between workers (named by TF_CONFIG or Slurm).",
         group=MACHINE, resume=True, search=False,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.runs.task_config import read_config
 from histopipe.system.files import appearing, read_json
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.locks import locked
@@ -42,7 +41,9 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
     """
     if resume:
         if not (folder / CONFIG).exists():
-            raise UsageError(f"{folder} holds no run to resume", expected=f"a {CONFIG} in it")
+            raise UsageError(
+                f"no run to resume in {folder}", expected=f"the folder of a run, with its {CONFIG}"
+            )
     elif folder.exists() and (
         not folder.is_dir() or any(path.name not in ignored for path in folder.iterdir())
     ):
@@ -132,20 +133,6 @@ def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int
         if slide.labels is not None:
             digest.update(slide.labels.tobytes())
     return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]
-
-
-def recorded_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run to resume.
-
-    Raises:
-        UsageError: the folder holds no run.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UsageError(
-            f"no run to resume in {folder}", expected="the folder of a run, with its config.toml"
-        )
-    return read_config(path)
 
 
 def read_micro_batch(folder: Path) -> int | None:

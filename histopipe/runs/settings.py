@@ -35,9 +35,7 @@ class Setting:
     Attributes:
         help: one line.
         group: heading under which it is listed.
-        at_least, at_most, above, below: bounds of its value.
         default_text: the default as listed; None to list the value.
-        format: how the flag is written.
         resume: it may change when a run is resumed.
         search: a search may try different values.
         per_worker: it may differ between the workers of a training on several machines.
@@ -157,7 +155,7 @@ def _required(kind: Any) -> Any:
 
 
 def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
-    """Return the declared settings of classes, by name. Where several declare one, the first of them counts."""
+    """Return the declared settings of classes, by name. Where several declare one, the first class counts."""
     return _settings_of(classes)
 
 

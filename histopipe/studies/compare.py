@@ -39,14 +39,7 @@ _TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run or a cross-validation, with its evaluation on test patches.
-
-    Attributes:
-        folder: its folder.
-        settings: as in its config.toml.
-        test: evaluation of its test patches.
-        notes: remarks on it.
-    """
+    """A run or a cross-validation: its settings, as in config.toml, and the evaluation of its test patches."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -245,9 +238,8 @@ def _against(
             notes[level] = "patches of different stores"
         elif ours.keys != theirs.keys or ours.repeats:
             common = len(set(ours.keys) & set(theirs.keys))
-            notes[level] = (
-                f"{level}: tested on different items ({len(ours.keys)} and {len(theirs.keys)}, {common} in common)"
-            )
+            counts = f"{len(ours.keys)} and {len(theirs.keys)}, {common} in common"
+            notes[level] = f"{level}: tested on different items ({counts})"
         elif not np.array_equal(ours.scores.label, theirs.scores.label):
             notes[level] = f"{level}: different labels"
         elif ours.keys:

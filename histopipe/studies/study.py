@@ -175,17 +175,16 @@ class Study:
             path.write_text(uuid.uuid4().hex)
         return path.read_text()
 
-    def _pruner(self) -> optuna.pruners.BasePruner:
-        pruners = self._optuna.pruners
+    def _pruner(self) -> Any:
         if self._settings.pruner == "none":
-            return pruners.NopPruner()  # type: ignore[no-any-return]
-        return pruners.MedianPruner(n_startup_trials=_START_TRIALS)  # type: ignore[no-any-return]
+            return self._optuna.pruners.NopPruner()
+        return self._optuna.pruners.MedianPruner(n_startup_trials=_START_TRIALS)
 
-    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
+    def _sampler(self, number: int) -> Any:
         """Return the sampler of one trial, with its own seed: with one seed, all processes would draw the same."""
         samplers = self._optuna.samplers
         seed = int(combine(self._settings.seed, number)) & 0x7FFFFFFF
         if self._settings.sampler == "random":
-            return samplers.RandomSampler(seed)  # type: ignore[no-any-return]
+            return samplers.RandomSampler(seed)
         # Running trials count as bad, so that processes do not try similar settings.
-        return samplers.TPESampler(seed=seed, constant_liar=True)  # type: ignore[no-any-return]
+        return samplers.TPESampler(seed=seed, constant_liar=True)

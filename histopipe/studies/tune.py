@@ -99,7 +99,7 @@ def tune(
 
 
 class _Search:
-    """The part of a search that this process does."""
+    """The part of a search that this process runs."""
 
     def __init__(
         self,
