@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 from histopipe.errors import SlideError, UsageError
@@ -31,8 +31,24 @@ def check_ingest(
     """
     if not options.allow_network:
         refuse_network(store)
-    if spec.level is not None and not options.allow_mixed_mpp:
-        _refuse_mixed_scales(slides, store, spec, options)
+    if spec.level is None or options.allow_mixed_mpp:
+        return
+    scales = {
+        record.id: Mpp(record.patch_mpp)
+        for record in recorded(store).values()
+        if record.state is SlideState.COMPLETE and record.patch_mpp
+    }
+    scales |= _scales_at_level(slides, spec, options)
+    if not scales:
+        return
+    finest, coarsest = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
+    if not same_scale(scales[finest], scales[coarsest]):
+        raise UsageError(
+            f"--level {spec.level} would mix scales",
+            found=f"{scales[finest]:g} mpp ({finest}) and {scales[coarsest]:g} mpp ({coarsest})",
+            expected="at most 2 % difference",
+            todo="use --mpp or --mag, or pass --allow-mixed-mpp",
+        )
 
 
 def refuse_network(store: Path) -> None:
@@ -62,31 +78,11 @@ def scale_at_level(slide: SlideInput, spec: TilingSpec, default_mpp: Mpp | None)
         return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
 
 
-def _refuse_mixed_scales(
-    slides: Sequence[SlideInput], store: Path, spec: TilingSpec, options: IngestOptions
-) -> None:
-    scales = {
-        record.id: Mpp(record.patch_mpp)
-        for record in recorded(store).values()
-        if record.state is SlideState.COMPLETE and record.patch_mpp
-    }
-    scales |= _scales_at_level(slides, spec, options)
-    if not scales:
-        return
-    finest, coarsest = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
-    if not same_scale(scales[finest], scales[coarsest]):
-        raise UsageError(
-            f"--level {spec.level} would mix scales",
-            found=f"{scales[finest]:g} mpp ({finest}) and {scales[coarsest]:g} mpp ({coarsest})",
-            expected="at most 2 % difference",
-            todo="use --mpp or --mag, or pass --allow-mixed-mpp",
-        )
-
-
 def _scales_at_level(
     slides: Sequence[SlideInput], spec: TilingSpec, options: IngestOptions
 ) -> dict[str, Mpp]:
     """Return the scale of each slide that has one. Workers open the slides: a bad file may crash or hang its decoder."""
+    scales = {}
     pool = WorkerPool(options.worker_count)
     try:
         futures = {
@@ -95,14 +91,11 @@ def _scales_at_level(
             )
             for slide in slides
         }
-        scales = {name: _scale_or_none(future) for name, future in futures.items()}
+        for name, future in futures.items():
+            with suppress(SlideError, WorkerDied):  # the ingest reports the reason
+                scale = future.result()
+                if scale is not None:
+                    scales[name] = scale
     finally:
         pool.shutdown(cancel_futures=True)
-    return {name: scale for name, scale in scales.items() if scale is not None}
-
-
-def _scale_or_none(future: Future[Mpp | None]) -> Mpp | None:
-    try:
-        return future.result()
-    except (SlideError, WorkerDied):
-        return None  # the ingest reports the reason
+    return scales

@@ -13,16 +13,8 @@ from histopipe.ingestion.checks import check_ingest
 from histopipe.ingestion.decisions import sort_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.progress import IngestProgress
 from histopipe.ingestion.records import duplicates, new_record
-from histopipe.ingestion.report import (
-    LOG,
-    SUMMARY,
-    IngestReport,
-    SlideOutcome,
-    Status,
-    try_write_csv,
-)
+from histopipe.ingestion.report import LOG, SUMMARY, IngestProgress, IngestReport, Status
 from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.store.claims import Claims
@@ -53,9 +45,6 @@ def ingest_slides(
         pool: processes that ran `prepare`, used and left open; None starts and ends them.
         writer: of the store, used and left open; None opens and closes it.
 
-    Returns:
-        The outcome of every slide.
-
     Raises:
         UsageError: the store has another spec or is on a network filesystem, or `--level` would mix scales.
         DamagedStore: the store cannot be used.
@@ -65,18 +54,31 @@ def ingest_slides(
     options, shown = options or IngestOptions(), progress or default_progress()
     check_ingest(slides, store, spec, options)
     with ExitStack() as stack:
-        if writer is None:
-            writer = stack.enter_context(StoreWriter(store, spec))
+        writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
-        events = stack.enter_context(IngestProgress(shown, log))
-        outcomes = _ingest(slides, writer, spec, options, events, pool=pool)
+        events = stack.enter_context(IngestProgress(len(slides), shown, log))
+        writer.register(sorted((new_record(s.file) for s in slides), key=lambda record: record.id))
+        found = sort_slides(slides, writer.records(), options)
+        for number, record in found.relabelled.items():
+            # Only these fields: another command may be writing the rest of the record.
+            writer.change(number, label=record.label, patient=record.patient, site=record.site)
+        for outcome in found.outcomes:
+            events.finished(outcome)
+        outcomes = list(found.outcomes)
+        if found.pending:
+            claims = stack.enter_context(Claims(store))
+            if pool is None:
+                pool = WorkerPool(options.worker_count, prepare)
+                stack.callback(pool.shutdown, cancel_futures=True)
+            outcomes += Pipeline(writer, pool, spec, options, claims, events).run(found.pending)
+        outcomes.sort(key=lambda outcome: outcome.id)
         warnings = duplicates(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
         for text in [*warnings, *report.summary_lines()]:
             log.message(text)
     report = annotate_skipped(report, slides, store, options)
-    try_write_csv(report, store / SUMMARY, shown)
+    report.write_csv(store / SUMMARY, shown)
     return report
 
 
@@ -85,12 +87,6 @@ def annotate_skipped(
 ) -> IngestReport:
     """Label the patches of slides that an earlier run ingested, where their annotations have changed.
 
-    Args:
-        report: of this run.
-        slides: its slides.
-        store: the store that has the skipped slides.
-        options: the run's options.
-
     Returns:
         The report, in which slides that cannot be labelled have failed.
     """
@@ -98,43 +94,13 @@ def annotate_skipped(
     files = {s.id: s.annotations for s in slides if s.annotations is not None and s.id in skipped}
     if not files:
         return report
-    result = annotate_slides(
+    failed = annotate_slides(
         store, files, options.rules, only=files.keys(), workers=options.worker_count
-    )
+    ).failed
     outcomes = [
-        replace(slide, status=Status.FAILED, reason=result.failed[slide.id])
-        if slide.id in result.failed
+        replace(slide, status=Status.FAILED, reason=failed[slide.id])
+        if slide.id in failed
         else slide
         for slide in report.slides
     ]
     return replace(report, slides=outcomes)
-
-
-def _ingest(
-    slides: Sequence[SlideInput],
-    writer: StoreWriter,
-    spec: TilingSpec,
-    options: IngestOptions,
-    events: IngestProgress,
-    *,
-    pool: WorkerPool | None,
-) -> list[SlideOutcome]:
-    """Return the outcome of each slide, sorted by id."""
-    known = writer.records()
-    new = sorted((new_record(slide.file) for slide in slides), key=lambda record: record.id)
-    found = sort_slides(slides, known, writer.register(new), options)
-    for number, record in found.relabelled.items():
-        # Only these fields: another command may be writing the rest of the record.
-        writer.change(number, label=record.label, patient=record.patient, site=record.site)
-    events.begin(len(slides))
-    for outcome in found.outcomes:
-        events.finished(outcome)
-    outcomes = list(found.outcomes)
-    if found.pending:
-        with ExitStack() as stack:
-            claims = stack.enter_context(Claims(writer.path))
-            if pool is None:
-                pool = WorkerPool(options.worker_count, prepare)
-                stack.callback(pool.shutdown, cancel_futures=True)
-            outcomes += Pipeline(writer, pool, spec, options, claims, events).run(found.pending)
-    return sorted(outcomes, key=lambda outcome: outcome.id)

@@ -22,17 +22,16 @@ from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSl
 from histopipe.ingestion.decisions import PendingSlide, sort_slides
 from histopipe.ingestion.ingest_slides import annotate_skipped
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.progress import IngestProgress
 from histopipe.ingestion.records import duplicates
 from histopipe.ingestion.report import (
     LOG,
     SUMMARY,
+    IngestProgress,
     IngestReport,
     SlideOutcome,
     Status,
     failed_outcome,
     outcome_of,
-    try_write_csv,
 )
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog
@@ -63,18 +62,7 @@ def ingest_on_cluster(
     part_bytes: int,
     progress: Progress | None = None,
 ) -> IngestReport:
-    """Tile slides into a folder of parts on the workers of a cluster.
-
-    Args:
-        slides: every machine sees their files, and `out`, under the same paths.
-        out: the folder of parts, created if missing.
-        spec, options, progress: as for `ingest_slides`.
-        cluster: as for `connected`.
-        scratch: folder on a local disk of each machine.
-        part_bytes: a part that is larger is published, and another one begun.
-
-    Returns:
-        The outcome of every slide.
+    """Tile slides into a folder of parts on the workers of a cluster; see `ingest`, `connected` and `ClusterSettings`.
 
     Raises:
         UsageError: `out` is a store, or in use by another run; or machines see different files; or scales would be mixed.
@@ -88,7 +76,7 @@ def ingest_on_cluster(
     with parts_locked(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
-        with LogProgress(out / LOG) as log, IngestProgress(shown, log) as events:
+        with LogProgress(out / LOG) as log, IngestProgress(len(slides), shown, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             folders = PartFolders(out, scratch.absolute(), catalog.uuid)
             # Scales of all slides are checked above; a worker sees one slide.
@@ -101,7 +89,7 @@ def ingest_on_cluster(
             report = run.annotate_skipped(report, slides)
             for text in [*warnings, *report.summary_lines()]:
                 log.message(text)
-    try_write_csv(report, out / SUMMARY, shown)
+    report.write_csv(out / SUMMARY, shown)
     return report
 
 
@@ -118,11 +106,7 @@ def _absolute(slide: SlideInput) -> SlideInput:
 
 @dataclass(slots=True)
 class _ClusterIngest:
-    """One run.
-
-    Attributes:
-        parts: for each slide id the part that the catalog names, and the slide's record there.
-    """
+    """One run; `parts` has for each slide id the part that the catalog names, and the slide's record there."""
 
     cluster: DaskCluster
     catalog: Catalog
@@ -139,14 +123,10 @@ class _ClusterIngest:
         """Return the outcome of each slide, sorted by id."""
         self._publish_parts()
         known = dict(enumerate(record for _, record in self.parts.values()))
-        numbers = {record.id: number for number, record in known.items()}
-        new = [slide.id for slide in slides if slide.id not in numbers]
-        numbers |= {name: len(known) + place for place, name in enumerate(new)}
-        found = sort_slides(slides, known, numbers, self.settings.options)
-        self._relabel(found.relabelled)
-        self.progress.begin(len(slides))
+        found = sort_slides(slides, known, self.settings.options)
         for outcome in found.outcomes:
             self._finish(outcome)
+        self._relabel(found.relabelled)
         pending = {it.slide.id: it for it in found.pending}
         for _ in range(_ROUNDS):
             missing = [it for name, it in pending.items() if name not in self._outcomes]

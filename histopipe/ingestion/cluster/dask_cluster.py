@@ -32,10 +32,7 @@ _LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio
 
 @contextmanager
 def connected(cluster: str) -> Iterator[DaskCluster]:
-    """Connect to a cluster, and end it with the block if it was started here.
-
-    Args:
-        cluster: "tcp://HOST:PORT" of a scheduler, "local:N" for N processes here, "slurm:N" for N jobs of dask-jobqueue.
+    """Connect to a cluster: "tcp://HOST:PORT", "local:N" or "slurm:N"; end it with the block if it was started here.
 
     Raises:
         UsageError: `cluster` is none of these.
@@ -96,13 +93,7 @@ def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> Inges
 
 
 class DaskCluster:
-    """The workers of a cluster.
-
-    Args:
-        client: Dask's client.
-        name: address of the cluster, for messages.
-        jobs: the Slurm jobs of the workers; None if this run submitted none.
-    """
+    """The workers of a cluster, with the Slurm jobs that this run submitted for them."""
 
     def __init__(self, client: Any, name: str, jobs: _SlurmJobs | None = None) -> None:
         self._client, self._name, self._jobs = client, name, jobs
@@ -197,11 +188,8 @@ class _SlurmJobs:
         self._submitted = time.monotonic()
 
     def renew(self, workers: Iterable[str]) -> None:
-        """Submit jobs in place of those that have lost their workers, as at their time limit.
-
-        Args:
-            workers: names of the workers: that of the job, with a number where a job has several.
-        """
+        """Submit jobs in place of those that have lost their workers, as at their time limit."""
+        # A worker has the name of its job, with a number if a job has several.
         names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
         alive = {job for job in self._slurm.workers if str(job) in names}
         for job in self._alive - alive:
@@ -231,9 +219,8 @@ def _start(kind: re.Match[str]) -> Any:
         handler = signal.getsignal(signal.SIGINT)
         from dask_jobqueue import SLURMCluster
 
-        signal.signal(
-            signal.SIGINT, handler
-        )  # its import lets Ctrl-C end the process with exit code 0
+        # The import has made Ctrl-C end the process with exit code 0.
+        signal.signal(signal.SIGINT, handler)
         try:
             return SLURMCluster()  # settings: ~/.config/dask/jobqueue.yaml
         except (ValueError, OSError, RuntimeError) as error:

@@ -1,8 +1,7 @@
-"""The store that one worker fills on its own disk, and how it is published into the folder of parts.
+"""The store that one worker fills on its own disk, and publishes into the folder of parts: copied, then renamed.
 
-A part stays in the worker's scratch folder until it is published: copied into the folder of parts under a hidden name, then
-renamed. The process that fills a part holds a lock on its folder. Parts whose process has ended are published by the next
-process on that machine, so that a worker's death costs the slide in work and nothing else.
+The process that fills a part holds a lock on its folder in scratch. Parts whose process has ended are published by the next
+process on that machine, so that a worker's death costs only the slide in work.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from histopipe.errors import MachineShort, NothingToDo, UsageError
@@ -56,12 +55,9 @@ def parts_locked(out: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PartFolders:
-    """Where the parts of one data set are filled and published.
+    """Where the parts of one data set are filled and published: `dataset` is the uuid of the catalog.
 
-    Attributes:
-        out: the folder of parts; every machine sees it under this path.
-        scratch: on each machine a folder on a local disk.
-        dataset: uuid of the catalog.
+    Every machine sees `out`, the folder of parts, under this path, and has `scratch` on a local disk.
     """
 
     out: Path
@@ -85,13 +81,11 @@ class PartFolders:
 
     def publish(self, place: Path) -> list[str]:
         """Move a part into the folder of parts; return its name, or nothing if it has no slides."""
-        store = next(iter(place.glob("*.lmdb")), None)
-        published = []
-        if store is not None and _holds_slides(store):
-            if not (
-                self.out / store.name
-            ).exists():  # else a process was killed after it had moved it
-                _move(store, self.out / store.name)
+        store, published = place / f"{place.name}.lmdb", list[str]()
+        if _holds_slides(store):
+            target = self.out / store.name
+            if not target.exists():  # else a process was killed after it had moved it
+                _move(store, target)
             published = [store.name]
         shutil.rmtree(place)
         with contextlib.suppress(OSError):  # other parts are in it
@@ -99,34 +93,15 @@ class PartFolders:
         return published
 
 
-@dataclass(slots=True)
 class PartStore:
-    """A store that this process fills.
+    """A store that this process fills with a pool of processes; `busy` is held by the thread that writes to it."""
 
-    Args:
-        folders: of the data set.
-        workers: number of processes that read and write slides.
-
-    Attributes:
-        store: its path, on this machine's scratch disk.
-        busy: held by the thread that writes to it.
-    """
-
-    folders: PartFolders
-    workers: int
-    busy: threading.Lock = field(default_factory=threading.Lock)
-    store: Path = field(init=False)
-    _pool: WorkerPool | None = None
-    _writer: StoreWriter | None = None
-    _lock: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    def __post_init__(self) -> None:
-        self._begin()
-
-    @property
-    def name(self) -> str:
-        """File name of the store, in both folders."""
-        return self.store.name
+    def __init__(self, folders: PartFolders, workers: int) -> None:
+        self._folders, self.busy = folders, threading.Lock()
+        self._writer: StoreWriter | None = None
+        self._lock = contextlib.ExitStack()
+        self.store = self._begin()
+        self.pool = WorkerPool(workers, prepare)
 
     @property
     def bytes(self) -> int:
@@ -134,13 +109,6 @@ class PartStore:
         with contextlib.suppress(OSError):
             return (self.store / "data.mdb").stat().st_size
         return 0
-
-    @property
-    def pool(self) -> WorkerPool:
-        """The processes, started at first use."""
-        if self._pool is None:
-            self._pool = WorkerPool(self.workers, prepare)
-        return self._pool
 
     @contextlib.contextmanager
     def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
@@ -158,21 +126,19 @@ class PartStore:
         self._close_writer()
         if not (self.store / "data.mdb").exists():
             return []
-        published = self.folders.publish(self.store.parent)
+        published = self._folders.publish(self.store.parent)
         self._lock.close()
-        self._begin()
+        self.store = self._begin()
         return published
 
     def close(self) -> None:
         """End the processes. The part stays, to be published by the next process."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        self.pool.shutdown(cancel_futures=True)
         self._close_writer()
         if not (self.store / "data.mdb").exists():
             shutil.rmtree(self.store.parent, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.folders.folder.rmdir()
+                self._folders.folder.rmdir()
         self._lock.close()
 
     def _close_writer(self) -> None:
@@ -180,10 +146,11 @@ class PartStore:
             self._writer.close()
             self._writer = None
 
-    def _begin(self) -> None:
+    def _begin(self) -> Path:
+        """Make and lock the folder of a new store; return the path of the store."""
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
         name = f"part-{host}-{uuid.uuid4().hex[:8]}"
-        place = self.folders.folder / name
+        place = self._folders.folder / name
         begun = place.with_name(f".{name}")  # no other process finds it before it is locked
         try:
             begun.mkdir(parents=True)
@@ -191,14 +158,14 @@ class PartStore:
             begun.rename(place)
         except OSError as error:
             raise UsageError(
-                f"the scratch folder {self.folders.scratch} cannot be written on {socket.gethostname()}",
+                f"the scratch folder {self._folders.scratch} cannot be written on {socket.gethostname()}",
                 found=error.strerror, todo="choose another one with --scratch",
             ) from error  # fmt: skip
-        self.store = place / f"{name}.lmdb"
+        return place / f"{name}.lmdb"
 
 
 def _holds_slides(store: Path) -> bool:
-    """Return whether a part has slides. If its process was killed at the start, it is no store yet."""
+    """Return whether a part has slides. It is no store if its process was killed at the start."""
     try:
         with Store(store, hidden=True) as part:
             return bool(part.slides)

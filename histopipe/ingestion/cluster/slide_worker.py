@@ -15,7 +15,7 @@ from histopipe.ingestion.cluster.part_store import PartFolders, PartStore
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome
-from histopipe.system.progress import Bar
+from histopipe.system.progress import Bar, SilentProgress
 from histopipe.tiling.spec import TilingSpec
 
 SendEvent = Callable[[dict[str, Any]], None]
@@ -24,14 +24,9 @@ SendEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """Settings that are the same for every slide of a run.
+    """Settings that are the same for every slide of a run; `version` is that of the process that submits slides.
 
-    Attributes:
-        folders: where parts are.
-        spec: how to tile and encode.
-        options: options of the run.
-        part_bytes: a part that is larger is published, and another one begun.
-        version: of the histopipe that submits slides.
+    A part that is larger than `part_bytes` is published, and another one begun.
     """
 
     folders: PartFolders
@@ -57,13 +52,7 @@ _beginning = threading.Lock()
 def ingest_slide(
     settings: ClusterSettings, slide: SlideInput, workers: int, send: SendEvent
 ) -> IngestedSlide:
-    """Ingest a slide into this process's part.
-
-    Args:
-        settings: of the run.
-        slide: its files have the same paths on all machines.
-        workers: number of processes to read it with.
-        send: receives the slide's progress.
+    """Ingest a slide into this process's part, by a number of worker processes; send its progress.
 
     Raises:
         UsageError: this machine has another version of histopipe, or does not see the folder of parts or the slide.
@@ -83,10 +72,10 @@ def ingest_slide(
                 continue  # it was published while this thread waited for it
             with part.writing(settings.spec) as writer:
                 report = ingest_slides(
-                    [slide], part.store, settings.spec, options, progress=EventProgress(slide.id, send),
+                    [slide], part.store, settings.spec, options, progress=_EventProgress(send),
                     pool=part.pool, writer=writer,
                 )  # fmt: skip
-            ingested = IngestedSlide(report.slides[0], part.name)
+            ingested = IngestedSlide(report.slides[0], part.store.name)
             if part.bytes >= settings.part_bytes:
                 part.publish()
             return ingested
@@ -129,29 +118,19 @@ def _check(settings: ClusterSettings) -> None:
         )
 
 
-class EventProgress:
-    """Sends the progress of one slide as events."""
+class _EventProgress(SilentProgress):
+    """Sends progress as events."""
 
-    def __init__(self, slide: str, send: SendEvent) -> None:
-        self._slide, self._send = slide, send
+    def __init__(self, send: SendEvent) -> None:
+        self._send = send
 
-    def bar(
-        self,
-        title: str,
-        *,
-        unit: str,
-        total: int | None = None,
-        done: int = 0,
-        detail: bool = False,
-    ) -> Bar:
-        """Send that the slide is planned, where the bar is the slide's."""
-        if not detail:
+    def bar(self, title: str, **options: Any) -> Bar:
+        if not options.get("detail"):  # only the bars of slides are details; their titles are ids
             return Bar()
-        self._send({"event": "planned", "slide": self._slide, "patches": total or 0})
-        return _EventBar(self._slide, self._send)
+        self._send({"event": "planned", "slide": title, "patches": options["total"]})
+        return _EventBar(title, self._send)
 
     def message(self, text: str) -> None:
-        """Send a message."""
         self._send({"event": "message", "text": f"{socket.gethostname()}: {text}"})
 
 
