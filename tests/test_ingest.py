@@ -432,7 +432,7 @@ def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
         slide = SlideInput(SlideFile("a", path, (path,)))
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, workers=Meddling(lambda: meddle(path)), spec=spec,
+            writer=writer, submit_within=Meddling(lambda: meddle(path)).submit_within, spec=spec,
             options=IngestOptions(route=route, workers=1), claims=claims,
             progress=IngestProgress(1, SilentProgress()),
         )  # fmt: skip

@@ -1,15 +1,16 @@
-"""Ingest slides that are already found into a store: the step behind `ingest`, also used by `repair` and on clusters."""
+"""Check and ingest slides that are already found: the step behind `ingest`, also used by `repair` and on clusters."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from histopipe._version import __version__
-from histopipe.ingestion.checks import check_ingest
+from histopipe.errors import SlideError, UsageError
+from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.decisions import sort_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
@@ -17,11 +18,19 @@ from histopipe.ingestion.records import duplicates, new_record
 from histopipe.ingestion.report import LOG, SUMMARY, IngestProgress, IngestReport, Status
 from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
+from histopipe.slides.scale import resolve_mpp
+from histopipe.slides.slide import Slide
 from histopipe.store.claims import Claims
+from histopipe.store.record import SlideState
+from histopipe.store.recorded import recorded
 from histopipe.store.writer import StoreWriter
+from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress, default_progress
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.tiling.level import choose_level
 from histopipe.tiling.spec import TilingSpec
+
+_OPENING_SECONDS = 120.0
 
 
 def ingest_slides(
@@ -34,16 +43,10 @@ def ingest_slides(
     pool: WorkerPool | None = None,
     writer: StoreWriter | None = None,
 ) -> IngestReport:
-    """Tile slides into a store.
+    """Tile slides into a store, which is created if missing.
 
-    Args:
-        slides: each with a different id; `with_recorded_ids` gives them the ids that the store has.
-        store: the store's folder, created if missing.
-        spec: how to tile and encode.
-        options: the rest.
-        progress: where progress is shown.
-        pool: processes that ran `prepare`, used and left open; None starts and ends them.
-        writer: of the store, used and left open; None opens and closes it.
+    Slides have different ids: `with_recorded_ids` gives them those of the store. A pool, whose processes ran `prepare`, and
+    a writer that are given are left open.
 
     Raises:
         UsageError: the store has another spec or is on a network filesystem, or `--level` would mix scales.
@@ -60,18 +63,19 @@ def ingest_slides(
         events = stack.enter_context(IngestProgress(len(slides), shown, log))
         writer.register(sorted((new_record(s.file) for s in slides), key=lambda record: record.id))
         found = sort_slides(slides, writer.records(), options)
+        for outcome in found.outcomes:
+            events.finished(outcome)
         for number, record in found.relabelled.items():
             # Only these fields: another command may be writing the rest of the record.
             writer.change(number, label=record.label, patient=record.patient, site=record.site)
-        for outcome in found.outcomes:
-            events.finished(outcome)
         outcomes = list(found.outcomes)
         if found.pending:
             claims = stack.enter_context(Claims(store))
             if pool is None:
                 pool = WorkerPool(options.worker_count, prepare)
                 stack.callback(pool.shutdown, cancel_futures=True)
-            outcomes += Pipeline(writer, pool, spec, options, claims, events).run(found.pending)
+            pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events)
+            outcomes += pipeline.run(found.pending)
         outcomes.sort(key=lambda outcome: outcome.id)
         warnings = duplicates(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
@@ -104,3 +108,83 @@ def annotate_skipped(
         for slide in report.slides
     ]
     return replace(report, slides=outcomes)
+
+
+def check_ingest(
+    slides: Sequence[SlideInput], store: Path, spec: TilingSpec, options: IngestOptions
+) -> None:
+    """Refuse an ingest that cannot be right, before anything is written.
+
+    Raises:
+        UsageError: the store would be on a network filesystem, or `--level` would mix scales.
+    """
+    if not options.allow_network:
+        refuse_network(store)
+    if spec.level is None or options.allow_mixed_mpp:
+        return
+    scales = {
+        record.id: Mpp(record.patch_mpp)
+        for record in recorded(store).values()
+        if record.state is SlideState.COMPLETE and record.patch_mpp
+    }
+    scales |= _scales_at_level(slides, spec, options)
+    if not scales:
+        return
+    finest, coarsest = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
+    if not same_scale(scales[finest], scales[coarsest]):
+        raise UsageError(
+            f"--level {spec.level} would mix scales",
+            found=f"{scales[finest]:g} mpp ({finest}) and {scales[coarsest]:g} mpp ({coarsest})",
+            expected="at most 2 % difference",
+            todo="use --mpp or --mag, or pass --allow-mixed-mpp",
+        )
+
+
+def refuse_network(store: Path) -> None:
+    """Refuse to write a store where LMDB cannot keep it consistent.
+
+    Raises:
+        UsageError: the path is on a network filesystem.
+    """
+    kind = network_filesystem(store)
+    if kind is not None:
+        raise UsageError(
+            f"the store {store} would be on a network filesystem",
+            found=kind,
+            expected="a local disk: LMDB's locks and maps do not work between machines",
+            todo="write to a local disk and copy the finished store, or pass --allow-network at your own risk",
+        )
+
+
+def scale_at_level(slide: SlideInput, spec: TilingSpec, default_mpp: Mpp | None) -> Mpp | None:
+    """Return the scale of a slide's patches; a task for a worker process.
+
+    Raises:
+        SlideError: the slide cannot be opened, or its scale is unknown.
+    """
+    with Slide(slide.file.path) as opened:
+        scale = resolve_mpp(slide.id, opened.info, from_csv=slide.mpp, default=default_mpp)
+        return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
+
+
+def _scales_at_level(
+    slides: Sequence[SlideInput], spec: TilingSpec, options: IngestOptions
+) -> dict[str, Mpp]:
+    """Return the scale of each slide that has one. Workers open the slides: a bad file may crash or hang its decoder."""
+    scales = {}
+    pool = WorkerPool(options.worker_count)
+    try:
+        futures = {
+            slide.id: pool.submit_within(
+                _OPENING_SECONDS, scale_at_level, slide, spec, options.default_mpp
+            )
+            for slide in slides
+        }
+        for name, future in futures.items():
+            with suppress(SlideError, WorkerDied):  # the ingest reports the reason
+                scale = future.result()
+                if scale is not None:
+                    scales[name] = scale
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return scales

@@ -1,25 +1,28 @@
-"""Patches of one slide as files: copied, decoded or read through OpenSlide, chunk by chunk."""
+"""Patches of one slide as files: copied, decoded or read through OpenSlide, chunk by chunk; and encoding of pixels."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
+from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
-from histopipe.ingestion.encode import encode, reduced
 from histopipe.ingestion.route import RouteChoice, RouteName
-from histopipe.slides.slide import Slide
+from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.tiles.native import NativeTiles
 from histopipe.system.files import Closing
-from histopipe.tiling.level import LevelChoice
+from histopipe.tiling.level import LevelChoice, Resampling
 from histopipe.tiling.plan import TilingPlan
 from histopipe.tiling.spec import TilingSpec
 
+_THUMBNAIL_QUALITY = 85
 PatchFile = bytes | SlideUnreadable
 """A patch as it is stored, or why it cannot be read."""
 
@@ -193,3 +196,45 @@ class PatchSource(Closing):
 
     def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:
         return encode(reduced(pixels, self._spec.patch_size, self._choice.resampling), self._spec)
+
+
+def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDArray[np.uint8]:
+    """Return a patch with a side of `size` pixels; (side, side, 3 or 4) uint8 RGB or BGRX."""
+    side = len(pixels)
+    if side == size:
+        return pixels
+    mode = "RGB" if pixels.shape[2] == 3 else "RGBX"  # the order of the channels is kept
+    image = Image.frombuffer(mode, (side, side), np.ascontiguousarray(pixels))
+    if resampling == "area":
+        return np.asarray(image.reduce(side // size))
+    return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
+
+
+def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
+    """Return a patch, (H, W, 3 or 4) uint8 RGB or BGRX, as a plain JPEG or PNG file."""
+    if spec.codec == "png":
+        return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
+    return bytes(
+        simplejpeg.encode_jpeg(
+            np.ascontiguousarray(pixels),
+            quality=spec.quality,
+            colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
+            colorsubsampling=spec.subsampling,
+        )
+    )
+
+
+def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
+    """Return a thumbnail, (H, W, 3) uint8 RGB, as a JPEG file."""
+    return bytes(
+        simplejpeg.encode_jpeg(
+            np.ascontiguousarray(pixels), quality=_THUMBNAIL_QUALITY, colorspace="RGB"
+        )
+    )
+
+
+def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
+    """Return a picture or a mask as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

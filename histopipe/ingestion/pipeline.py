@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
 from histopipe.ingestion.decisions import PendingSlide
@@ -42,19 +42,13 @@ _SPARE_BYTES = 2 << 20
 """Free disk space needed beyond the estimate: for records, indices, and the estimate's error."""
 
 
-class Workers(Protocol):
-    """Runs tasks. A future raises WorkerDied, or TookTooLong, if its task ends without a result."""
-
-    def submit_within(self, seconds: float, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run a task that may take so long."""
-
-
 @dataclass(slots=True)
 class Pipeline:
     """Ingests slides into a store, those that other runs do not claim."""
 
     writer: StoreWriter
-    workers: Workers
+    submit_within: Callable[..., Future[Any]]
+    """Runs a task that may take so many seconds, as that of a `WorkerPool`."""
     spec: TilingSpec
     options: IngestOptions
     claims: Claims
@@ -97,17 +91,13 @@ class Pipeline:
                 return
             chunk, pending = slide.tasks.popleft(), slide.pending
             slide.running += 1
-            call: tuple[Any, ...] = (
-                plan_slide,
-                pending.slide,
-                pending.record,
-                self.spec,
-                self.options,
-            )
-            if chunk is not None and slide.plan is not None:
-                recipe = slide.plan.recipe
-                call = store_chunk, self.writer.path, pending.number, recipe, chunk
-            self._futures[self.workers.submit_within(slide.seconds_left, *call)] = slide, chunk
+            if chunk is None or slide.plan is None:
+                inputs = pending.slide, pending.record, self.spec, self.options
+                future = self.submit_within(slide.seconds_left, plan_slide, *inputs)
+            else:
+                place = self.writer.path, pending.number, slide.plan.recipe
+                future = self.submit_within(slide.seconds_left, store_chunk, *place, chunk)
+            self._futures[future] = slide, chunk
 
     def _begin(self) -> SlideInFlight | None:
         """Begin the next slide that no other run has; None if there is none, or no room for more."""

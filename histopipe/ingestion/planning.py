@@ -24,10 +24,15 @@ from histopipe.errors import (
 )
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import plan_imported, sticks_out
-from histopipe.ingestion.encode import encode_thumbnail, png
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import PatchRecipe, PatchSource, chunk_of
-from histopipe.ingestion.route import choose_route
+from histopipe.ingestion.patch_source import (
+    PatchRecipe,
+    PatchSource,
+    chunk_of,
+    encode_thumbnail,
+    png,
+)
+from histopipe.ingestion.route import RouteChoice, choose_route
 from histopipe.slides.identity import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
@@ -108,10 +113,7 @@ def plan_slide(
             with closing(NativeLevels(opened, file.files)) as levels:
                 thumbnail = _thumbnail(opened, mpp, levels)
                 plan, pictures = _planned(slide, info, mpp, spec, thumbnail)
-                if regions is not None and spec.roi is not None:
-                    inside = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-                    none = f"no patch has {spec.roi_threshold:.0%} in {spec.roi!r}"
-                    plan = plan.only(inside >= spec.roi_threshold, none)
+                plan = _within(plan, regions, spec)
                 imported = slide.coords is not None
                 asked = "openslide" if imported and sticks_out(plan, info) else options.route
                 route = choose_route(slide.id, plan, spec, asked, levels)
@@ -128,22 +130,7 @@ def plan_slide(
     if record.annotations is not None and slide.annotations is None:
         notes.append("the classes of its patches are gone: `histopipe annotate` labels them again")
         record = dataclasses.replace(record, annotations=None)
-    choice = plan.choice
-    record = dataclasses.replace(
-        record,
-        mpp=mpp,
-        mpp_source=scale.source.value if scale else None,
-        patch_mpp=choice.mpp,
-        level=choice.level.number,
-        downsample=choice.level.downsample,
-        read_size=choice.read_size,
-        stride=choice.stride,
-        resampling=choice.resampling if route.reduction == 1 else "dct",
-        route=route.name,
-        route_reason=route.reason,
-        planned=len(plan),
-        notes=[*notes, *plan.notes],
-    )
+    record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
     if regions is not None and labels is not None and slide.annotations is not None:
         record = dataclasses.replace(
             record, annotations=source_text(slide.annotations, options.rules),
@@ -219,6 +206,15 @@ def _planned(
     return plan_tiles(info, choice, spec, thumbnail, mask), pictures
 
 
+def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
+    """Keep the cells in the region of interest, if there is one."""
+    if regions is None or spec.roi is None:
+        return plan
+    shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
+    none = f"no patch has {spec.roi_threshold:.0%} in {spec.roi!r}"
+    return plan.only(shares >= spec.roi_threshold, none)
+
+
 def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
     """Estimate what storing a plan takes, from a few of its patches."""
     if not len(plan):
@@ -250,4 +246,29 @@ def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
         icc_profile=info.has_icc_profile,
         quickhash=info.quickhash,
         tile_hash=None if info.quickhash else tile_hash(path),
+    )
+
+
+def _with_plan(
+    record: SlideRecord,
+    scale: ResolvedMpp | None,
+    plan: TilingPlan,
+    route: RouteChoice,
+    notes: list[str],
+) -> SlideRecord:
+    choice = plan.choice
+    return dataclasses.replace(
+        record,
+        mpp=scale.mpp if scale else None,
+        mpp_source=scale.source.value if scale else None,
+        patch_mpp=choice.mpp,
+        level=choice.level.number,
+        downsample=choice.level.downsample,
+        read_size=choice.read_size,
+        stride=choice.stride,
+        resampling=choice.resampling if route.reduction == 1 else "dct",
+        route=route.name,
+        route_reason=route.reason,
+        planned=len(plan),
+        notes=notes,
     )

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from histopipe.errors import ExitCode, NothingToDo
-from histopipe.ingestion.checks import check_ingest
 from histopipe.ingestion.decisions import PendingSlide, sort_slides
+from histopipe.ingestion.ingest_slides import check_ingest
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import duplicates
@@ -193,24 +193,22 @@ def _plan_all(
             for pending in slides
         }
         for future in as_completed(running):
-            yield _preview(running.pop(future), future, events)
+            pending = running.pop(future)
+            try:
+                result = future.result()
+            except WorkerDied as error:
+                reason = f"{pending.slide.file.path}: {error}"
+                result = SlideFailure(reason, FailureKind.FILE, pending.record)
+            record = result.record
+            if isinstance(result, SlideFailure):
+                outcome = failed_outcome(record, result.reason)
+                preview = SlidePreview(record.id, str(Status.FAILED), result.reason)
+            else:
+                outcome = SlideOutcome(
+                    record.id, record.path, Status.PLANNED, len(result.plan), route=record.route
+                )
+                preview = SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)
+            events.finished(outcome)
+            yield preview
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _preview(
-    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure], events: IngestProgress
-) -> SlidePreview:
-    try:
-        result = future.result()
-    except WorkerDied as error:
-        reason = f"{pending.slide.file.path}: {error}"
-        result = SlideFailure(reason, FailureKind.FILE, pending.record)
-    if isinstance(result, SlideFailure):
-        events.finished(failed_outcome(result.record, result.reason))
-        return SlidePreview(pending.slide.id, str(Status.FAILED), result.reason)
-    record, route = result.record, result.recipe.route.name
-    events.finished(
-        SlideOutcome(record.id, record.path, Status.PLANNED, len(result.plan), route=route)
-    )
-    return SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)

@@ -169,13 +169,7 @@ def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
 
 
 class IngestProgress(Closing):
-    """Shows a bar for the run, a bar for each slide in flight, and a line for each slide that ends; logs every event.
-
-    Args:
-        slides: number of slides, including those that need no ingest.
-        shown: where bars and lines are shown.
-        log: where every event is written as a line.
-    """
+    """Shows a bar for the run, a bar for each slide in flight, and a line for each of all slides; logs every event."""
 
     def __init__(self, slides: int, shown: Progress, log: Progress | None = None) -> None:
         self._count, self._shown, self._log = slides, shown, log or SilentProgress()
@@ -185,7 +179,9 @@ class IngestProgress(Closing):
         self._run = shown.bar(self._title(), unit="patches", total=0)
 
     def planned(self, slide: str, patches: int) -> None:
-        """Show that a slide will have so many patches."""
+        """Show that a slide will have so many patches. On a cluster, a slide may be planned twice."""
+        if slide in self._slides:
+            return
         self._log.message(f"planned {slide}: {patches} patches")
         if patches:
             bar = self._shown.bar(slide, unit="patches", total=patches, detail=True)
@@ -196,9 +192,10 @@ class IngestProgress(Closing):
         """Show that so many more patches of a slide are stored."""
         if slide in self._slides:
             bar, planned, stored = self._slides[slide]
+            patches = min(patches, planned - stored)
             bar.advance(patches)
             self._slides[slide] = bar, planned, stored + patches
-        self._update(stored=patches)
+            self._update(stored=patches)
 
     def finished(self, outcome: SlideOutcome) -> None:
         """Show the outcome of a slide."""

@@ -78,12 +78,7 @@ def read_request(
 ) -> tuple[list[SlideInput], TilingSpec, IngestOptions]:
     """Find the slides, read the tables and annotations, and show what is left out.
 
-    Args:
-        slides: files and folders.
-        store: the store, which may not exist yet.
-        settings: `IngestSettings`; with `coords`, `ImportSettings`.
-        progress: where messages are shown.
-        coords: folder of coordinates; slides without coordinates are left out.
+    The settings are `IngestSettings`, or `ImportSettings` with a folder of coordinates.
 
     Raises:
         UsageError: a setting, a table or a folder is wrong.

@@ -9,18 +9,23 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.ingestion.checks import check_ingest
+from histopipe.errors import UsageError
 from histopipe.ingestion.cluster.dask_cluster import DaskCluster, WorkersDied, connected
-from histopipe.ingestion.cluster.part_store import PartFolders, parts_locked
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, publish
+from histopipe.ingestion.cluster.slide_worker import (
+    ClusterSettings,
+    IngestedSlide,
+    PartFolders,
+    publish,
+)
 from histopipe.ingestion.decisions import PendingSlide, sort_slides
-from histopipe.ingestion.ingest_slides import annotate_skipped
+from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import duplicates
 from histopipe.ingestion.report import (
@@ -39,6 +44,7 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.filesystems import network_filesystem
+from histopipe.system.locks import locked
 from histopipe.system.progress import LogProgress, Progress, default_progress
 from histopipe.tiling.spec import TilingSpec
 
@@ -93,6 +99,28 @@ def ingest_on_cluster(
     return report
 
 
+@contextmanager
+def parts_locked(out: Path) -> Iterator[None]:
+    """Lock the folder of parts, created if missing, for this process.
+
+    Raises:
+        UsageError: it is a store, another run has it, or it cannot be created.
+    """
+    if (out / "data.mdb").exists() or out.suffix == ".lmdb":
+        raise UsageError(
+            f"{out} is a store, or has the name of one", expected="with --cluster: a folder for parts",
+            todo="pass another --out; `histopipe merge` makes one store of it",
+        )  # fmt: skip
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be created", found=error.strerror) from error
+    with locked(out) as free:
+        if not free:
+            raise UsageError(f"another run ingests into {out}", todo="wait for it")
+        yield
+
+
 def _absolute(slide: SlideInput) -> SlideInput:
     """Return the slide with paths that do not depend on the working folder of a worker."""
     file = slide.file
@@ -117,7 +145,6 @@ class _ClusterIngest:
     _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
     _shown: set[str] = field(default_factory=set)
     _suspected: set[str] = field(default_factory=set)
-    _patches_left: dict[str, int] = field(default_factory=dict)
 
     def ingest(self, slides: Sequence[SlideInput]) -> list[SlideOutcome]:
         """Return the outcome of each slide, sorted by id."""
@@ -231,13 +258,10 @@ class _ClusterIngest:
                 self.progress.message(event["text"])
             elif slide in self._shown:
                 continue
-            elif event["event"] == "planned" and slide not in self._patches_left:
-                self._patches_left[slide] = event["patches"]
+            elif event["event"] == "planned":
                 self.progress.planned(slide, event["patches"])
-            elif event["event"] == "advanced":
-                patches = min(event["patches"], self._patches_left.get(slide, 0))
-                self._patches_left[slide] = self._patches_left.get(slide, 0) - patches
-                self.progress.advanced(slide, patches)
+            else:
+                self.progress.advanced(slide, event["patches"])
 
     def _publish_parts(self) -> None:
         """Let all workers publish their parts, and write into the catalog which part has each slide."""

@@ -62,8 +62,7 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         started = _start(kind)
         if started is not None:
             stack.callback(started.close, timeout=10)
-        if kind["slurm"]:
-            _submit(started, int(kind["slurm"]))
+        jobs = _SlurmJobs(started, int(kind["slurm"])) if kind["slurm"] else None
         try:
             client = distributed.Client(
                 started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
@@ -76,7 +75,6 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error  # fmt: skip
         stack.callback(client.close, timeout=5)
-        jobs = _SlurmJobs(started, int(kind["slurm"])) if kind["slurm"] else None
         yield DaskCluster(client, cluster, jobs)
 
 
@@ -155,7 +153,7 @@ class DaskCluster:
             return None
 
     def run_everywhere(
-        self, task: Callable[[ClusterSettings], list[str]], settings: ClusterSettings
+        self, task: Callable[[ClusterSettings], None], settings: ClusterSettings
     ) -> None:
         """Run a task on every worker, and wait for all; skip workers that are lost meanwhile."""
         running = {
@@ -186,6 +184,27 @@ class _SlurmJobs:
         self._slurm, self._count = slurm, count
         self._alive: set[Any] = set()
         self._submitted = time.monotonic()
+        self._check_script()
+        slurm.scale(jobs=count)
+
+    def _check_script(self) -> None:
+        """Let Slurm check the job script: Dask would only log an error."""
+        command = ["sbatch", "--test-only"]
+        script = self._slurm.job_script()
+        try:
+            checked = subprocess.run(
+                command, input=script, capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            raise MachineShort(
+                "--cluster slurm needs `sbatch`", found=error.strerror,
+                todo="run it on a machine that can submit jobs",
+            ) from error  # fmt: skip
+        if checked.returncode:
+            raise UsageError(
+                "--cluster slurm: sbatch refuses the job", found=" ".join(checked.stderr.split())[:300],
+                todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
+            )  # fmt: skip
 
     def renew(self, workers: Iterable[str]) -> None:
         """Submit jobs in place of those that have lost their workers, as at their time limit."""
@@ -229,23 +248,3 @@ def _start(kind: re.Match[str]) -> Any:
                 todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
             ) from error  # fmt: skip
     return None
-
-
-def _submit(slurm: Any, jobs: int) -> None:
-    """Submit jobs. First let Slurm check the job script: Dask would only log an error."""
-    command = ["sbatch", "--test-only"]
-    try:
-        checked = subprocess.run(
-            command, input=slurm.job_script(), capture_output=True, text=True, check=False
-        )
-    except OSError as error:
-        raise MachineShort(
-            "--cluster slurm needs `sbatch`", found=error.strerror,
-            todo="run it on a machine that can submit jobs",
-        ) from error  # fmt: skip
-    if checked.returncode:
-        raise UsageError(
-            "--cluster slurm: sbatch refuses the job", found=" ".join(checked.stderr.split())[:300],
-            todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
-        )  # fmt: skip
-    slurm.scale(jobs=jobs)
