@@ -103,21 +103,19 @@ class Pipeline:
         """Begin the next slide that no other run has; None if there is none, or no room for more."""
         while self._waiting and not self._without_room:
             pending = self._waiting.popleft()
-            if not self.claims.take(pending.number):
-                self._claimed_elsewhere.append(pending)
-                continue
-            record = self.writer.record(pending.number)
-            if record.state is SlideState.COMPLETE and not pending.again:
-                self.claims.release(pending.number)  # another run has completed it meanwhile
-                self._claimed_elsewhere.append(pending)
-                continue
-            self.writer.restart(pending.number, pending.record)
-            slide = self._in_flight[pending.number] = SlideInFlight(pending, self.options)
-            return slide
+            number = pending.number
+            claimed = self.claims.take(number)
+            complete = claimed and self.writer.record(number).state is SlideState.COMPLETE
+            if claimed and (pending.again or not complete):
+                self.writer.restart(number, pending.record)
+                slide = self._in_flight[number] = SlideInFlight(pending, self.options)
+                return slide
+            if claimed:
+                self.claims.release(number)  # another run has completed it meanwhile
+            self._claimed_elsewhere.append(pending)
         return None
 
     def _receive(self, slide: SlideInFlight, task: Chunk | None, future: Future[Any]) -> None:
-        """Pass the result or failure of a task to its slide."""
         slide.running -= 1
         try:
             result: PlannedSlide | SlideFailure | ChunkResult = future.result()

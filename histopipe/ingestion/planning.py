@@ -216,7 +216,6 @@ def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> Tili
 
 
 def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
-    """Estimate what storing a plan takes, from a few of its patches."""
     if not len(plan):
         return Estimate()
     rows = np.unique(np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(np.int64))

@@ -124,7 +124,6 @@ def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "")
 
 
 def _check_values(settings: Mapping[str, Any]) -> None:
-    """Refuse values that nothing else checks."""
     timeout, share = settings.get("slide_timeout"), settings.get("max_unreadable", 0.0)
     workers, default_mpp = settings.get("workers"), settings.get("default_mpp")
     if timeout is not None and not timeout > 0:

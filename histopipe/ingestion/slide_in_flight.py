@@ -105,7 +105,7 @@ class SlideInFlight:
             self._check_time()
 
     def worker_died(self, task: Chunk | None, error: Exception) -> None:
-        """A worker died during a task, which is submitted once more if it is the first."""
+        """A worker died during a task, which is submitted once more if no worker of the slide died before."""
         self._dead_workers += 1
         if self._dead_workers < _TRIES and self.failure is None:
             self.tasks.appendleft(task)

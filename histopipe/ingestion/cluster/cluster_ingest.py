@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -153,7 +153,7 @@ class _ClusterIngest:
         found = sort_slides(slides, known, self.settings.options)
         for outcome in found.outcomes:
             self._finish(outcome)
-        self._relabel(found.relabelled)
+        self._relabel(found.relabelled.values())
         pending = {it.slide.id: it for it in found.pending}
         for _ in range(_ROUNDS):
             missing = [it for name, it in pending.items() if name not in self._outcomes]
@@ -183,8 +183,8 @@ class _ClusterIngest:
         for slide in slides:
             if slide.annotations is not None and slide.id in skipped and slide.id in self.parts:
                 by_part[self.parts[slide.id][0]].append(slide)
-        for part, of_part in by_part.items():
-            if self._may_change(part, "annotations"):
+        if by_part and self._may_change("annotations"):
+            for part, of_part in by_part.items():
                 folder = self.catalog.folder / part
                 report = annotate_skipped(report, of_part, folder, self.settings.options)
         return report
@@ -289,25 +289,24 @@ class _ClusterIngest:
                     return part, record
         return (complete or held)[0]
 
-    def _relabel(self, records: dict[int, SlideRecord]) -> None:
+    def _relabel(self, records: Collection[SlideRecord]) -> None:
         """Write labels, patients and sites that have changed."""
-        for record in records.values():
+        if not records or not self._may_change(f"labels of {', '.join(r.id for r in records)}"):
+            return
+        for record in records:
             part, before = self.parts[record.id]
-            if not self._may_change(part, f"labels of {record.id}"):
-                continue
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
                 numbers = {held.id: number for number, held in writer.records().items()}
                 facts = {name: getattr(record, name) for name in ("label", "patient", "site")}
                 writer.change(numbers[record.id], **facts)
             self.parts[record.id] = part, replace(before, **facts)
 
-    def _may_change(self, part: str, what: str) -> bool:
-        """Return whether a part can be changed where it is; if not, show what stays unchanged."""
-        path = self.catalog.folder / part
-        if not network_filesystem(path):
+    def _may_change(self, what: str) -> bool:
+        """Return whether parts can be changed where they are; if not, show what stays unchanged."""
+        if not network_filesystem(self.catalog.folder):
             return True
         self.progress.message(
-            f"{what}: not changed, because {path} is on a network filesystem, where stores cannot be written: "
+            f"{what}: not changed, because {self.catalog.folder} is on a network filesystem, where stores cannot be written: "
             "`histopipe merge` first, then ingest into that"
         )
         return False

@@ -178,8 +178,6 @@ class DaskCluster:
 
 
 class _SlurmJobs:
-    """Slurm jobs with one or more workers each."""
-
     def __init__(self, slurm: Any, count: int) -> None:
         self._slurm, self._count = slurm, count
         self._alive: set[Any] = set()

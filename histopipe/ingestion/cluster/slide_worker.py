@@ -256,7 +256,6 @@ def publish(settings: ClusterSettings) -> None:
 
 
 def _part(folders: PartFolders, workers: int) -> PartStore:
-    """Return this process's part, begun if there is none."""
     with _beginning:
         if folders not in _parts:
             _parts[folders] = part = PartStore(folders, workers)
@@ -279,8 +278,6 @@ def _check(settings: ClusterSettings) -> None:
 
 
 class _EventProgress(SilentProgress):
-    """Sends progress as events."""
-
     def __init__(self, send: SendEvent) -> None:
         self._send = send
 
