@@ -18,8 +18,8 @@ from test_maintenance import contents
 
 import histopipe
 from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
+from histopipe.ingestion.cluster.cluster_ingest import parts_locked
 from histopipe.ingestion.cluster.dask_cluster import connected
-from histopipe.ingestion.cluster.part_store import parts_locked
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
 from histopipe.store.recorded import recorded

@@ -36,7 +36,7 @@ from histopipe.dataset.selection import class_numbers, select
 from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingestion.encode import png
+from histopipe.ingestion.patch_source import png
 from histopipe.store import environment, handle
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store

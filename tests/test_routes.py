@@ -21,9 +21,8 @@ from slide_variants import COPIED, Pixels, Variant, picture, write_slide
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.ingestion.chunks import chunk_of, chunks
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import PatchFile, PatchSource
+from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile

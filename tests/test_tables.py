@@ -130,8 +130,8 @@ def test_a_labels_file_rules_out_subfolders(tmp_path: Path) -> None:
         (tmp_path / f"{name}.svs").touch()
 
     def labels() -> dict[str, SlideLabel | None]:
-        request = read_request(tmp_path, tmp_path / "s.lmdb", {}, SilentProgress())
-        return {slide.id: slide.label for slide in request.slides}
+        slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {}, SilentProgress())
+        return {slide.id: slide.label for slide in slides}
 
     assert labels()["x/1"] == SlideLabel("x")
     (tmp_path / "labels.csv").write_text("slide,label,patient,site\nx/1,t,p,s\n")

@@ -20,9 +20,9 @@ from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.patch_stream import PatchBatch
 from histopipe.inference.predictions_folder import PredictedSlide
-from histopipe.ingestion.chunks import Chunk, chunk_of, chunks
 from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import labelled, new_record
 from histopipe.ingestion.storing import make_patches, prepare

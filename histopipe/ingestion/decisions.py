@@ -4,48 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from histopipe.errors import SlideError
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import labelled, new_record, reset_record, resolved
 from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
-from histopipe.slides.discovery import SlideFile
 from histopipe.slides.identity import Fingerprint, fingerprint
 from histopipe.slides.scale import MppSource
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 
 
-class Action(StrEnum):
-    """What an ingest does with a slide."""
-
-    INGEST = "ingest"
-    KEEP = "keep"
-    """It is complete already."""
-    REFUSE = "refuse"
-    """It is complete, but its file or scale has changed since."""
-    STILL_FAILED = "still failed"
-    """It failed before, and nothing has changed since."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """An action and its reason, which is empty for INGEST and KEEP."""
-
-    action: Action
-    reason: str = ""
-
-
 @dataclass(frozen=True, slots=True)
 class PendingSlide:
-    """A slide that is to be ingested.
+    """A slide that is to be ingested: its number in the store, its input, and its record so far.
 
-    Attributes:
-        number: its number in the store.
-        slide: its file, and what the user gave for it.
-        record: its record so far.
-        again: it is complete already, and is ingested once more.
+    `again` is true for a slide that is complete, and is ingested once more.
     """
 
     number: int
@@ -56,12 +30,9 @@ class PendingSlide:
 
 @dataclass(frozen=True, slots=True)
 class SortedSlides:
-    """Slides by what is to be done with them.
+    """Slides to ingest, and outcomes of those that need no ingest or cannot be ingested.
 
-    Attributes:
-        pending: slides to ingest.
-        outcomes: of slides that need no ingest, or cannot be ingested.
-        relabelled: new records, by number, of complete slides whose label, patient or site has changed.
+    `relabelled` has new records, by number, of complete slides whose label, patient or site has changed.
     """
 
     pending: list[PendingSlide]
@@ -70,51 +41,44 @@ class SortedSlides:
 
 
 def sort_slides(
-    slides: Sequence[SlideInput],
-    known: Mapping[int, SlideRecord],
-    numbers: Mapping[str, int],
-    options: IngestOptions,
+    slides: Sequence[SlideInput], known: Mapping[int, SlideRecord], options: IngestOptions
 ) -> SortedSlides:
-    """Separate slides to ingest from those that need no ingest, or cannot be ingested.
-
-    Args:
-        slides: all slides of the run.
-        known: the store's records by number.
-        numbers: the number of every slide by id, including new ones.
-        options: the run's options.
-    """
-    known_by_id = {record.id: record for record in known.values()}
+    """Separate slides to ingest from others, by a store's records by number; a slide without a record has the number -1."""
+    known_by_id = {record.id: (number, record) for number, record in known.items()}
     found = SortedSlides([], [], {})
     for slide in slides:
-        before, number = known_by_id.get(slide.id), numbers[slide.id]
-        record = labelled(before or new_record(slide.file), slide.label)
-        outcome = _outcome_without_ingest(slide, record, before, options)
+        number, before = known_by_id.get(slide.id) or (-1, new_record(slide.file))
+        record = labelled(before, slide.label)
+        outcome = outcome_without_ingest(slide, record, options)
         if outcome is None:
             again = record.state is SlideState.COMPLETE
-            found.pending.append(
-                PendingSlide(number, slide, reset_record(record, slide.file), again)
-            )
+            reset = reset_record(record, slide.file)
+            found.pending.append(PendingSlide(number, slide, reset, again))
             continue
-        if before is not None and record != before and outcome.status is Status.SKIPPED:
-            found.relabelled[number] = record
         found.outcomes.append(outcome)
+        if record != before and outcome.status is Status.SKIPPED:
+            found.relabelled[number] = record
     return found
 
 
-def decide(
-    slide: SlideInput, now: Fingerprint, record: SlideRecord | None, options: IngestOptions
-) -> Decision:
-    """Decide what to do with a slide.
-
-    Args:
-        slide: the slide.
-        now: size and modification time of its files.
-        record: the store's record of it; None if it has none.
-        options: the run's options.
-    """
-    if record is None or record.state is SlideState.PENDING:
-        return Decision(Action.INGEST)
-    changed = _file_change(now, record)
+def outcome_without_ingest(
+    slide: SlideInput, record: SlideRecord, options: IngestOptions
+) -> SlideOutcome | None:
+    """Return the outcome of a slide with this record if it is not to be ingested now; None if it is."""
+    path = slide.file.path
+    # If the other file is gone, the slide was moved.
+    if record.resolved_path != resolved(path) and Path(record.resolved_path).exists():
+        return failed_outcome(
+            record,
+            f"{path}: another slide, {record.path}, has the id {record.id!r} in the store; "
+            "ingest their common parent folder into a new store, or rename one",
+        )
+    if record.state is SlideState.PENDING:
+        return None
+    try:
+        changed = _file_change(fingerprint(slide.file), record)
+    except SlideError:
+        return None  # planning the slide fails with the reason, which is then recorded
     if record.state is SlideState.FAILED:
         limits = (None, options.timeout_text, options.unreadable_text)
         retry = (
@@ -123,47 +87,13 @@ def decide(
             or record.error_option not in limits  # another limit than the one that it exceeded
             or record.error_kind is FailureKind.OPTION
         )
-        if retry:
-            return Decision(Action.INGEST)
-        return Decision(Action.STILL_FAILED, record.error or "unknown reason")
-    change = changed or _scale_change(record, slide, options)
-    if change is None:
-        return Decision(Action.KEEP)
-    if options.force:
-        return Decision(Action.INGEST)
-    return Decision(
-        Action.REFUSE,
-        f"{slide.file.path} {change} since it was ingested; pass --force to ingest it again",
-    )
-
-
-def _outcome_without_ingest(
-    slide: SlideInput, record: SlideRecord, before: SlideRecord | None, options: IngestOptions
-) -> SlideOutcome | None:
-    """Return the outcome of a slide that is not to be ingested now; None if it is."""
-    if before is not None and _is_another_slide(slide.file, before):
-        return failed_outcome(
-            record,
-            f"{slide.file.path}: another slide, {before.path}, has the id {before.id!r} in the store; "
-            "ingest their common parent folder into a new store, or rename one",
-        )
-    try:
-        now = fingerprint(slide.file)
-    except SlideError:
-        return None  # planning the slide fails with the reason, which is then recorded
-    decision = decide(slide, now, before, options)
-    if decision.action is Action.INGEST:
+        return None if retry else failed_outcome(record, record.error or "unknown reason")
+    changed = changed or _scale_change(record, slide, options)
+    # With --force, coordinates are imported again: they may have changed.
+    if options.force and (changed or slide.coords is not None):
         return None
-    if decision.action is Action.KEEP:
-        # With --force, coordinates are imported again: they may have changed.
-        forced = options.force and slide.coords is not None
-        return None if forced else outcome_of(record, Status.SKIPPED)
-    return failed_outcome(record, decision.reason)
-
-
-def _is_another_slide(slide: SlideFile, record: SlideRecord) -> bool:
-    """Return whether the record is of another file that still exists. If that is gone, the slide was moved."""
-    return record.resolved_path != resolved(slide.path) and Path(record.resolved_path).exists()
+    problem = f"{path} {changed} since it was ingested; pass --force to ingest it again"
+    return failed_outcome(record, problem) if changed else outcome_of(record, Status.SKIPPED)
 
 
 def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:

@@ -32,10 +32,9 @@ def new_record(slide: SlideFile) -> SlideRecord:
 
 
 def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
-    """Return a record without the results of an earlier ingest.
+    """Return a record without the results of an earlier ingest: labels and unknown fields stay.
 
-    Labels and fields of later versions stay. The source of the annotations stays as well, so that the next ingest can
-    report that the patch labels are gone.
+    The source of the annotations stays as well, so that the next ingest can report that the patch labels are gone.
     """
     return replace(
         new_record(slide), id=record.id, patient=record.patient, label=record.label, site=record.site,
@@ -44,7 +43,7 @@ def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
 
 
 def labelled(record: SlideRecord, label: SlideLabel | None) -> SlideRecord:
-    """Return a record with label, patient and site. The patient is never empty: the default is the slide's own id."""
+    """Return a record with label, patient and site. The default patient is the slide's id."""
     patient = (label.patient if label else None) or record.patient or patient_of(record.id)
     if label is None:
         return replace(record, patient=patient)
@@ -52,9 +51,9 @@ def labelled(record: SlideRecord, label: SlideLabel | None) -> SlideRecord:
 
 
 def subfolder_labels(slides: Sequence[SlideFile]) -> dict[str, str]:
-    """Return the sub-folder's name as label, if every slide is in one and each has at least two slides.
+    """Return the sub-folders' names as labels, if all slides are in sub-folders of at least two slides each.
 
-    So a download with one folder per slide, as from GDC, is not taken for classes.
+    A download with one folder per slide, as from GDC, has no labels by this.
     """
     count = Counter(slide.subfolder for slide in slides)
     if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
@@ -76,14 +75,10 @@ def patient_of(slide_id: str) -> str:
 def with_recorded_ids(
     slides: Sequence[SlideFile], records: Mapping[int, SlideRecord]
 ) -> list[SlideFile]:
-    """Return slides under the ids that the store has for their files, sorted by id.
-
-    Args:
-        slides: as `discover` found them.
-        records: the store's records by number.
+    """Return slides under the ids that a store has for their files, sorted by id.
 
     Raises:
-        UsageError: a slide of another file has that id already.
+        UsageError: a slide of another file has that id.
     """
     by_path = {record.resolved_path: record.id for record in records.values()}
     named = [replace(s, id=by_path.get(resolved(s.path), s.id)) for s in slides]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
-from histopipe.ingestion.checks import refuse_network
+from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
     INDEX,

@@ -13,7 +13,7 @@ from typing import Any
 from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
-from histopipe.ingestion.checks import refuse_network
+from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.records import resolved
 from histopipe.maintenance.findings import Finding, FindingKind, some

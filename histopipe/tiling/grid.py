@@ -1,4 +1,4 @@
-"""Regular cells over a level, and how much of each is tissue."""
+"""Regular cells over a level, and the share of each that a mask covers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from histopipe.geometry import RegionLevel
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Cells `cell` pixels wide, `stride` apart, that lie wholly in an area.
-
-    Attributes:
-        xs, ys: (columns,) and (rows,) int64, left and top edges, pixels of the level.
-        cell: side of a cell, pixels of the level.
-    """
+    """Left edges (columns,) int64, top edges (rows,) int64, and side of cells, all in pixels of the level."""
 
     xs: NDArray[np.int64]
     ys: NDArray[np.int64]
@@ -31,7 +26,7 @@ class Grid:
 
 
 def lay_grid(area: RegionLevel, cell: int, stride: int) -> Grid:
-    """The grid that starts at the area's top left corner; cells that would stick out are left out."""
+    """Return the grid of all cells that are inside an area, from its top left corner."""
     return Grid(
         _starts(area.x, area.size.width, cell, stride),
         _starts(area.y, area.size.height, cell, stride),
@@ -47,20 +42,12 @@ def _starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64
 def covered_fractions(
     mask: NDArray[np.bool_], xs: NDArray[np.floating], ys: NDArray[np.floating], cell: float
 ) -> NDArray[np.float32]:
-    """Share of every cell that the mask covers, from sums along each axis in turn.
+    """Return the share, 0 to 1, of every cell that a mask covers, (rows, columns) float32.
 
-    Between pixels the integral of a picture of constant pixels is linear along an axis, so interpolating it is exact for
-    edges that fall inside a pixel.
-
-    Args:
-        mask: (H, W) bool.
-        xs, ys: left and top edges of the columns and rows, in mask pixels.
-        cell: side of a cell, in mask pixels.
-
-    Returns:
-        (rows, columns) float32, 0 to 1.
+    Cells are given by left edges, top edges and side in pixels of the (H, W) mask. Linear interpolation of cumulative
+    sums is exact also for edges inside a pixel.
     """
-    # Along the rows (counts of pixels fit into 32 bits), then, at the cells' edges alone, down the columns.
+    # Along the rows (counts of pixels fit into 32 bits), then, only at the cells' edges, down the columns.
     along = np.zeros((mask.shape[0], mask.shape[1] + 1), np.int32)
     np.cumsum(mask, axis=1, dtype=np.int32, out=along[:, 1:])
     strips = _interpolated(along.T, xs + cell) - _interpolated(along.T, xs)  # (columns, H)
@@ -73,23 +60,14 @@ def covered_fractions(
 def covered_squares(
     mask: NDArray[np.bool_], x: NDArray[np.floating], y: NDArray[np.floating], side: float
 ) -> NDArray[np.float32]:
-    """Share of every square that the mask covers, for squares anywhere: see `covered_fractions`.
-
-    Args:
-        mask: (H, W) bool.
-        x, y: (N,) left and top edges, in mask pixels.
-        side: of every square, in mask pixels.
-
-    Returns:
-        (N,) float32, 0 to 1.
-    """
+    """Return the share, 0 to 1, of every square that a mask covers, (N,) float32, for squares at any (N,) left and top edges."""
     if not mask.any():
         return np.zeros(len(x), np.float32)
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
     np.cumsum(np.cumsum(mask, axis=0, dtype=np.int32), axis=1, out=sums[1:, 1:])
 
     def up_to(column: NDArray[np.floating], row: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Pixels of the mask above and to the left of a point."""
+        """Count the pixels of the mask above and to the left of points."""
         column, row = np.clip(column, 0, mask.shape[1]), np.clip(row, 0, mask.shape[0])
         left = np.minimum(column.astype(np.int64), mask.shape[1] - 1)
         top = np.minimum(row.astype(np.int64), mask.shape[0] - 1)
@@ -103,7 +81,7 @@ def covered_squares(
 
 
 def _interpolated(table: NDArray[Any], rows: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Rows of a table at fractional positions; positions outside take the edge row."""
+    """Interpolate rows of a table at fractional positions; positions outside take the edge row."""
     rows = np.clip(rows, 0, len(table) - 1)
     low = np.minimum(rows.astype(np.int64), len(table) - 2) if len(table) > 1 else rows.astype(int)
     share = (rows - low)[:, None]

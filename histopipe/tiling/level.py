@@ -1,4 +1,4 @@
-"""Which level of the pyramid a slide's patches are read from, and how much they are reduced."""
+"""Choose the level that a slide's patches are read from, and how much they are reduced."""
 
 from __future__ import annotations
 
@@ -14,14 +14,9 @@ Resampling = Literal["none", "area", "lanczos"]
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """How patches are read.
+    """How patches are read: squares of `read_size` pixels of a level, `stride` pixels apart.
 
-    Attributes:
-        level: the level to read.
-        read_size: side of the square to read, pixels of that level.
-        stride: distance of neighbouring cells, pixels of that level.
-        resampling: how `read_size` becomes the patch size.
-        mpp: scale of the patches as stored; None where unknown.
+    `resampling` reduces them to the patch size. `mpp` is the scale of the patches as stored; None if unknown.
     """
 
     level: Level
@@ -34,28 +29,34 @@ class LevelChoice:
 def choose_level(
     name: str, levels: tuple[Level, ...], mpp: Mpp | None, spec: TilingSpec
 ) -> LevelChoice:
-    """The coarsest level that is not coarser than wanted; pixels are never invented.
+    """Choose the level of the spec, or the coarsest that is not coarser than its scale: pixels are never invented.
 
     Args:
         name: slide id, for messages.
         levels: the slide's pyramid.
-        mpp: its level-0 scale; None where unknown, which only `--level` allows.
-        spec: what the user asked for.
+        mpp: level-0 scale; None if unknown, which only `--level` allows.
+        spec: the tiling settings.
 
     Raises:
-        ScaleError: every level is coarser than wanted, or the level asked for is not there.
+        ScaleError: every level is coarser than wanted, or the slide has no such level.
     """
     if spec.level is not None:
-        return _level_as_asked(name, levels, mpp, spec, spec.level)
+        if spec.level >= len(levels):
+            raise ScaleError(
+                f"{name} has no level {spec.level}",
+                found=f"{len(levels)} levels, 0 to {len(levels) - 1}",
+                todo="ask for --mpp instead: it finds the level of each slide",
+            )
+        level = levels[spec.level]
+        return _as_is(level, None if mpp is None else Mpp(mpp * level.downsample), spec)
     if mpp is None or spec.mpp is None:
         raise ScaleError(f"{name} has no mpp", todo="give one, or use --level")
     wanted = spec.mpp
     fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
     if not fine:
-        finest = mpp * levels[0].downsample
         raise ScaleError(
             f"{name} is too coarse",
-            found=f"{finest:g} mpp at its finest",
+            found=f"{mpp * levels[0].downsample:g} mpp at its finest",
             expected=f"at most {wanted:g}",
             todo="leave it out, or ask for a coarser --mpp (pixels are never invented)",
         )
@@ -64,8 +65,8 @@ def choose_level(
     reduction = wanted / level_mpp
     if reduction <= 1 + SCALE_TOLERANCE:
         return _as_is(level, Mpp(level_mpp), spec)
-    # The tolerance that lets a level be used as it is lets it be halved as it is: a "40×" scan of 0.252 mpp then needs no
-    # filter, and its tiles can be decoded at half their size.
+    # The same tolerance applies to whole reductions: a "40×" scan of 0.252 mpp needs no filter, and its tiles can be
+    # decoded at half their size.
     whole = round(reduction)
     if same_scale(Mpp(level_mpp * whole), wanted):
         reduction = whole
@@ -74,23 +75,10 @@ def choose_level(
         level=level,
         read_size=read_size,
         stride=max(1, round(read_size * (spec.patch_size - spec.overlap) / spec.patch_size)),
-        # A whole number of pixels into one is averaged, which is exact; anything else needs a filter.
+        # Averaging a whole number of pixels is exact; anything else needs a filter.
         resampling="area" if read_size % spec.patch_size == 0 else "lanczos",
         mpp=Mpp(level_mpp * read_size / spec.patch_size),
     )
-
-
-def _level_as_asked(
-    name: str, levels: tuple[Level, ...], mpp: Mpp | None, spec: TilingSpec, number: int
-) -> LevelChoice:
-    if number >= len(levels):
-        raise ScaleError(
-            f"{name} has no level {number}",
-            found=f"{len(levels)} levels, 0 to {len(levels) - 1}",
-            todo="ask for --mpp instead: it finds the level of each slide",
-        )
-    level = levels[number]
-    return _as_is(level, None if mpp is None else Mpp(mpp * level.downsample), spec)
 
 
 def _as_is(level: Level, mpp: Mpp | None, spec: TilingSpec) -> LevelChoice:

@@ -1,8 +1,9 @@
-"""The plan: which cells of a slide become patches, decided before a pixel of them is read."""
+"""The plan of a slide: which cells become patches, decided before their pixels are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +21,9 @@ _DARK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TilingPlan:
-    """A slide's patches, row by row from the top left. It holds no pixels.
+    """Top left corners of a slide's patches, (N,) each, row by row.
 
-    Attributes:
-        choice: the level and how it is read.
-        x_level, y_level: (N,) int64 top left corners, pixels of the level read.
-        x_l0, y_l0: (N,) int64 the same corners in level 0.
-        tissue: (N,) float32 share of tissue, 0 to 1; NaN where it was not looked for.
-        notes: what a person should know about it.
+    `x_level` and `y_level` are pixels of the level that is read. `tissue` is a share, 0 to 1, and NaN if not measured.
     """
 
     choice: LevelChoice
@@ -43,22 +39,17 @@ class TilingPlan:
 
     @property
     def side_l0(self) -> float:
-        """Side of a cell, level-0 pixels."""
+        """Side of a cell in level-0 pixels."""
         return self.choice.read_size * self.choice.level.downsample
 
     def only(self, chosen: NDArray[np.bool_], note: str) -> TilingPlan:
-        """The plan of some of its cells, (N,) bool, with a note if these are none of many."""
-        if not len(self):
-            return self
-        return TilingPlan(
-            choice=self.choice,
-            x_level=frozen_array(self.x_level[chosen], np.int64),
-            y_level=frozen_array(self.y_level[chosen], np.int64),
-            x_l0=frozen_array(self.x_l0[chosen], np.int64),
-            y_l0=frozen_array(self.y_l0[chosen], np.int64),
-            tissue=frozen_array(self.tissue[chosen], np.float32),
-            notes=self.notes if chosen.any() else (*self.notes, note),
-        )
+        """Return the plan of some of its cells, (N,) bool; add the note if none of them is chosen."""
+        kept: dict[str, Any] = {}
+        for name in ("x_level", "y_level", "x_l0", "y_l0", "tissue"):
+            column = getattr(self, name)
+            kept[name] = frozen_array(column[chosen], column.dtype)
+        notes = (*self.notes, note) if len(self) and not chosen.any() else self.notes
+        return replace(self, **kept, notes=notes)
 
 
 def plan_tiles(
@@ -68,21 +59,17 @@ def plan_tiles(
     thumbnail: Thumbnail,
     mask: TissueMask | None,
 ) -> TilingPlan:
-    """The patches of one slide.
-
-    Args:
-        info: the slide's header.
-        choice: the level to read.
-        spec: what the user asked for.
-        thumbnail: the picture that `mask` lies on.
-        mask: where the tissue is; None takes every cell.
-    """
+    """Plan the patches of one slide, by a mask of the thumbnail; None takes every cell."""
     grid = lay_grid(choice.level.inside(info.bounds), choice.read_size, choice.stride)
     if mask is None:
         tissue = np.full(grid.shape, np.nan, np.float32)
         rows, columns = (index.ravel() for index in np.indices(grid.shape))
     else:
-        tissue = _tissue_of(grid, choice, thumbnail, mask)
+        frame = _Frame(thumbnail, choice)
+        # What could not be read may be tissue: it is planned, and recorded as unreadable if its pixels are, too.
+        covered = mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost
+        side = grid.cell / frame.scale
+        tissue = covered_fractions(covered, frame.x(grid.xs), frame.y(grid.ys), side)
         rows, columns = np.nonzero(tissue >= spec.tissue_threshold)
     x_level, y_level = grid.xs[columns], grid.ys[rows]
     return TilingPlan(
@@ -99,7 +86,7 @@ def plan_tiles(
 def cell_shares(
     plan: TilingPlan, thumbnail: Thumbnail, mask: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """(N,) share of each of a plan's cells that a mask on the thumbnail covers, 0 to 1."""
+    """Return the share, 0 to 1, of each cell of a plan that a mask of the thumbnail covers, (N,)."""
     frame = _Frame(thumbnail, plan.choice)
     x, y = frame.x(plan.x_level), frame.y(plan.y_level)
     return covered_squares(mask, x, y, plan.choice.read_size / frame.scale)
@@ -107,39 +94,25 @@ def cell_shares(
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A thumbnail's pixels, seen from the level that patches are read from."""
+    """Converts pixels of the level that patches are read from to pixels of the thumbnail."""
 
     thumbnail: Thumbnail
     choice: LevelChoice
 
     @property
     def scale(self) -> float:
-        """Pixels of that level per pixel of the thumbnail."""
+        """Pixels of the level per pixel of the thumbnail."""
         return self._step * self.thumbnail.reduction
 
     def x(self, level: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Columns of that level, in pixels of the thumbnail."""
         return np.asarray((level - self.thumbnail.x_level * self._step) / self.scale)
 
     def y(self, level: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Rows of that level, in pixels of the thumbnail."""
         return np.asarray((level - self.thumbnail.y_level * self._step) / self.scale)
 
     @property
     def _step(self) -> float:
         return self.thumbnail.level.downsample / self.choice.level.downsample
-
-
-def _tissue_of(
-    grid: Grid, choice: LevelChoice, thumbnail: Thumbnail, mask: TissueMask
-) -> NDArray[np.float32]:
-    """Tissue share of every cell: the grid's edges taken into the mask's frame."""
-    frame = _Frame(thumbnail, choice)
-    return covered_fractions(
-        # What could not be seen may be tissue: it is planned, and recorded as unreadable if it is so there too.
-        mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost,
-        frame.x(grid.xs), frame.y(grid.ys), grid.cell / frame.scale,
-    )  # fmt: skip
 
 
 def _notes(
