@@ -28,18 +28,6 @@ class Labelling:
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Labelled slides, all of whose patches are on no side yet.
-
-    `fit` says for each slide, (count,) bool, which patches may be used: labelled, readable, and within the bounds.
-    """
-
-    classes: tuple[str, ...]
-    slides: list[SlideSplit]
-    fit: list[NDArray[np.bool_]]
-
-
 def read_slide_labels(
     path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
 ) -> dict[str, SlideLabel]:
@@ -52,8 +40,13 @@ def read_slide_labels(
     return read_labels(Path(path), names, allow_extra=allow_extra)
 
 
-def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
-    """Find every labelled slide that has patches.
+def candidates(
+    stores: Sequence[SampleSource], labelling: Labelling
+) -> tuple[tuple[str, ...], list[SlideSplit]]:
+    """Return the classes, in the order of their numbers, and every labelled slide that has patches.
+
+    Patches that may not be used are left out: of no class, unreadable, or out of bounds. The others are on side 0 until a
+    split moves them.
 
     Raises:
         NothingToDo: the labels have fewer than two classes.
@@ -64,23 +57,22 @@ def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidat
     if by_annotation:
         records = (record for store in stores for record in store.complete.values())
         classes = tuple(sorted({name for record in records for name in record.patch_labels}))
-    found = [
-        candidate
+    slides = [
+        slide
         for ordinal, store in enumerate(stores)
         for number in store.complete
-        if (candidate := _candidate(ordinal, store, number, labelling, classes)) is not None
+        if (slide := _candidate(ordinal, store, number, labelling, classes)) is not None
     ]
-    slides = [slide for slide, _ in found]
     if not by_annotation:
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2:
         raise _nothing_to_tell_apart(classes, labelling.labels_from)
-    if not any(fit.any() for _, fit in found):
+    if not any((slide.sides != DROPPED).any() for slide in slides):
         raise NothingToDo(
             "no labelled patch is fit to be used", found=str(labelling.patch_filter),
             todo="lower these bounds: `histopipe report STORE` shows what was measured",
         )  # fmt: skip
-    return Candidates(classes, slides, [fit for _, fit in found])
+    return classes, slides
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
@@ -93,8 +85,8 @@ def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDAr
 
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
-) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
-    """Return a slide and its usable patches; None if it is unlabelled or empty."""
+) -> SlideSplit | None:
+    """Return a slide; None if it is unlabelled or empty."""
     record = store.records[number]
     given: SlideLabel | SampleGroup = record
     if labelling.labels is not None:
@@ -107,11 +99,6 @@ def _candidate(
         codes = class_codes(store, number, classes) if label is not None else None
     if not label or not record.stored:
         return None
-    slide = SlideSplit(
-        ordinal, number, record.id, label, given.patient or record.patient or record.id,
-        given.site or record.site, record.content, record.planned, patches_crc(store, number),
-        np.full(record.planned, DROPPED, np.int8), codes,
-    )  # fmt: skip
     fit = np.ones(record.planned, np.bool_)
     if codes is not None:
         fit &= codes != NO_CLASS
@@ -120,7 +107,11 @@ def _candidate(
     if labelling.patch_filter.active:
         where = f"{store.path}, slide {record.id}"
         fit &= labelling.patch_filter.fit(store.index(number), where=where)
-    return slide, fit
+    return SlideSplit(
+        ordinal, number, record.id, label, given.patient or record.patient or record.id,
+        given.site or record.site, record.content, record.planned, patches_crc(store, number),
+        np.where(fit, 0, DROPPED).astype(np.int8), codes,
+    )  # fmt: skip
 
 
 def _nothing_to_tell_apart(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:

@@ -16,7 +16,7 @@ from histopipe.dataset.assignment import (
     copies_note,
     merge_small_strata,
 )
-from histopipe.dataset.labelling import Candidates, Labelling, candidates
+from histopipe.dataset.labelling import Labelling, candidates
 from histopipe.dataset.options import SIDES, Side, SplitBy
 from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
@@ -45,8 +45,9 @@ def make_splits(
         NothingToDo: fewer than two classes, or a class too small to be on every side.
         UsageError: splitting by site without sites, or by region without a scale.
     """
-    found = candidates(stores, labelling or Labelling())
-    splits = _divide(found, stores, AssignByFractions(fractions, seed), split_by, region)
+    classes, slides = candidates(stores, labelling or Labelling())
+    assignment = AssignByFractions(fractions, seed)
+    splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
     for side, fraction in zip(SIDES, fractions, strict=True):
         if fraction:
             _refuse_missing(splits, side)
@@ -71,11 +72,11 @@ def make_folds(
         NothingToDo: a class is too small to be trained on and tested.
         UsageError: there are fewer units than folds.
     """
-    found = candidates(stores, labelling or Labelling())
+    classes, slides = candidates(stores, labelling or Labelling())
     made = []
     for fold in range(folds):
         assignment = AssignByFolds(fold, folds, fractions, seed)
-        splits = _divide(found, stores, assignment, split_by, region)
+        splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
         _refuse_missing(splits, "train")
         for side in SIDES[1:]:
             if not splits.count()[side].total():
@@ -85,24 +86,26 @@ def make_folds(
 
 
 def _divide(
-    found: Candidates,
+    classes: tuple[str, ...],
+    slides: Sequence[SlideSplit],
     stores: Sequence[SampleSource],
     assignment: Assignment,
+    *,
     split_by: SplitBy,
     region: Micrometres,
 ) -> Splits:
     if split_by == "region":
-        sides = _by_region(found, stores, assignment, region)
+        sides = _by_region(slides, classes, stores, assignment, region)
     elif split_by == "patch":
-        sides = _by_patch(found.slides, assignment)
+        sides = _by_patch(slides, assignment)
     else:
-        sides = _by_group(found.slides, found.classes, split_by, assignment)
-    slides = tuple(
-        replace(slide, sides=np.where(fit, side, DROPPED).astype(np.int8))
-        for slide, side, fit in zip(found.slides, sides, found.fit, strict=True)
+        sides = _by_group(slides, classes, split_by, assignment)
+    divided = tuple(
+        replace(slide, sides=np.where(slide.sides == DROPPED, DROPPED, side).astype(np.int8))
+        for slide, side in zip(slides, sides, strict=True)
     )
     uuids = tuple(store.uuid for store in stores)
-    return Splits(split_by, assignment.seed, assignment.fractions, uuids, found.classes, slides)
+    return Splits(split_by, assignment.seed, assignment.fractions, uuids, classes, divided)
 
 
 def _refuse_missing(splits: Splits, side: Side) -> None:
@@ -120,7 +123,7 @@ def _refuse_missing(splits: Splits, side: Side) -> None:
 
 
 def _by_group(
-    slides: list[SlideSplit], classes: Sequence[str], split_by: SplitBy, assignment: Assignment
+    slides: Sequence[SlideSplit], classes: Sequence[str], split_by: SplitBy, assignment: Assignment
 ) -> list[NDArray[np.int8]]:
     """Return the sides of the patches of each slide: all on the side of its patient, site or slide."""
     patients = [slide.patient for slide in slides]
@@ -182,7 +185,7 @@ def _units(*names: Sequence[str | None]) -> list[int]:
     return [root(i) for i in range(len(parent))]
 
 
-def _by_patch(slides: list[SlideSplit], assignment: Assignment) -> list[NDArray[np.int8]]:
+def _by_patch(slides: Sequence[SlideSplit], assignment: Assignment) -> list[NDArray[np.int8]]:
     """Return random sides of the patches of each slide; copies of one slide have the same."""
     sides = []
     for slide in slides:
@@ -193,19 +196,22 @@ def _by_patch(slides: list[SlideSplit], assignment: Assignment) -> list[NDArray[
 
 
 def _by_region(
-    found: Candidates, stores: Sequence[SampleSource], assignment: Assignment, region: Micrometres
+    slides: Sequence[SlideSplit],
+    classes: Sequence[str],
+    stores: Sequence[SampleSource],
+    assignment: Assignment,
+    region: Micrometres,
 ) -> list[NDArray[np.int8]]:
     """Return the sides of the patches of each slide by the square that they lie in.
 
     Patches within a patch width of another side are left out.
     """
-    slides = found.slides
     squares = [_squares(slide, stores[slide.store], region) for slide in slides]
     # Copies of one slide share their squares.
     keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
     strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    for slide, key, fit, (place, _) in zip(slides, keys, found.fit, squares, strict=True):
-        for name, x, y in _labelled_squares(slide, place, fit, found.classes):
+    for slide, key, (place, _) in zip(slides, keys, squares, strict=True):
+        for name, x, y in _labelled_squares(slide, place, classes):
             strata[name].add((key, x, y))
     merged = merge_small_strata(strata, slides)
     notes = {}
@@ -225,9 +231,10 @@ def _by_region(
 
 
 def _labelled_squares(
-    slide: SlideSplit, place: NDArray[np.int64], fit: NDArray[np.bool_], classes: Sequence[str]
+    slide: SlideSplit, place: NDArray[np.int64], classes: Sequence[str]
 ) -> Iterator[tuple[str, int, int]]:
     """Yield the class and the coordinates of each square that has patches; the class is that of most of them."""
+    fit = slide.sides != DROPPED
     squares, square = np.unique(place[fit], axis=0, return_inverse=True)
     if slide.labels is None:
         names = [slide.label] * len(squares)
