@@ -30,11 +30,11 @@ from histopipe.cli.machine import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.orders import BlockShuffled, Sequential, make_order
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.read_ahead import STEPS_AHEAD, ReadAhead
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.selection import class_numbers, select
 from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
+from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import png
 from histopipe.store import environment, handle

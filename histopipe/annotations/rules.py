@@ -12,14 +12,7 @@ Origin = Literal["auto", "bounds", "slide"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotationRules:
-    """How outlines become labels.
-
-    Attributes:
-        threshold: least share of a patch, above 0 to 1, that its class covers.
-        unclassified: class of outlines that have none; None leaves them out.
-        origin: where coordinates begin: at the corner of the scanned "bounds" or at the "slide"'s level 0; "auto" goes by the
-            tool that wrote them.
-        roi: the class that is a region of interest, and no label.
+    """How outlines become labels; `annotate` describes the fields. `roi` is the class that is a region of interest.
 
     Raises:
         UsageError: a value is out of range.
@@ -44,7 +37,5 @@ class AnnotationRules:
                 raise UsageError(flag, found="an empty name", expected="a class")
 
     def to_json(self) -> dict[str, Any]:
-        """What labels depend on besides the file."""
-        return {
-            "threshold": self.threshold, "unclassified": self.unclassified, "origin": self.origin,
-        }  # fmt: skip
+        """Return what labels depend on besides the file."""
+        return {name: getattr(self, name) for name in ("threshold", "unclassified", "origin")}

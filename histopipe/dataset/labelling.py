@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,46 +21,17 @@ NO_CLASS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """Source of the labels, and filter of the patches.
-
-    Attributes:
-        labels: label, patient and site by slide id, in place of the recorded ones.
-        labels_from: "annotation" takes the class of each patch from annotations; "slide" takes that of its slide.
-        patch_filter: bounds for the patches.
-    """
+    """Source of the labels, and filter of the patches. `labels` are by slide id, in place of the recorded ones."""
 
     labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Labelled slides that are not assigned to sides yet.
-
-    Attributes:
-        classes: names of the classes, in the order of their numbers.
-        slides: the slides; all patches are on no side.
-        fit: for each slide (count,) bool, which patches may be used: labelled, readable, and within the bounds.
-    """
-
-    classes: tuple[str, ...]
-    slides: list[SlideSplit]
-    fit: list[NDArray[np.bool_]]
-
-
 def read_slide_labels(
     path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
 ) -> dict[str, SlideLabel]:
-    """Read the labels of slides from a CSV file.
-
-    Args:
-        path: the file.
-        sources: stores that hold the slides.
-        allow_extra: ignore rows that name no slide.
-
-    Returns:
-        Label, patient and site by slide id.
+    """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows that name no slide.
 
     Raises:
         UsageError: the file cannot be read or does not fit the slides.
@@ -70,32 +40,39 @@ def read_slide_labels(
     return read_labels(Path(path), names, allow_extra=allow_extra)
 
 
-def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
-    """Find every labelled slide that has patches.
+def candidates(
+    stores: Sequence[SampleSource], labelling: Labelling
+) -> tuple[tuple[str, ...], list[SlideSplit]]:
+    """Return the classes, in the order of their numbers, and every labelled slide that has patches.
+
+    Patches that may not be used are left out: of no class, unreadable, or out of bounds. The others are on side 0 until a
+    split moves them.
 
     Raises:
         NothingToDo: the labels have fewer than two classes.
         UsageError: a bound is on a column that has not been measured.
     """
     by_annotation = labelling.labels_from == "annotation"
-    classes = _drawn_classes(stores) if by_annotation else ()
-    found = [
-        candidate
+    classes: tuple[str, ...] = ()
+    if by_annotation:
+        records = (record for store in stores for record in store.complete.values())
+        classes = tuple(sorted({name for record in records for name in record.patch_labels}))
+    slides = [
+        slide
         for ordinal, store in enumerate(stores)
         for number in store.complete
-        if (candidate := _candidate(ordinal, store, number, labelling, classes)) is not None
+        if (slide := _candidate(ordinal, store, number, labelling, classes)) is not None
     ]
-    slides = [slide for slide, _ in found]
     if not by_annotation:
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2:
         raise _nothing_to_tell_apart(classes, labelling.labels_from)
-    if not any(fit.any() for _, fit in found):
+    if not any((slide.sides != DROPPED).any() for slide in slides):
         raise NothingToDo(
             "no labelled patch is fit to be used", found=str(labelling.patch_filter),
             todo="lower these bounds: `histopipe report STORE` shows what was measured",
         )  # fmt: skip
-    return Candidates(classes, slides, [fit for _, fit in found])
+    return classes, slides
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
@@ -106,17 +83,10 @@ def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDAr
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
 
-def _drawn_classes(stores: Sequence[SampleSource]) -> tuple[str, ...]:
-    """Return the classes that patches have, sorted."""
-    return tuple(
-        sorted({name for store in stores for r in store.complete.values() for name in r.patch_labels})
-    )  # fmt: skip
-
-
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
-) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
-    """Return a slide and its usable patches; None if it is unlabelled or empty."""
+) -> SlideSplit | None:
+    """Return a slide; None if it is unlabelled or empty."""
     record = store.records[number]
     given: SlideLabel | SampleGroup = record
     if labelling.labels is not None:
@@ -129,45 +99,30 @@ def _candidate(
         codes = class_codes(store, number, classes) if label is not None else None
     if not label or not record.stored:
         return None
-    slide = SlideSplit(
-        ordinal, number, record.id, label, given.patient or record.patient or record.id,
-        given.site or record.site, record.content, record.planned, patches_crc(store, number),
-        np.full(record.planned, DROPPED, np.int8), codes,
-    )  # fmt: skip
-    return slide, _fit(store, number, record, labelling.patch_filter, codes)
-
-
-def _fit(
-    store: SampleSource,
-    number: int,
-    record: SampleGroup,
-    patch_filter: PatchFilter,
-    codes: NDArray[np.int16] | None,
-) -> NDArray[np.bool_]:
     fit = np.ones(record.planned, np.bool_)
     if codes is not None:
         fit &= codes != NO_CLASS
     if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
-    if patch_filter.active:
-        fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")
-    return fit
+    if labelling.patch_filter.active:
+        where = f"{store.path}, slide {record.id}"
+        fit &= labelling.patch_filter.fit(store.index(number), where=where)
+    return SlideSplit(
+        ordinal, number, record.id, label, given.patient or record.patient or record.id,
+        given.site or record.site, record.content, record.planned, patches_crc(store, number),
+        np.where(fit, 0, DROPPED).astype(np.int8), codes,
+    )  # fmt: skip
 
 
 def _nothing_to_tell_apart(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
-    by: dict[str, Any] = {
-        "slide": (
-            "labelled slides of two classes or more",
+    if labels_from == "annotation":
+        expected = "patches of two classes or more, drawn on their slides"
+        todo = "run `histopipe annotate STORE ANNOTATIONS` first"
+    else:
+        expected = "labelled slides of two classes or more"
+        todo = (
             "give a labels.csv (columns slide,label) with --labels, or put the slides of each class in a folder "
-            "of its name and ingest again; classes that are drawn on slides: --labels-from annotation",
-        ),
-        "annotation": (
-            "patches of two classes or more, drawn on their slides",
-            "run `histopipe annotate STORE ANNOTATIONS` first",
-        ),
-    }
-    expected, todo = by[labels_from]
-    return NothingToDo(
-        "nothing to tell apart", found=f"labels {', '.join(classes) or 'none'}", expected=expected,
-        todo=todo,
-    )  # fmt: skip
+            "of its name and ingest again; classes that are drawn on slides: --labels-from annotation"
+        )
+    found = f"labels {', '.join(classes) or 'none'}"
+    return NothingToDo("nothing to tell apart", found=found, expected=expected, todo=todo)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from math import inf
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,9 @@ from histopipe.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchFilter:
-    """Bounds for the columns of a store's index. The defaults leave out nothing.
+    """Bounds for the columns of a store's index: shares of tissue, pen, and folds and black; focus as measured.
 
-    Attributes:
-        min_tissue: minimum share of tissue, 0 to 1.
-        min_focus: minimum focus, as measured by `histopipe quality`.
-        exclude_pen: maximum share of pen ink, 0 to 1.
-        exclude_dark: maximum share of folds and black, 0 to 1.
+    The defaults leave out nothing.
 
     Raises:
         UsageError: a bound is out of range.
@@ -33,18 +29,14 @@ class PatchFilter:
     exclude_dark: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, most = getattr(self, field.name), inf if field.name == "min_focus" else 1.0
-            if (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or not 0 <= value <= most
-                or value == inf
-            ):
+        for name, value in asdict(self).items():
+            most = sys.float_info.max if name == "min_focus" else 1
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value <= most:
+                expected = "0 or more" if name == "min_focus" else "from 0 to 1"
                 raise UsageError(
-                    f"--{field.name.replace('_', '-')}", found=repr(value),
-                    expected=f"from 0 to {most:g}" if most < inf else "0 or more",
-                )  # fmt: skip
+                    f"--{name.replace('_', '-')}", found=repr(value), expected=expected
+                )
 
     @property
     def active(self) -> bool:
@@ -52,11 +44,7 @@ class PatchFilter:
         return self != PatchFilter()
 
     def fit(self, index: Mapping[str, NDArray[Any]], *, where: str) -> NDArray[np.bool_]:
-        """Return which patches of a slide are within the bounds, (N,) bool.
-
-        Args:
-            index: columns of the slide.
-            where: the slide, for messages.
+        """Return which patches of a slide are within the bounds, (N,) bool, from its columns; messages name `where`.
 
         Raises:
             UsageError: a column with a bound has not been measured.

@@ -22,13 +22,8 @@ _CAP_DRAW = 201
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
 
-    Attributes:
-        store: index of the store in the list of stores.
-        slide: number of the slide in its store.
-        count: number of samples.
-        label: class number, `UNLABELLED` for none.
-        rows: (N,) int32 selected rows; None for all of `count`.
-        patient: patient of the slide.
+    `store` is a place in the list of stores, `label` a class number or `UNLABELLED`; `rows` are (N,) int32, None for all
+    of `count`.
     """
 
     store: int
@@ -41,12 +36,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleLocations:
-    """Locations of samples, (N,) each.
-
-    Attributes:
-        stores, slides, rows: index of the store, number of the slide, row in the slide.
-        labels: class numbers, int32.
-    """
+    """Locations of samples, (N,) each: place in the list of stores, number of the slide, row in it; and class numbers."""
 
     stores: NDArray[np.int64]
     slides: NDArray[np.int64]
@@ -62,14 +52,10 @@ class SampleLocations:
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
-    Args:
-        slides: rows of each slide.
-        max_per_slide: maximum number of samples of a slide per epoch. With a seed, each epoch draws others, so that all are
-            drawn within the fewest epochs; without, they are spread evenly over the slide.
-        seed: seed of the draw.
+    With `max_per_slide`, an epoch has at most so many samples of a slide. With a seed, each epoch draws others, so that all
+    are drawn within the fewest epochs; without, they are spread evenly over the slide.
 
     Attributes:
-        capped: whether `max_per_slide` is set.
         counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.
 
     Raises:
@@ -100,7 +86,8 @@ class SampleTable:
         self._stores = np.array([slide.store for slide in self.slides], np.int64)
         self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
         self._labels = np.array([slide.label for slide in self.slides], np.int32)
-        self._chosen = np.array([slide.rows is not None for slide in self.slides])
+        chosen = ((i, slide.rows) for i, slide in enumerate(self.slides))
+        self._chosen = {i: rows for i, rows in chosen if rows is not None}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -111,10 +98,9 @@ class SampleTable:
         rows = numbers - self.starts[place]
         if self._cap is not None:
             rows = self._drawn(place, rows, epoch)
-        for i in np.unique(place[self._chosen[place]]):
-            chosen, here = self.slides[i].rows, place == i
-            assert chosen is not None  # noqa: S101 - `_chosen` says so
-            rows[here] = chosen[rows[here]]
+        for i in self._chosen.keys() & place.tolist():
+            here = place == i
+            rows[here] = self._chosen[i][rows[here]]
         return SampleLocations(self._stores[place], self._numbers[place], rows, self._labels[place])
 
     def _drawn(

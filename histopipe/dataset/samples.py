@@ -1,7 +1,6 @@
-"""Protocols for labelled groups of samples, and for the stores or feature folders that hold them.
+"""What splits, selection and orders need to know of samples, be they patches of stores or bags of feature files.
 
-A sample is what a model sees once: a patch, or a bag. Splits, selection and orders need to know how samples are grouped and
-labelled, but not what they are. So they work on these protocols, which slide records and stores satisfy.
+A sample is what a model sees once: a patch, or a bag.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from numpy.typing import NDArray
 
 
 class SampleGroup(Protocol):
-    """Samples that share an id, a label, a patient and a site: the patches of a slide, or one bag.
-
-    `SlideRecord` satisfies it. Any frozen dataclass with these fields does.
-    """
+    """Samples that share an id, a label, a patient and a site: a `SlideRecord`, or a `Bag`."""
 
     @property
     def id(self) -> str:
@@ -53,7 +49,7 @@ class SampleGroup(Protocol):
 
 
 class SampleSource(Protocol):
-    """Groups of samples by number: a store of slides, or a folder of bags."""
+    """Groups of samples by number: a `Store` of slides, or a `BagSet`."""
 
     @property
     def path(self) -> Path:

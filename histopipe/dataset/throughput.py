@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -40,21 +41,21 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
         files = {p: os.open(p, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC) for p, *_ in extents}
     except OSError:
         return None
+    longest = max(length for _, _, length in extents)
+
+    def reader(thread: int) -> Callable[[int], int]:
+        buffer = mmap.mmap(-1, longest)  # aligned as O_DIRECT wants it
+        part = extents[thread::threads] or extents
+
+        def read(turn: int) -> int:
+            path, offset, length = part[turn % len(part)]
+            os.preadv(files[path], [memoryview(buffer)[:length]], offset)
+            return 1
+
+        return read
+
     try:
-
-        def read(thread: int) -> Callable[[int], int]:
-            longest = max(length for _, _, length in extents)
-            buffer = mmap.mmap(-1, longest)  # aligned as O_DIRECT wants it
-            part = extents[thread::threads] or extents
-
-            def one(turn: int) -> int:
-                path, offset, length = part[turn % len(part)]
-                os.preadv(files[path], [memoryview(buffer)[:length]], offset)
-                return 1
-
-            return one
-
-        reads = _timed([read(thread) for thread in range(threads)], seconds)
+        reads = _timed([reader(thread) for thread in range(threads)], seconds)
     except OSError:
         return None
     finally:
@@ -82,9 +83,9 @@ def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
 def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float:
     """Measure decoding into one reused buffer per thread: the upper limit of a reader on these cores."""
     values = [
-        batches.stores[o].value(s, r)
-        for o, ss, rs in _keys(batches, 8)
-        for s, r in zip(ss, rs, strict=True)
+        batches.stores[ordinal].value(slide, row)
+        for ordinal, slides, rows in _keys(batches, 8)
+        for slide, row in zip(slides, rows, strict=True)
     ]
 
     def worker(thread: int) -> Callable[[int], int]:
@@ -140,28 +141,18 @@ def _extents(batches: PatchBatches, most: int) -> tuple[list[tuple[str, int, int
 
 def _timed(workers: Sequence[Callable[[int], int]], seconds: float) -> float:
     """Return the sum of what the workers count per second; each is called again and again with the number of its call."""
-    counts = [0] * len(workers)
     stop = threading.Event()
-    failures: list[Exception] = []
     begun = time.perf_counter()
 
-    def run(number: int) -> None:
-        turn = 0
-        try:
-            while time.perf_counter() - begun < seconds and not stop.is_set():
-                counts[number] += workers[number](turn)
-                turn += 1
-        except Exception as error:  # noqa: BLE001 - of a thread: raised below
-            failures.append(error)
+    def run(worker: Callable[[int], int]) -> int:
+        turn = counted = 0
+        while time.perf_counter() - begun < seconds and not stop.is_set():
+            counted += worker(turn)
+            turn += 1
+        return counted
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(workers))]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    finally:
-        stop.set()  # interrupted: they must end
-    if failures:
-        raise failures[0]
-    return sum(counts) / (time.perf_counter() - begun)
+    with ThreadPoolExecutor(len(workers)) as pool:
+        try:
+            return sum(pool.map(run, workers)) / (time.perf_counter() - begun)
+        finally:
+            stop.set()  # interrupted: they must end

@@ -26,13 +26,8 @@ _log = logging.getLogger("histopipe")
 class BagBatches(BatchSampler):
     """Batches of bags, in a given order.
 
-    Args:
-        bags: the bags.
-        table: the bags to use.
-        batch_size, order, replicas: as for patches.
-        on_error: "skip" gives a damaged bag the weight 0; "raise" stops.
-        most: maximum number of patches per bag and epoch, other ones in each epoch; 0 for all.
-        seed: seed of that draw.
+    With `on_error="skip"`, a damaged bag gets weight 0. If `most` is not 0, an epoch has at most so many patches of a bag,
+    others in each epoch, drawn by `seed`.
 
     Attributes:
         skipped: reason by key, for every bag that has been skipped so far.
@@ -72,7 +67,7 @@ class BagBatches(BatchSampler):
             DamagedStore: a bag is damaged, and is not to be skipped.
         """
         located, weights = self.locate(step, replica)
-        keys = np.asarray(located.keys)
+        keys = located.keys
         parts = []
         for i, number in enumerate(located.slides.tolist()):
             found = (
@@ -83,8 +78,7 @@ class BagBatches(BatchSampler):
                 weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
             parts.append(found)
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return features, ends, located.labels, weights, keys
+        return _joined(parts), ends, located.labels, weights, keys
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Read nothing ahead: a bag is read in one piece, for which the system reads ahead."""
@@ -115,12 +109,7 @@ class BagBatches(BatchSampler):
 def read_bag(
     bag: Bag, dtype: np.dtype[Any], rows: NDArray[np.int64] | None = None
 ) -> NDArray[np.floating]:
-    """Return (R, D) features of all slides of a bag.
-
-    Args:
-        bag: the bag.
-        dtype: type of the result.
-        rows: (R,) sorted row numbers; all if None.
+    """Return the (R, D) features of (R,) sorted rows of a bag, or of all of them.
 
     Raises:
         DamagedStore: a file is damaged.
@@ -130,4 +119,8 @@ def read_bag(
     for header, begin, end in zip(bag.headers, begins, begins[1:], strict=False):
         own = None if rows is None else rows[(rows >= begin) & (rows < end)] - begin
         parts.append(read_features(header, own).astype(dtype, copy=False))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return _joined(parts)
+
+
+def _joined(parts: list[NDArray[np.floating]]) -> NDArray[np.floating]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one part needs no copy

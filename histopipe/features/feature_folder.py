@@ -39,11 +39,7 @@ def feature_files(folder: Path) -> dict[str, Path]:
 
 
 def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
-    """Record the encoder of a folder of features, or check that it is the recorded one.
-
-    Args:
-        folder: the folder of feature files.
-        encoder: everything that the features depend on, as JSON values.
+    """Record all that features depend on, as JSON values, in their folder, or check that it is what is recorded.
 
     Raises:
         UsageError: the features in the folder were computed by another encoder or another tool.

@@ -17,11 +17,7 @@ _MOST_EXPANSION = 1000
 
 
 def check_features(folder: Path, *, seconds: float = _SECONDS) -> None:
-    """Read every feature file of a folder in a separate process, and refuse the first one that fails.
-
-    Args:
-        folder: the folder.
-        seconds: time limit per file.
+    """Read every feature file of a folder in a separate process, within so many seconds, and refuse the first that fails.
 
     Raises:
         UsageError: there is no such folder, or a file holds no features.

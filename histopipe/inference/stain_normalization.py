@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import to_uint8
 from histopipe.dataset.options import StainNorm
-from histopipe.dataset.stain_normalisation import StainNormaliser, normalising_by
+from histopipe.dataset.stain_normalization import StainNormalizer, normalizing_by
 from histopipe.store.stains import StainFit
 from histopipe.store.store import Store
 
@@ -20,7 +20,7 @@ def slide_normalizer(
 ) -> Callable[[NDArray[np.uint8]], NDArray[np.uint8]]:
     """Return a function that normalizes (B, H, W, 3) uint8 images of one slide by its stain fit."""
     with tf.device("CPU"):
-        change, by = normalising_by(fit, method)
+        change, by = normalizing_by(fit, method)
 
     def normalize(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
         with tf.device("CPU"):
@@ -40,7 +40,7 @@ def store_normalizer(
         NothingToDo: the stain of a slide has not been measured.
     """
     with tf.device("CPU"):
-        normaliser = StainNormaliser(stores, method)
+        normaliser = StainNormalizer(stores, method)
 
     def normalize(images: NDArray[np.uint8], keys: NDArray[np.int64]) -> NDArray[np.uint8]:
         with tf.device("CPU"):

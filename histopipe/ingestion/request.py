@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from histopipe.annotations.folder import find_annotations
+from histopipe.annotations.read import find_annotations
 from histopipe.annotations.rules import AnnotationRules, Origin
 from histopipe.errors import UsageError
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of

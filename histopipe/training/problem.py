@@ -18,7 +18,7 @@ from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.samples import SampleSource
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import Splits, site_by_label
-from histopipe.dataset.stain_normalisation import StainNormaliser
+from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.evaluation.scores import PatchScores
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_set import BagSet
@@ -113,7 +113,7 @@ class PatchProblem:
             optimizer = make_optimizer(config, steps_per_epoch)
         normalise = None
         if config.stain_norm != "none":
-            normalise = StainNormaliser(self._stores, config.stain_norm)
+            normalise = StainNormalizer(self._stores, config.stain_norm)
         settings = _step_settings(
             config, self.splits, normalise=normalise, augmentations=config.augmentations,
             xla=config.xla,

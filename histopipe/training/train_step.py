@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
 from histopipe.dataset.options import Augmentation
-from histopipe.dataset.stain_normalisation import StainNormaliser
+from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
 from histopipe.training.models import PatchModel
@@ -42,7 +42,7 @@ class StepSettings:
     batch_size: int
     class_weight: NDArray[np.float32]
     augmentations: Sequence[Augmentation] = ()
-    normalise: StainNormaliser | None = None
+    normalise: StainNormalizer | None = None
     label_smoothing: float = 0.0
     clip_norm: float = 0.0
     scale_loss: bool = False
