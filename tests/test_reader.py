@@ -678,13 +678,13 @@ def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dropped dataset's stores are closed by the garbage collector, which may run while the lock is held."""
-    key = environment._registry_key
+    check = environment.check_length
 
-    def collecting(path: Path) -> str:
+    def collecting(data: Path) -> None:
         gc.collect()
-        return key(path)
+        check(data)
 
-    monkeypatch.setattr(environment, "_registry_key", collecting)
+    monkeypatch.setattr(environment, "check_length", collecting)
     for _ in range(3):
         cycle: list[Any] = [histopipe.load_dataset(two[0], batch_size=4, seed=1)]
         cycle.append(cycle)

@@ -12,7 +12,7 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.store.record import SlideState
-from histopipe.store.recorded import recorded
+from histopipe.store.store import recorded
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.level import choose_level

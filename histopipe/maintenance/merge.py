@@ -106,14 +106,9 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
 def choose(
     stores: Sequence[Store], out: Store | None = None
 ) -> tuple[list[StoredSlide], list[str]]:
-    """Choose the store that each slide is copied from, in the order of the stores.
+    """Choose the store that each slide is copied from, in the order of the stores. Slides that are in `out` stay.
 
-    Args:
-        stores: to be merged.
-        out: what they are merged into, if it exists; its slides stay.
-
-    Returns:
-        The slides, and notes for the user.
+    Returns the slides, and notes for the user.
 
     Raises:
         UsageError: slides of one id are not the same.

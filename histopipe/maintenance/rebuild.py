@@ -5,6 +5,7 @@ Worker processes read the old file, since LMDB may crash on it. What makes one c
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -123,22 +124,19 @@ def _copy(
 def _copy_ranges(store: Path, part: Path, ranges: list[tuple[bytes, int | None]]) -> None:
     """Copy entries, as far as their keys can be listed."""
     with RawStore(store) as raw:
-        _copy_entries(raw, part, (entry for found in ranges for entry in _keys(raw, *found)))
+        _copy_entries(raw, part, (entry for found in ranges for entry in _entries(raw, *found)))
 
 
-def _keys(raw: RawStore, database: bytes, number: int | None) -> list[Entry]:
+def _entries(raw: RawStore, database: bytes, number: int | None) -> list[Entry]:
     low, high = (b"", None) if number is None else (slide_key(number), slide_key(number + 1))
     keys = [low] if database == INDEX else []
-    try:
+    with contextlib.suppress(DamagedStore):
         for key in raw.keys(database, low, high):
-            keys.append(key)
-    except DamagedStore:
-        pass
+            keys.append(key)  # one by one, for those before an error
     return [(database, key) for key in dict.fromkeys(keys)]
 
 
 def _copy_rows(store: Path, part: Path, rows: list[tuple[int, int]]) -> None:
-    """Copy patches."""
     with RawStore(store) as raw:
         _copy_entries(raw, part, ((PATCHES, patch_key(*row)) for row in rows))
 
@@ -165,13 +163,10 @@ def _put(part: Path, entries: Sequence[tuple[Entry, bytes]]) -> None:
     """Write entries into the new store, in one transaction."""
     if not entries:
         return
-    environment = open_environment(part, write=True)
+    with open_environment(part, write=True) as environment:
 
-    def work(transaction: Any) -> None:
-        for (database, key), value in entries:
-            transaction.put(key, value, db=environment.database(database, transaction))
+        def work(transaction: Any) -> None:
+            for (database, key), value in entries:
+                transaction.put(key, value, db=environment.database(database, transaction))
 
-    try:
         environment.change(work)
-    finally:
-        environment.close()
