@@ -38,6 +38,7 @@ from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.encode import png
 from histopipe.store import environment, handle
+from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -678,11 +679,10 @@ def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dropped dataset's stores are closed by the garbage collector, which may run while the lock is held."""
-    check = environment.check_length
 
     def collecting(data: Path) -> None:
         gc.collect()
-        check(data)
+        check_length(data)
 
     monkeypatch.setattr(environment, "check_length", collecting)
     for _ in range(3):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
 from histopipe.ingestion.checks import refuse_network
+from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
     DATABASES,
@@ -28,7 +30,7 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import free_bytes
-from histopipe.system.progress import Bar
+from histopipe.system.progress import Bar, Progress
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
@@ -48,6 +50,9 @@ class StoredSlide:
     def record(self) -> SlideRecord:
         """The slide's record."""
         return self.store.records[self.number]
+
+    def __str__(self) -> str:
+        return f"{self.store.path}, slide {self.record.id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +84,18 @@ class CopyResult:
     __repr__ = __str__
 
 
-def common_spec(stores: Sequence[Store]) -> dict[str, Any]:
-    """Return the spec of all stores.
+def open_stores(
+    paths: Sequence[Path], stack: ExitStack, *, untrusted: bool, progress: Progress
+) -> list[Store]:
+    """Open stores of one spec, to be closed by the stack. Untrusted ones are verified before.
 
     Raises:
         SpecMismatch: the stores have different specs.
     """
+    if untrusted:
+        for path in paths:
+            check_untrusted(path, progress=progress)
+    stores = [stack.enter_context(Store(path)) for path in paths]
     first = stores[0]
     for other in stores[1:]:
         if other.spec != first.spec:
@@ -95,11 +106,16 @@ def common_spec(stores: Sequence[Store]) -> dict[str, Any]:
                 found=texts.replace("asked for", f"in {first.path}"),
                 expected="equal settings",
             )
-    return dict(first.spec)
+    return stores
 
 
 def copy_slides(
-    slides: Sequence[StoredSlide], out: Path, spec: dict[str, Any], *, allow_network: bool, bar: Bar
+    slides: Sequence[StoredSlide],
+    out: Path,
+    spec: Mapping[str, Any],
+    *,
+    allow_network: bool,
+    bar: Bar,
 ) -> CopyResult:
     """Copy complete and failed slides of different ids into a store, which is made if missing. Slides that it has stay.
 
@@ -118,7 +134,11 @@ def copy_slides(
     with StoreWriter(out, spec) as writer, Claims(out) as claims:
         there = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
         _check_room(slides, out, there, writer.reusable_bytes())
-        numbers = writer.register([_pending(slide.record) for slide in slides])
+        records = [slide.record for slide in slides]
+        pending = [
+            SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records
+        ]
+        numbers = writer.register(pending)
         for slide in slides:
             record, number = slide.record, numbers[slide.record.id]
             if not claims.take(number):
@@ -140,10 +160,6 @@ def copy_slides(
         for store in {id(slide.store): slide.store for slide in slides}.values():
             writer.add_meta(store.further_meta())
     return CopyResult(str(out), copied, already, sum(slide.record.planned for slide in slides))
-
-
-def _pending(record: SlideRecord) -> SlideRecord:
-    return SlideRecord(id=record.id, path=record.path, resolved_path=record.resolved_path)
 
 
 def _check_room(slides: Sequence[StoredSlide], out: Path, there: set[str], reusable: int) -> None:
@@ -188,7 +204,7 @@ def _values(slide: StoredSlide, rows: Sequence[int], index: dict[str, NDArray[An
         key = patch_key(slide.number, row)
         if len(value) != size or (size and value_crc(key, value) != checksum):
             raise DamagedStore(
-                f"{_where(slide)}: patch {row} is not what was written",
+                f"{slide}: patch {row} is not what was written",
                 todo="see `histopipe verify` and `histopipe repair`",
             )
     return values
@@ -200,7 +216,7 @@ def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
     for key, value in slide.store.entries(THUMBNAILS, slide.number):
         name, crc = key[len(slide_key(slide.number)) :].decode(), value_crc(key, value)
         if known.get(name, crc) != crc:
-            raise DamagedStore(f"{_where(slide)}: picture {name!r} is not what was written")
+            raise DamagedStore(f"{slide}: picture {name!r} is not what was written")
         pictures[name] = value
     return pictures
 
@@ -208,15 +224,11 @@ def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
 def _other_entries(slide: StoredSlide, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
     """The stain fit, and what a later version stores of a slide, by database and key under its new number."""
     for key, value in slide.store.entries(STAINS, slide.number):
-        stain = unseal(key, value, where=f"{_where(slide)}: stain")
+        stain = unseal(key, value, where=f"{slide}: stain")
         yield (STAINS, slide_key(number)), seal(slide_key(number), stain)
     for database in slide.store.databases - set(DATABASES):
         for key, value in slide.store.entries(database, slide.number):
             yield (database, slide_key(number) + key[4:]), value
-
-
-def _where(slide: StoredSlide) -> str:
-    return f"{slide.store.path}, slide {slide.record.id}"
 
 
 def _renumbered(
@@ -233,11 +245,13 @@ def _renumbered(
 
 def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
     """Rows that are copied at once."""
-    begin, size = 0, 0
+    rows: list[int] = []
+    size = 0
     for row, length in enumerate(lengths.tolist()):
-        if row > begin and (row - begin == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
-            yield list(range(begin, row))
-            begin, size = row, 0
+        if rows and (len(rows) == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
+            yield rows
+            rows, size = [], 0
+        rows.append(row)
         size += length
-    if begin < len(lengths):
-        yield list(range(begin, len(lengths)))
+    if rows:
+        yield rows

@@ -33,13 +33,9 @@ _OPENING_SECONDS = 120.0
 
 @dataclass(slots=True)
 class Reingestion:
-    """Ingests the damaged slides of a store again, by an ordinary ingest.
+    """Ingests the damaged slides of a store again, by an ordinary ingest. The store's file must be sound.
 
     Attributes:
-        store: the store's folder. Its file is sound.
-        found: what was verified.
-        given: files of slides.
-        options: of the ingest.
         annotations: files of outlines by slide id.
         done: ids of slides that are complete again, by number.
         left: reasons by id, of slides that are not.
@@ -62,18 +58,14 @@ class Reingestion:
         Raises:
             SpecMismatch: this version cannot make the patches of the store.
         """
-        damaged = self._damaged()
-        with open_for_change(self.store) as environment:
-            records = self._restore(environment)
-            begun = {number: records[number] for number in set_aside_slides(environment)}
-            if damaged or begun:
-                self._ingest(environment, damaged, begun)
-
-    def _damaged(self) -> dict[int, SlideRecord]:
-        """Records of complete slides that something is wrong with."""
         hit = {f.number for f in self.found.result.findings if f.entry is None}
         records = self.found.records.items()
-        return {n: r for n, r in records if n in hit and r.state is SlideState.COMPLETE}
+        damaged = {n: r for n, r in records if n in hit and r.state is SlideState.COMPLETE}
+        with open_for_change(self.store) as environment:
+            now = self._restore(environment)
+            begun = {number: now[number] for number in set_aside_slides(environment)}
+            if damaged or begun:
+                self._ingest(environment, damaged, begun)
 
     def _restore(self, environment: Environment) -> dict[int, SlideRecord]:
         """Return to complete slides what was set aside, and forget what was of removed ones. Returns all records."""
@@ -81,11 +73,11 @@ class Reingestion:
             records = read_records(transaction, environment.databases, self.store)
         for number in set_aside_slides(environment):
             record = records.get(number)
-            if record is None:
-                restore(environment, number)
-            elif record.state is SlideState.COMPLETE:
-                note = restore(environment, number)
-                self.notes += [note] if note else []
+            if record is not None and record.state is not SlideState.COMPLETE:
+                continue
+            note = restore(environment, number)
+            self.notes += [note] if note else []
+            if record is not None:
                 self.done[number] = record.id
         return records
 

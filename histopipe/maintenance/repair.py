@@ -22,12 +22,13 @@ from histopipe.maintenance.reingest import Reingestion
 from histopipe.maintenance.verify import Examination, examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
+from histopipe.store.catalog import no_store
 from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
 from histopipe.store.environment import Environment
 from histopipe.store.folder import open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
-from histopipe.store.meta import read_records
+from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.store.writer import delete_entries
 from histopipe.system.locks import locked
@@ -124,8 +125,10 @@ def repair(
     real = Path(store).resolve()
     progress = progress or default_progress()
     look = partial(examine, real, full=full, workers=workers, progress=progress)
+    if not (real / "data.mdb").is_file():
+        raise no_store(real)
     with _alone(real):
-        length = make_readable(real) if (real / "data.mdb").exists() else 0
+        length = make_readable(real)
         before = found = look()
         count = len(found.result.findings)
         notes = _stain_notes(found.result.findings)
@@ -136,7 +139,8 @@ def repair(
             except DamagedStore:
                 os.truncate(real / "data.mdb", length)
                 raise
-            _rebuild(real, found, known, progress)
+            number = _next_number(found, known)
+            rebuild(real, found, known, next_number=number, progress=progress)
             notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
     with _alone(real):  # again, since the folder may be another one
         if before.result.is_structural:
@@ -160,14 +164,7 @@ def repair(
 
 @contextmanager
 def _alone(store: Path) -> Iterator[None]:
-    """Let no other repair of the store run.
-
-    Raises:
-        UsageError: another one does.
-    """
-    if not store.is_dir():
-        yield
-        return
+    """Refuse that two repairs of a store run at once."""
     with locked(store) as free:
         if not free:
             raise UsageError("another repair of the store is at work", todo="wait until it is done")
@@ -206,20 +203,6 @@ def _known_records(found: Examination) -> dict[int, SlideRecord]:
     return dict(sorted(records.items()))
 
 
-def _rebuild(
-    store: Path, found: Examination, records: Mapping[int, SlideRecord], progress: Progress
-) -> None:
-    with progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar:
-        rebuild(
-            store,
-            records,
-            found.store.databases,
-            next_number=_next_number(found, records),
-            transaction=found.transaction,
-            bar=bar,
-        )
-
-
 def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
     """Delete what belongs to no slide, write records that were corrected, and hide slides that have none."""
     findings = found.result.findings
@@ -253,12 +236,11 @@ def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRe
 
 def _is_in_use(environment: Environment, number: int) -> bool:
     """Whether a number has a slide by now, which has not failed."""
-    with environment.read() as transaction:
-        value = transaction.get(slide_key(number), db=environment.databases[SLIDES]) or b""
-        try:
-            record = SlideRecord.from_bytes(number, value, where="record")
-        except DamagedStore:
-            return False
+    try:
+        with environment.read() as transaction:
+            record = read_record(transaction, environment.databases, number, environment.path)
+    except DamagedStore:
+        return False
     return record.state is not SlideState.FAILED
 
 

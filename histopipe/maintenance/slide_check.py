@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +22,7 @@ from histopipe.store.format import (
     STAINS,
     THUMBNAILS,
     decode_index,
+    patch_key,
     slide_key,
     value_crc,
 )
@@ -34,7 +33,6 @@ from histopipe.store.stains import read_fits
 
 _NUMBER = 4
 """Bytes of a slide number at the start of a key."""
-_PATCH_KEY = struct.Struct(">II")
 
 Columns = dict[str, NDArray[Any]]
 
@@ -107,31 +105,24 @@ def _read_record(raw: RawStore, number: int) -> SlideCheck | None:
 
 
 def _check_complete(raw: RawStore, check: SlideCheck, record: SlideRecord, full: bool) -> None:
-    columns = _read_index(raw, check)
-    if columns is not None:
-        _check_counts(raw, check, record, columns)
-        _check_patches(raw, check, columns, _patch_problem(raw) if full else None)
-    _check_thumbnails(raw, check, record, full)
     key = slide_key(check.number)
+    try:
+        block = raw.get(INDEX, key)
+        if block is None:
+            check.add(FindingKind.HOLE, "its index is missing")
+        else:
+            columns = decode_index(key, bytes(block), where="index")
+            _check_counts(raw, check, record, columns)
+            _check_patches(raw, check, columns, _pixels(raw) if full else None)
+    except DamagedStore as error:
+        check.add(FindingKind.INDEX, str(error))
+    _check_thumbnails(raw, check, record, full)
     try:
         value = raw.get(STAINS, key)
         if value is not None:
             read_fits({check.number: bytes(value)}, where="its stains")
     except DamagedStore as error:
         check.add(FindingKind.STAIN, str(error), entry_of(STAINS, key))
-
-
-def _read_index(raw: RawStore, check: SlideCheck) -> Columns | None:
-    key = slide_key(check.number)
-    try:
-        block = raw.get(INDEX, key)
-        if block is None:
-            check.add(FindingKind.HOLE, "its index is missing")
-            return None
-        return decode_index(key, bytes(block), where="index")
-    except DamagedStore as error:
-        check.add(FindingKind.INDEX, str(error))
-        return None
 
 
 def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns: Columns) -> None:
@@ -155,18 +146,19 @@ def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns
 
 
 def _check_patches(
-    raw: RawStore,
-    check: SlideCheck,
-    columns: Columns,
-    problem_of: Callable[[memoryview], str | None] | None,
+    raw: RawStore, check: SlideCheck, columns: Columns, pixels: NDArray[np.uint8] | None
 ) -> None:
-    """Look up every patch as a reader does, and compare it with its CRC; then look for patches that should not be there."""
+    """Look up every patch as a reader does, compare it with its CRC, and decode it into `pixels`, if given."""
+    if pixels is not None:
+        # Late: otherwise no image library is needed.
+        from histopipe.dataset.patch_batches import decode
+
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
     found: set[int] = set()
     faults: dict[int, str] = {}
     no_images: dict[int, str] = {}
     for row, (length, crc) in enumerate(zip(lengths, crcs, strict=True)):
-        key = _PATCH_KEY.pack(check.number, row)
+        key = patch_key(check.number, row)
         try:
             value = raw.get(PATCHES, key)
         except DamagedStore as error:
@@ -176,14 +168,15 @@ def _check_patches(
             continue
         found.add(row)
         size = len(value)
-        actual = zlib.crc32(value, zlib.crc32(key)) if size else 0
+        actual = value_crc(key, value) if size else 0
         check.value_bytes += size
         if size != length or actual != crc:
             check.wrong.append(WrongValue(check.number, row, size, actual, length, crc))
-        elif problem_of is not None and size:
-            problem = problem_of(value)
-            if problem is not None:
-                no_images[row] = problem
+        elif pixels is not None and size:
+            try:
+                decode(value, pixels)
+            except DamagedStore as error:
+                no_images[row] = str(error)
     if faults:
         texts = some(sorted(set(faults.values())))
         check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}")
@@ -203,7 +196,7 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
     beyond, unreached = [], []
     try:
         for key in raw.slide_keys(PATCHES, check.number):
-            if len(key) != _PATCH_KEY.size:
+            if len(key) != 2 * _NUMBER:
                 entry = entry_of(PATCHES, key)
                 check.add(FindingKind.ORPHAN, f"patches: a key {key.hex()}", entry)
                 continue
@@ -244,22 +237,10 @@ def _check_thumbnails(raw: RawStore, check: SlideCheck, record: SlideRecord, ful
         check.add(FindingKind.HOLE, f"its picture {kind!r} is missing")
 
 
-def _patch_problem(raw: RawStore) -> Callable[[memoryview], str | None] | None:
-    """Return a function that decodes a patch and returns what is wrong with it."""
-    # Late: without --full no image library is needed.
-    from histopipe.dataset.patch_batches import decode
-
+def _pixels(raw: RawStore) -> NDArray[np.uint8] | None:
+    """An array to decode patches into; None if their size is unknown, which is found as damage of `meta`."""
     try:
         side = json.loads(bytes(raw.get(META, b"spec") or b""))["patch_size"]
-        pixels = np.empty((side, side, 3), np.uint8)
+        return np.empty((side, side, 3), np.uint8)
     except (DamagedStore, ValueError, TypeError, KeyError, MemoryError):
-        return None  # found as damage of `meta`
-
-    def problem_of(value: memoryview) -> str | None:
-        try:
-            decode(value, pixels)
-        except DamagedStore as error:
-            return str(error)
         return None
-
-    return problem_of

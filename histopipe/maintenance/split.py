@@ -12,9 +12,8 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import DROPPED, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, common_spec, copy_slides
+from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
 from histopipe.maintenance.findings import some
-from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
 
@@ -63,11 +62,8 @@ def split(
     splits, out, progress = Path(splits), Path(out), progress or default_progress()
     with ExitStack() as stack:
         paths = store_paths(sources)
-        if untrusted:
-            for path in paths:
-                check_untrusted(path, progress=progress)
-        stores = [stack.enter_context(Store(path)) for path in paths]
-        spec = common_spec(stores)
+        stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
+        spec = stores[0].spec
         sides = _sides(read_splits(splits, stores).slides, splits)
         if not sides:
             raise NothingToDo(f"{splits} has no slide on any side")

@@ -61,7 +61,7 @@ def check_store(store: Path) -> StoreCheck:
     check = StoreCheck()
     with RawStore(store) as raw:
         check.databases = raw.databases
-        if all(_is_empty(raw, database) for database in raw.databases):
+        if all(_is_empty(raw, name) for name in raw.databases):
             raise NothingToDo(
                 f"{store} is empty: an ingest has only just begun it, or was stopped there"
             )
@@ -125,14 +125,9 @@ def _slides(raw: RawStore, check: StoreCheck) -> list[int]:
 
 
 def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[int]]:
-    """Find entries whose slide has no record or has failed.
+    """Find entries whose slide has no record or has failed. The patches of `complete` slides are not listed.
 
-    Args:
-        store: the store's folder.
-        complete: numbers of slides whose patches need not be listed.
-
-    Returns:
-        A finding for each entry, or for all patches of a number; the numbers that have entries, but no record.
+    Returns a finding for each entry, or for all patches of a number, and the numbers that have entries but no record.
     """
     findings: list[Finding] = []
     without_record: set[int] = set()

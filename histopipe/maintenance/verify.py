@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -96,10 +95,7 @@ class Examination:
     """What was found out about a store.
 
     Attributes:
-        result: what is wrong.
-        store: settings and slide numbers of the store.
-        records: by slide number, of those that can be read.
-        damaged_records: bytes of the other ones by slide number; empty where there are none.
+        records: by slide number, of those that can be read; `damaged_records` has the bytes of the others.
         without_record: numbers that have entries, but no record.
         transaction: number of the last transaction before the store was verified.
     """
@@ -221,7 +217,10 @@ def _check_slides(
     """Check every slide. A slide that ends its worker is checked by its record only."""
     checks: list[SlideCheck] = []
     died: dict[int, WorkerDied] = {}
-    batches = _batches(found.store.slides, found.result.file_bytes)
+    numbers = found.store.slides
+    average = max(1, found.result.file_bytes // max(1, len(numbers)))
+    size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
+    batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
     task = partial(check_slides, store, full=found.result.full)
     for batch, result in results_of(pool, seconds, task, batches):
         if isinstance(result, WorkerDied):
@@ -232,17 +231,10 @@ def _check_slides(
     task = partial(check_slides, store, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
         check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
-        what = f"LMDB crashes or hangs reading this slide: {died[number]}"
-        check.add(FindingKind.STRUCTURE, what)
+        why = f"LMDB crashes or hangs reading this slide: {died[number]}"
+        check.add(FindingKind.STRUCTURE, why)
         checks.append(check)
     return sorted(checks, key=lambda check: check.number)
-
-
-def _batches(numbers: Sequence[int], file_bytes: int) -> list[list[int]]:
-    """Slides that are checked by one task each."""
-    average = max(1, file_bytes // max(1, len(numbers)))
-    size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
-    return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
 
 def _duplicate_ids(found: Examination) -> list[Finding]:
@@ -255,20 +247,18 @@ def _duplicate_ids(found: Examination) -> list[Finding]:
 
 
 def _wrong_values(found: Examination, wrong: list[WrongValue]) -> list[Finding]:
-    """Findings by slide; of few wrong values, whether they are stored under each other's keys."""
+    """Findings of wrong values by slide. If there are few, values under each other's keys are found, too."""
     findings: list[Finding] = []
     changed: dict[int, list[int]] = defaultdict(list)
+    others = wrong if len(wrong) <= _MOST_COMPARED else []
     for value in wrong:
-        name = found.records[value.slide].id
-        others = wrong if len(wrong) <= _MOST_COMPARED else []
         owner = next((other for other in others if _is_value_of(value, other)), None)
         if owner is None:
             changed[value.slide].append(value.row)
             continue
-        place = f"patch {owner.row}"
-        if owner.slide != value.slide:
-            place += f" of {found.records[owner.slide].id}"
-        what = f"patch {value.row} holds the value of {place}"
+        place = "" if owner.slide == value.slide else f" of {found.records[owner.slide].id}"
+        what = f"patch {value.row} holds the value of patch {owner.row}{place}"
+        name = found.records[value.slide].id
         findings.append(Finding(FindingKind.SWAPPED, what, name, value.slide))
     for slide, rows in changed.items():
         count = f"{len(rows)} patches are" if len(rows) > 1 else "a patch is"

@@ -22,8 +22,7 @@ from histopipe.store.format import (
     slide_key,
     to_json,
 )
-from histopipe.store.meta import read_meta
-from histopipe.store.record import SlideRecord
+from histopipe.store.meta import read_meta, read_record
 from histopipe.system.files import Closing
 
 
@@ -59,11 +58,10 @@ class ColumnWriter(Closing):
         where = f"{self._path}, slide {slide}"
         with self._environment.write() as transaction:
             block = transaction.get(key, db=databases[INDEX])
-            value = transaction.get(key, db=databases[SLIDES])
             held = decode_index(key, bytes(block), where=where) if block is not None else {}
-            if value is None or not np.array_equal(held.get("crc", ()), crc):
+            if not np.array_equal(held.get("crc", ()), crc):
                 raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
-            record = SlideRecord.from_bytes(slide, value, where=where)
+            record = read_record(transaction, databases, slide, self._path)
             record = dataclasses.replace(record, **facts)
             transaction.put(key, encode_index(key, {**held, **columns}), db=databases[INDEX])
             transaction.put(key, record.to_bytes(slide), db=databases[SLIDES])

@@ -20,15 +20,11 @@ from histopipe.store.claims import WriteLease
 from histopipe.store.handle import mapped_errors, open_handle
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_META = struct.Struct("<10x H 4x IIQQ")
-"""Page header with the page's flags; then magic, version, address and map size."""
+_META = struct.Struct("<10xH4x II16x I92x QQ")
+"""The flags in the page's header; magic and version; page size, in the record of the free pages; last page, transaction."""
 _META_FLAG = 0x08
 _LONGEST, _ROOM = 16, 1 << 30
 """A meta page is damaged that wants the file so many times longer, and by so many bytes."""
-_TREE_BYTES = 48
-_LAST = struct.Struct("<QQ")
-_LAST_OFFSET = _META.size + 2 * _TREE_BYTES
-_META_BYTES = _LAST_OFFSET + _LAST.size
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
 _ATTEMPTS = 5
 
@@ -58,11 +54,7 @@ def check_length(data: Path) -> None:
 
 
 def newest_transaction(data: Path) -> int:
-    """Return the number of the last transaction.
-
-    Raises:
-        DamagedStore: neither meta page can be read.
-    """
+    """Return the number of the last transaction; DamagedStore if neither meta page can be read."""
     return _newest_meta(data).transaction
 
 
@@ -105,21 +97,19 @@ def _newest_meta(data: Path) -> _MetaPage:
 def _meta_pages(data: Path) -> tuple[_MetaPage | None, _MetaPage | None]:
     """Both meta pages; None for one that is damaged."""
     with data.open("rb", buffering=0) as file:
-        first = _parsed(file.read(_META_BYTES))
+        first = _parsed(file.read(_META.size))
         for size in (first.page_size,) if first else _PAGE_SIZES:
             file.seek(size)
-            second = _parsed(file.read(_META_BYTES))
+            second = _parsed(file.read(_META.size))
             if second is not None:
                 return first, second
     return first, None
 
 
 def _parsed(data: bytes) -> _MetaPage | None:
-    if len(data) < _META_BYTES:
+    if len(data) < _META.size:
         return None
-    flags, magic, version, _, _ = _META.unpack_from(data)
-    (size,) = struct.unpack_from("<I", data, _META.size)  # kept in the record of the free pages
-    last_page, transaction = _LAST.unpack_from(data, _LAST_OFFSET)
+    flags, magic, version, size, last_page, transaction = _META.unpack(data)
     is_power = 256 <= size <= _PAGE_SIZES[-1] and size & (size - 1) == 0
     if magic != _MAGIC or version != _VERSION or not is_power or not flags & _META_FLAG:
         return None

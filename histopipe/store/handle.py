@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,7 @@ def open_handle(
     try:
         if write:
             handle.reader_check()  # free the slots of readers that were killed
-        found = {name: _open_database(handle, name, create=write) for name in DATABASES}
-        return handle, found | _further_databases(handle, found)
+        return handle, _databases(handle, create=write)
     except BaseException:
         handle.close()
         raise
@@ -148,26 +147,20 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
             size //= 2
 
 
-def _open_database(handle: lmdb.Environment, name: bytes, *, create: bool) -> Any:
-    try:
-        return handle.open_db(name, create=create)
-    except lmdb.NotFoundError:
-        return None  # an environment without our databases: told by whoever reads its meta
-
-
-def _further_databases(handle: lmdb.Environment, known: Mapping[bytes, Any]) -> dict[bytes, Any]:
-    """A later version's databases, of a store of ours."""
-    if known[META] is None:
-        return {}
+def _databases(handle: lmdb.Environment, *, create: bool) -> dict[bytes, Any]:
+    """This version's databases, None for one that is not there, and those of a later version."""
+    found: dict[bytes, Any] = dict.fromkeys(DATABASES)
+    for name in DATABASES:
+        with suppress(lmdb.NotFoundError):
+            found[name] = handle.open_db(name, create=create)
+    if found[META] is None:
+        return found  # no store of ours
     with handle.begin() as transaction, transaction.cursor() as cursor:
         names = [bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)]
-    found = {}
     for name in names:
-        if name not in known:
-            try:
+        if name not in found:
+            with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # no database
                 found[name] = handle.open_db(name, create=False)
-            except (lmdb.IncompatibleError, lmdb.NotFoundError):
-                continue  # no database
     return found
 
 

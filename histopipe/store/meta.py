@@ -16,6 +16,7 @@ from histopipe.store.format import (
     SLIDES,
     VERSION,
     from_json,
+    slide_key,
     slide_number,
 )
 from histopipe.store.record import SlideRecord
@@ -88,6 +89,17 @@ def read_records(
             number = slide_number(bytes(key))
             records[number] = SlideRecord.from_bytes(number, value, where=f"{path}, slide {number}")
     return records
+
+
+def read_record(
+    transaction: lmdb.Transaction, databases: Mapping[bytes, Any], slide: int, path: Path
+) -> SlideRecord:
+    """Return a slide's record; DamagedStore if it is missing or damaged."""
+    where = f"{path}, slide {slide}"
+    value = transaction.get(slide_key(slide), db=databases[SLIDES])
+    if value is None:
+        raise DamagedStore(f"{where} has no record")
+    return SlideRecord.from_bytes(slide, value, where=where)
 
 
 def check_format(stored: Stored, path: Path) -> None:

@@ -123,26 +123,19 @@ class Reading:
             (N, 2) offset and length, bytes, rising; neighbours are joined.
         """
         packed = [patch_key(*key) for key in keys]
-        return _extents(self._transaction, self._patches, packed)
+        found = sorted(_places(self._transaction, self._patches, packed))
+        extents = np.array(found, np.int64).reshape(-1, 2)
+        if not len(extents):
+            return extents
+        page_size = int(self._transaction.stat(self._patches)["psize"])
+        first = extents[:, 0] * page_size
+        end = first + -(-extents[:, 1] // page_size) * page_size
+        starts = np.flatnonzero(np.append(True, first[1:] > end[:-1]))
+        return np.stack([first[starts], np.maximum.reduceat(end, starts) - first[starts]], axis=1)
 
     def where(self, slide: int) -> str:
         """Return the store and id of a slide, for messages."""
         return f"{self._environment.path}, slide {self._records[slide].id}"
-
-
-def _extents(
-    transaction: lmdb.Transaction, database: Any, keys: Sequence[bytes]
-) -> NDArray[np.int64]:
-    """Find the pages of values in data.mdb, as `Reading.extents`."""
-    page_size = int(transaction.stat(database)["psize"])
-    found = sorted(_places(transaction, database, keys))
-    extents = np.array(found, np.int64).reshape(-1, 2)
-    if not len(extents):
-        return extents
-    first = extents[:, 0] * page_size
-    end = first + -(-extents[:, 1] // page_size) * page_size
-    starts = np.flatnonzero(np.append(True, first[1:] > end[:-1]))
-    return np.stack([first[starts], np.maximum.reduceat(end, starts) - first[starts]], axis=1)
 
 
 def _places(

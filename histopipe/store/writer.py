@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
+from histopipe.errors import MachineShort, SpecMismatch, UsageError
 from histopipe.store.columns import add_classes
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.folder import make_folder, remove_begun
@@ -36,7 +36,7 @@ from histopipe.store.format import (
     to_json,
     value_crc,
 )
-from histopipe.store.meta import read_meta, read_records
+from histopipe.store.meta import read_meta, read_record, read_records
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import Closing
 from histopipe.tiling.spec import TilingSpec, differences
@@ -86,12 +86,8 @@ class StoreWriter(Closing):
 
     def record(self, slide: int) -> SlideRecord:
         """Read a slide's record."""
-        where = f"{self.path}, slide {slide}"
         with self._environment.read() as transaction:
-            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            if value is None:
-                raise DamagedStore(f"{where} has no record")
-            return SlideRecord.from_bytes(slide, value, where=where)
+            return read_record(transaction, self._db, slide, self.path)
 
     def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
@@ -219,11 +215,9 @@ class StoreWriter(Closing):
 
     def change(self, slide: int, **facts: Any) -> None:
         """Change some fields of a record, and leave the others as they are now."""
-        where = f"{self.path}, slide {slide}"
 
         def work(transaction: lmdb.Transaction) -> None:
-            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            record = SlideRecord.from_bytes(slide, value or b"", where=where)
+            record = read_record(transaction, self._db, slide, self.path)
             self._put_record(transaction, slide, dataclasses.replace(record, **facts))
 
         self._environment.change(work)
