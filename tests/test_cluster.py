@@ -22,8 +22,7 @@ from histopipe.ingestion.cluster.cluster_ingest import parts_locked
 from histopipe.ingestion.cluster.dask_cluster import connected
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
-from histopipe.store.recorded import recorded
-from histopipe.store.store import Store
+from histopipe.store.store import Store, recorded
 from histopipe.system.files import appearing
 
 DASK = [sys.executable, "-m", "dask"]

@@ -38,6 +38,7 @@ from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import png
 from histopipe.store import environment, handle
+from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -678,13 +679,12 @@ def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dropped dataset's stores are closed by the garbage collector, which may run while the lock is held."""
-    key = environment._registry_key
 
-    def collecting(path: Path) -> str:
+    def collecting(data: Path) -> None:
         gc.collect()
-        return key(path)
+        check_length(data)
 
-    monkeypatch.setattr(environment, "_registry_key", collecting)
+    monkeypatch.setattr(environment, "check_length", collecting)
     for _ in range(3):
         cycle: list[Any] = [histopipe.load_dataset(two[0], batch_size=4, seed=1)]
         cycle.append(cycle)

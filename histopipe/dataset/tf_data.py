@@ -142,7 +142,7 @@ class ReadAhead:
     """Loads batches, and requests the values of the following ones from the disk while it decodes.
 
     A store in the page cache needs no requests, which would cost a few percent. Major page faults show whether a batch had to
-    wait for the disk. `histopipe.store.extents` explains why the kernel cannot do this.
+    wait for the disk. `histopipe.store.reading` explains why the kernel cannot do this.
 
     Args:
         batches: batches to load.

@@ -22,7 +22,7 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.store.claims import Claims
 from histopipe.store.record import SlideState
-from histopipe.store.recorded import recorded
+from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress, default_progress

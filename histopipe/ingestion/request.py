@@ -17,7 +17,7 @@ from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
-from histopipe.store.recorded import recorded
+from histopipe.store.store import recorded
 from histopipe.system.progress import Progress
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -43,12 +43,9 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong, and the slide that is damaged, if any.
 
-    Attributes:
-        slide: id of the slide that is damaged; None if no slide is, or its id is unknown.
-        number: number of that slide.
-        entry: database and key, in hexadecimal digits, of a single entry that should not be there.
+    `entry` is the database and the key, in hexadecimal digits, of a single entry that should not be there.
     """
 
     kind: FindingKind
@@ -117,22 +114,22 @@ class VerifyResult:
             f"{self.file_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"
         )
         if not self.findings:
-            return f"{self.store} is whole: {checked}" + (
-                ", every patch decoded" if self.full else ""
-            )
+            decoded = ", every patch decoded" if self.full else ""
+            return f"{self.store} is whole: {checked}{decoded}"
+        counts = f"{len(self.findings)} findings, {len(self.damaged_slides)} damaged slides"
         return "\n".join(
-            [
-                *map(str, self.findings),
-                "",
-                f"{self.store} is damaged: {len(self.findings)} findings, "
-                f"{len(self.damaged_slides)} damaged slides; {checked}",
-            ]
+            [*map(str, self.findings), "", f"{self.store} is damaged: {counts}; {checked}"]
         )
 
     __repr__ = __str__
 
 
-def some(items: Sequence[object] | Iterable[object]) -> str:
+def entry_of(database: bytes, key: bytes) -> tuple[str, str]:
+    """Return a database and a key as a finding has them."""
+    return database.decode("ascii", "replace"), key.hex()
+
+
+def some(items: Iterable[object]) -> str:
     """List the first few of many items, for a message."""
     items = list(items)
     text = ", ".join(map(str, items[:_SHOWN]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -98,8 +98,11 @@ def info(
 
 
 def info_of(store: Store) -> StoreInfo:
-    """Return the contents of a store that is open."""
+    """Return the contents of an open store."""
     complete = list(store.complete.values())
+    patch_labels: Counter[str] = Counter()
+    for record in complete:
+        patch_labels.update(record.patch_labels)
     return StoreInfo(
         path=str(store.path),
         version=VERSION,
@@ -112,18 +115,11 @@ def info_of(store: Store) -> StoreInfo:
         file_bytes=(store.path / "data.mdb").stat().st_blocks * 512,
         states=dict(Counter(str(record.state) for record in store.slides)),
         labels=dict(Counter(record.label or "unlabelled" for record in complete)),
-        patch_labels=_sum(record.patch_labels for record in complete),
+        patch_labels=dict(patch_labels),
         mpp_sources=dict(Counter(record.mpp_source or "unknown" for record in complete)),
         routes=dict(Counter(record.route or "none" for record in complete)),
         slides=[record.to_json() for record in store.slides],
     )
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return dict(total)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -5,15 +5,18 @@ Worker processes read the old file, since LMDB may crash on it. What makes one c
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.compact import carry_files, in_place_of
+from histopipe.maintenance.verify import Examination
 from histopipe.maintenance.worker_tasks import results_of, silence
 from histopipe.store.data_file import newest_transaction
 from histopipe.store.environment import open_environment
@@ -29,52 +32,54 @@ from histopipe.store.format import (
 )
 from histopipe.store.raw_store import RawStore
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.system.progress import Bar
+from histopipe.system.progress import Bar, Progress
 from histopipe.system.worker_pool import WorkerPool
-
-T = TypeVar("T")
 
 _CHUNK_BYTES = 32 << 20
 """Of one transaction."""
-_BATCH = 4096
-"""Items of one task."""
-_SECONDS = 600.0
-"""For one task, before its worker counts as hanging."""
+_BATCH, _SECONDS = 4096, 600.0
+"""Items of one task; seconds after which its worker counts as hanging."""
 
 Entry = tuple[bytes, bytes]
 """Database and key."""
+Item = tuple[bytes, int | None, int | None]
+"""Database, slide and row of what is copied; all entries of the slide without a row, and of the database without a slide."""
 
 
 def rebuild(
     store: Path,
+    found: Examination,
     records: Mapping[int, SlideRecord],
-    databases: Iterable[bytes],
     *,
     next_number: int,
-    transaction: int,
-    bar: Bar,
+    progress: Progress,
 ) -> None:
     """Copy what can be read of a store into a new file, under the same numbers, which replaces the old one by one rename.
 
     Args:
         store: the store's folder, without links. No process may have it open for writing.
+        found: what was verified.
         records: of the slides to keep, by number.
-        databases: that the store has.
         next_number: the number that a new slide gets.
-        transaction: that made the state which was verified.
-        bar: advanced by slides.
+        progress: where to show progress.
 
     Raises:
         UsageError: the store is open for writing, or was written since it was verified.
         MachineShort: there is not enough free space.
     """
-    with in_place_of(store) as part:
-        if newest_transaction(store / "data.mdb") != transaction:
+    with (
+        progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar,
+        in_place_of(store) as part,
+    ):
+        if newest_transaction(store / "data.mdb") != found.transaction:
             raise UsageError(f"{store} was written meanwhile", todo="run the same command again")
         pool = WorkerPool(1, silence)
         try:
-            _copy(pool, _copy_ranges, store, part, _ranges(records, databases))
-            _copy(pool, _copy_rows, store, part, _rows(records, bar))
+            items = _items(records, found.store.databases, bar)
+            task = partial(_copy_items, store, part)
+            while batch := list(islice(items, _BATCH)):
+                # An item that kills the worker cannot be read, and is left out.
+                deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
         finally:
             pool.shutdown(cancel_futures=True)
         own = [((SLIDES, slide_key(n)), record.to_bytes(n)) for n, record in records.items()]
@@ -86,61 +91,39 @@ def rebuild(
         os.chdir(store)
 
 
-def _ranges(
-    records: Mapping[int, SlideRecord], databases: Iterable[bytes]
-) -> Iterator[tuple[bytes, int | None]]:
-    """Databases with the slides whose entries are copied; None for all entries."""
+def _items(
+    records: Mapping[int, SlideRecord], databases: Iterable[bytes], bar: Bar
+) -> Iterator[Item]:
+    yield META, None, None
+    yield SET_ASIDE, None, None
     others = [name for name in databases if name not in (META, SLIDES, PATCHES, SET_ASIDE)]
-    yield META, None
-    yield SET_ASIDE, None
     for number, record in records.items():
-        yield from ((name, number) for name in others)
-        if record.state is not SlideState.COMPLETE:
-            yield PATCHES, number
-
-
-def _rows(records: Mapping[int, SlideRecord], bar: Bar) -> Iterator[tuple[int, int]]:
-    """Slide numbers and rows of the patches of complete slides."""
-    for number, record in records.items():
+        yield from ((name, number, None) for name in others)
         if record.state is SlideState.COMPLETE:
-            yield from ((number, row) for row in range(record.planned))
+            yield from ((PATCHES, number, row) for row in range(record.planned))
+        else:
+            yield PATCHES, number, None
         bar.advance()
 
 
-def _copy(
-    pool: WorkerPool,
-    task: Callable[[Path, Path, list[T]], None],
-    store: Path,
-    part: Path,
-    items: Iterator[T],
-) -> None:
-    """Run a task on all items, in batches. An item that kills the worker cannot be read, and is left out."""
-    while batch := list(islice(items, _BATCH)):
-        for _ in results_of(pool, _SECONDS, partial(task, store, part), [batch]):
-            pass
-
-
-def _copy_ranges(store: Path, part: Path, ranges: list[tuple[bytes, int | None]]) -> None:
-    """Copy entries, as far as their keys can be listed."""
+def _copy_items(store: Path, part: Path, items: list[Item]) -> None:
     with RawStore(store) as raw:
-        _copy_entries(raw, part, (entry for found in ranges for entry in _keys(raw, *found)))
+        _copy_entries(raw, part, (entry for item in items for entry in _entries(raw, *item)))
 
 
-def _keys(raw: RawStore, database: bytes, number: int | None) -> list[Entry]:
-    low, high = (b"", None) if number is None else (slide_key(number), slide_key(number + 1))
-    keys = [low] if database == INDEX else []
-    try:
-        for key in raw.keys(database, low, high):
-            keys.append(key)
-    except DamagedStore:
-        pass
+def _entries(raw: RawStore, database: bytes, number: int | None, row: int | None) -> list[Entry]:
+    """The entries of an item, as far as their keys can be listed."""
+    if number is None:
+        found = raw.keys(database)
+    elif row is None:
+        found = raw.slide_keys(database, number)
+    else:
+        return [(database, patch_key(number, row))]
+    keys = [slide_key(number)] if database == INDEX and number is not None else []
+    with contextlib.suppress(DamagedStore):
+        for key in found:
+            keys.append(key)  # one by one, for those before an error
     return [(database, key) for key in dict.fromkeys(keys)]
-
-
-def _copy_rows(store: Path, part: Path, rows: list[tuple[int, int]]) -> None:
-    """Copy patches."""
-    with RawStore(store) as raw:
-        _copy_entries(raw, part, ((PATCHES, patch_key(*row)) for row in rows))
 
 
 def _copy_entries(raw: RawStore, part: Path, entries: Iterable[Entry]) -> None:
@@ -165,13 +148,10 @@ def _put(part: Path, entries: Sequence[tuple[Entry, bytes]]) -> None:
     """Write entries into the new store, in one transaction."""
     if not entries:
         return
-    environment = open_environment(part, write=True)
+    with open_environment(part, write=True) as environment:
 
-    def work(transaction: Any) -> None:
-        for (database, key), value in entries:
-            transaction.put(key, value, db=environment.database(database, transaction))
+        def work(transaction: Any) -> None:
+            for (database, key), value in entries:
+                transaction.put(key, value, db=environment.database(database, transaction))
 
-    try:
         environment.change(work)
-    finally:
-        environment.close()

@@ -11,7 +11,7 @@ from histopipe.geometry import Mpp
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import resolved, with_recorded_ids
-from histopipe.maintenance.set_aside import forget, restore, set_aside, set_aside_slides
+from histopipe.maintenance.set_aside import restore, set_aside, set_aside_slides
 from histopipe.maintenance.verify import Examination
 from histopipe.maintenance.worker_tasks import results_of
 from histopipe.slides.discovery import SlideFile
@@ -33,17 +33,10 @@ _OPENING_SECONDS = 120.0
 
 @dataclass(slots=True)
 class Reingestion:
-    """Ingests the damaged slides of a store again, by an ordinary ingest.
-
-    Args:
-        store: the store's folder. Its file is sound.
-        found: what was verified.
-        given: files of slides.
-        options: of the ingest.
-        annotations: files of outlines by slide id.
-        progress: where to show progress.
+    """Ingests the damaged slides of a store again, by an ordinary ingest. The store's file must be sound.
 
     Attributes:
+        annotations: files of outlines by slide id.
         done: ids of slides that are complete again, by number.
         left: reasons by id, of slides that are not.
         notes: what the user should know.
@@ -65,71 +58,72 @@ class Reingestion:
         Raises:
             SpecMismatch: this version cannot make the patches of the store.
         """
-        damaged = self._damaged()
-        environment = open_for_change(self.store)
-        try:
-            begun = self._begun(environment)
-            if not damaged and not begun:
-                return
-            spec = spec_of_store(self.found.store.spec or {})
-            files = self._files(damaged | begun)
-            for number, record in damaged.items():
-                if record.id in files and not self._set_aside(
-                    environment, number, record, files[record.id]
-                ):
-                    del files[record.id]
-            if files:
-                shares = [r.unreadable / r.planned for r in damaged.values() if r.planned]
-                options = replace(
-                    self.options,
-                    rules=replace(self.options.rules, roi=spec.roi),
-                    max_unreadable=max(_LEAST_UNREADABLE, *shares, 0),
-                )
-                mpps = {r.id: Mpp(r.mpp) for r in (damaged | begun).values() if r.mpp}
-                slides = [
-                    SlideInput(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
-                    for name, file in files.items()
-                ]
-                report = ingest_slides(slides, self.store, spec, options, progress=self.progress)
-                self.left |= report.failed
-            self._restore(environment)
-        finally:
-            environment.close()
-
-    def _damaged(self) -> dict[int, SlideRecord]:
-        """Records of complete slides that something is wrong with."""
         hit = {f.number for f in self.found.result.findings if f.entry is None}
         records = self.found.records.items()
-        return {n: r for n, r in records if n in hit and r.state is SlideState.COMPLETE}
+        damaged = {n: r for n, r in records if n in hit and r.state is SlideState.COMPLETE}
+        with open_for_change(self.store) as environment:
+            now = self._restore(environment)
+            begun = {number: now[number] for number in set_aside_slides(environment)}
+            if damaged or begun:
+                self._ingest(environment, damaged, begun)
 
-    def _begun(self, environment: Environment) -> dict[int, SlideRecord]:
-        """Records of slides that an interrupted repair has set aside, and that are not complete again."""
-        records = self._records(environment)
-        for number in set_aside_slides(environment):
-            if number not in records:
-                forget(environment, number)
-        self._restore(environment)
-        return {number: records[number] for number in set_aside_slides(environment)}
-
-    def _records(self, environment: Environment) -> dict[int, SlideRecord]:
+    def _restore(self, environment: Environment) -> dict[int, SlideRecord]:
+        """Return to complete slides what was set aside, and forget what was of removed ones. Returns all records."""
         with environment.read() as transaction:
-            return read_records(transaction, environment.databases, self.store)
+            records = read_records(transaction, environment.databases, self.store)
+        for number in set_aside_slides(environment):
+            record = records.get(number)
+            if record is not None and record.state is not SlideState.COMPLETE:
+                continue
+            note = restore(environment, number)
+            self.notes += [note] if note else []
+            if record is not None:
+                self.done[number] = record.id
+        return records
 
-    def _files(self, wanted: dict[int, SlideRecord]) -> dict[str, SlideFile]:
+    def _ingest(
+        self,
+        environment: Environment,
+        damaged: Mapping[int, SlideRecord],
+        begun: Mapping[int, SlideRecord],
+    ) -> None:
+        """Ingest damaged slides, and those that an interrupted repair has set aside."""
+        wanted = [*{**damaged, **begun}.values()]
+        spec = spec_of_store(self.found.store.spec or {})
+        files = self._files(wanted)
+        for number, record in damaged.items():
+            file = files.get(record.id)
+            if file is not None and not self._set_aside(environment, number, record, file):
+                self.left[record.id] = "it was changed meanwhile"
+                del files[record.id]
+        if files:
+            shares = [r.unreadable / r.planned for r in damaged.values() if r.planned]
+            options = replace(
+                self.options,
+                rules=replace(self.options.rules, roi=spec.roi),
+                max_unreadable=max([_LEAST_UNREADABLE, *shares]),
+            )
+            mpps = {r.id: Mpp(r.mpp) for r in wanted if r.mpp}
+            slides = [
+                SlideInput(file, mpp=mpps.get(name), annotations=self.annotations.get(name))
+                for name, file in files.items()
+            ]
+            report = ingest_slides(slides, self.store, spec, options, progress=self.progress)
+            self.left |= report.failed
+        self._restore(environment)
+
+    def _files(self, wanted: Sequence[SlideRecord]) -> dict[str, SlideFile]:
         """The files of slides by id, where they are given and of the same scan."""
-        named = with_recorded_ids(self.given, self.found.records)
-        by_id = {slide.id: slide for slide in named}
-        files = {}
-        for record in wanted.values():
-            if record.id in by_id:
-                files[record.id] = by_id[record.id]
-            else:
-                self.left[record.id] = "its file is not among those given"
-        scans = {record.id: record.content for record in wanted.values()}
+        given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
+        ids = [record.id for record in wanted]
+        missing = "its file is not among those given"
+        self.left |= {name: missing for name in ids if name not in given}
+        files = {name: given[name] for name in ids if name in given}
+        scans = {record.id: record.content for record in wanted}
         pool = WorkerPool(self.options.worker_count)
         try:
             tasks = [[slide] for slide in files.values()]
-            for (slide,), content in results_of(pool, _OPENING_SECONDS, _contents, tasks):
+            for (slide,), content in results_of(pool, _OPENING_SECONDS, _content, tasks):
                 if isinstance(content, WorkerDied | SlideError):
                     self.left[slide.id] = f"its file cannot be opened: {content}"
                 elif scans[slide.id] not in (None, content):
@@ -152,23 +146,10 @@ class Reingestion:
             annotations=None,  # else the ingest would note that its classes are gone
         )
         with Claims(self.store) as claims:
-            done = claims.take(number) and set_aside(environment, number, record, pending)
-        if not done:
-            self.left[record.id] = "it was changed meanwhile"
-        return done
-
-    def _restore(self, environment: Environment) -> None:
-        """Return to complete slides what was set aside."""
-        records = self._records(environment)
-        for number in set_aside_slides(environment):
-            record = records.get(number)
-            if record is not None and record.state is SlideState.COMPLETE:
-                note = restore(environment, number)
-                self.notes += [note] if note else []
-                self.done[number] = record.id
+            return claims.take(number) and set_aside(environment, number, record, pending)
 
 
-def _contents(slides: list[SlideFile]) -> str | SlideError | None:
+def _content(slides: list[SlideFile]) -> str | SlideError | None:
     """What copies of one scan have in common, of a slide; None where there is nothing of that kind."""
     (slide,) = slides
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -22,14 +22,15 @@ from histopipe.maintenance.reingest import Reingestion
 from histopipe.maintenance.verify import Examination, examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
+from histopipe.store.catalog import no_store
 from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
-from histopipe.store.deletion import delete_entries
 from histopipe.store.environment import Environment
 from histopipe.store.folder import open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
-from histopipe.store.meta import read_records
+from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
+from histopipe.store.writer import delete_entries
 from histopipe.system.locks import locked
 from histopipe.system.progress import Progress, default_progress
 
@@ -108,7 +109,8 @@ def repair(
         DamagedStore: the entries of `meta` are damaged.
         UsageError, MachineShort: the store cannot be written, or was written meanwhile.
     """
-    given = discover([Path(p) for p in ([slides] if isinstance(slides, str | Path) else slides)])
+    paths = [slides] if isinstance(slides, str | Path) else slides
+    given = discover([Path(path) for path in paths])
     rules = AnnotationRules(
         threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin
     )
@@ -118,15 +120,16 @@ def repair(
     if not allow_network:
         refuse_network(Path(store))
     options = IngestOptions(
-        workers=workers, rules=rules, retry_failed=True, allow_network=True,
-        allow_mixed_mpp=True,
-    )  # fmt: skip
+        workers=workers, rules=rules, retry_failed=True, allow_network=True, allow_mixed_mpp=True
+    )
     real = Path(store).resolve()
-    shown = progress or default_progress()
-    look = partial(examine, full=full, workers=workers, progress=shown)
+    progress = progress or default_progress()
+    look = partial(examine, real, full=full, workers=workers, progress=progress)
+    if not (real / "data.mdb").is_file():
+        raise no_store(real)
     with _alone(real):
-        length = make_readable(real) if (real / "data.mdb").exists() else 0
-        found = look(real)
+        length = make_readable(real)
+        before = found = look()
         count = len(found.result.findings)
         notes = _stain_notes(found.result.findings)
         known = _known_records(found)
@@ -136,25 +139,24 @@ def repair(
             except DamagedStore:
                 os.truncate(real / "data.mdb", length)
                 raise
-            _rebuild(real, found, known, shown)
+            number = _next_number(found, known)
+            rebuild(real, found, known, next_number=number, progress=progress)
             notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
-    with _alone(real):
-        if found.result.is_structural:
-            before, found = found, look(real)
+    with _alone(real):  # again, since the folder may be another one
+        if before.result.is_structural:
+            found = look()
         else:
-            before = found
             _refuse_lost_meta(found)
             _delete_orphans(real, found, known)
             if found.damaged_records or found.without_record:
-                found = look(real)
-        work = Reingestion(real, found, given, options, outlines, shown)
+                found = look()
+        work = Reingestion(real, found, given, options, outlines, progress)
         work.run()
     left = work.left | _lost(before, known, given, found)
     remaining = []
     if count or work.done:
-        remaining = [
-            str(f).partition(": ")[2] for f in look(real).result.findings if f.slide not in left
-        ]
+        findings = look().result.findings
+        remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
     return RepairResult(
         str(store), count, list(work.done.values()), left, notes + work.notes, remaining
     )
@@ -162,14 +164,7 @@ def repair(
 
 @contextmanager
 def _alone(store: Path) -> Iterator[None]:
-    """Let no other repair of the store run.
-
-    Raises:
-        UsageError: another one does.
-    """
-    if not store.is_dir():
-        yield
-        return
+    """Refuse that two repairs of a store run at once."""
     with locked(store) as free:
         if not free:
             raise UsageError("another repair of the store is at work", todo="wait until it is done")
@@ -192,8 +187,8 @@ def _stain_notes(findings: Sequence[Finding]) -> list[str]:
     return [f"the stain fits of {fits} slides are damaged: run `histopipe stains`"] if fits else []
 
 
-def _next_number(found: Examination, records: Mapping[int, SlideRecord]) -> int:
-    return max([found.store.next_number, *(number + 1 for number in records)])
+def _next_number(found: Examination, numbers: Iterable[int]) -> int:
+    return max([found.store.next_number, *(number + 1 for number in numbers)])
 
 
 def _known_records(found: Examination) -> dict[int, SlideRecord]:
@@ -208,65 +203,42 @@ def _known_records(found: Examination) -> dict[int, SlideRecord]:
     return dict(sorted(records.items()))
 
 
-def _is_placeholder(record: SlideRecord) -> bool:
-    return record.state is SlideState.PENDING and not record.path
-
-
-def _rebuild(
-    store: Path, found: Examination, records: Mapping[int, SlideRecord], progress: Progress
-) -> None:
-    with progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar:
-        rebuild(
-            store,
-            records,
-            found.store.databases,
-            next_number=_next_number(found, records),
-            transaction=found.transaction,
-            bar=bar,
-        )
-
-
 def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
     """Delete what belongs to no slide, write records that were corrected, and hide slides that have none."""
     findings = found.result.findings
+    if not findings:
+        return
     entries = [
         f.entry for f in findings if f.entry and f.number not in known.keys() - found.records
     ]
     hit = {f.number for f in findings if f.number is not None and f.entry is None}
     strays = {n for n in hit if n not in known or known[n].state is SlideState.FAILED}
     changed = {n: record for n, record in known.items() if found.records.get(n) != record}
-    if not entries and not strays and not changed and not findings:
-        return
-    environment = open_for_change(store)
+    with open_for_change(store) as environment, Claims(store) as claims:
+        for number in sorted(strays):
+            if claims.take(number) and not _is_in_use(environment, number):
+                delete_entries(environment, number)
 
-    def work(transaction: Any) -> None:
-        for database, key in entries:
-            held = environment.database(database.encode(), transaction)
-            transaction.delete(bytes.fromhex(key), db=held)
-        slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
-        for number, record in changed.items():
-            transaction.put(slide_key(number), record.to_bytes(number), db=slides)
-        # An ingest may have given numbers to slides since the store was verified.
-        now = read_records(transaction, environment.databases, store)
-        wanted = max([_next_number(found, known), *(number + 1 for number in now)])
-        transaction.put(b"next_number", to_json(wanted), db=meta)
+        def work(transaction: Any) -> None:
+            for database, key in entries:
+                held = environment.database(database.encode(), transaction)
+                transaction.delete(bytes.fromhex(key), db=held)
+            slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
+            for number, record in changed.items():
+                transaction.put(slide_key(number), record.to_bytes(number), db=slides)
+            # An ingest may have given numbers to slides since the store was verified.
+            now = read_records(transaction, environment.databases, store)
+            next_number = _next_number(found, [*known, *now])
+            transaction.put(b"next_number", to_json(next_number), db=meta)
 
-    try:
-        with Claims(store) as claims:
-            for number in sorted(strays):
-                if claims.take(number) and not _is_in_use(environment, store, number):
-                    delete_entries(environment, number)
         environment.change(work)
-    finally:
-        environment.close()
 
 
-def _is_in_use(environment: Environment, store: Path, number: int) -> bool:
+def _is_in_use(environment: Environment, number: int) -> bool:
     """Whether a number has a slide by now, which has not failed."""
-    with environment.read() as transaction:
-        value = transaction.get(slide_key(number), db=environment.databases[SLIDES]) or b""
     try:
-        record = SlideRecord.from_bytes(number, value, where=str(store))
+        with environment.read() as transaction:
+            record = read_record(transaction, environment.databases, number, environment.path)
     except DamagedStore:
         return False
     return record.state is not SlideState.FAILED
@@ -280,13 +252,11 @@ def _lost(
 ) -> dict[str, str]:
     """Reasons why slides are not back whose records are lost, and files that no slide of the store is of."""
     why = "its record is lost: `histopipe ingest` adds its file again, `histopipe remove` removes what is left"
-    lost = {r.id: why for n, r in known.items() if _is_placeholder(r) and n not in before.records}
+    placeholders = (r for n, r in known.items() if n not in before.records and not r.path)
+    lost = {r.id: why for r in placeholders if r.state is SlideState.PENDING}
     pages = [f.what for f in before.result.findings if f.kind is FindingKind.STRUCTURE]
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in found.records.values()}
-        for slide in given:
-            if resolved(slide.path) not in stored:
-                lost[slide.id] = (
-                    "it is not in the store, or its record is lost: `histopipe ingest` adds it"
-                )
+        missing = "it is not in the store, or its record is lost: `histopipe ingest` adds it"
+        lost |= {s.id: missing for s in given if resolved(s.path) not in stored}
     return lost

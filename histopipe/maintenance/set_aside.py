@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.store.environment import Environment
+from histopipe.store.environment import Environment, entries_with
 from histopipe.store.format import (
     INDEX,
     INDEX_COLUMNS,
@@ -31,8 +31,8 @@ from histopipe.store.format import (
 )
 from histopipe.store.record import SlideRecord
 
-_MARK = (0xFF).to_bytes(1, "big")
 _NUMBER = 4
+"""Bytes of a slide number at the start of a key."""
 _ANEW = {META, PATCHES, THUMBNAILS, SET_ASIDE}
 """Databases that an ingest fills anew, or that are of no slide."""
 _PLACES = ("x_l0", "y_l0")
@@ -44,29 +44,20 @@ Columns = dict[str, NDArray[Any]]
 
 def set_aside_slides(environment: Environment) -> list[int]:
     """List the slides of which something is set aside, by an earlier repair."""
-    if environment.databases.get(SET_ASIDE) is None:
+    kept = environment.databases.get(SET_ASIDE)
+    if kept is None:
         return []
-    with (
-        environment.read() as transaction,
-        transaction.cursor(db=environment.databases[SET_ASIDE]) as cursor,
-    ):
-        keys = [bytes(key[:_NUMBER]) for key in cursor.iternext(values=False)]
-    return sorted({int.from_bytes(key[1:], "big") for key in keys})
+    with environment.read() as transaction, transaction.cursor(db=kept) as cursor:
+        keys = [bytes(key) for key in cursor.iternext(values=False)]
+    return sorted({int.from_bytes(key[1:_NUMBER], "big") for key in keys})
 
 
 def set_aside(
     environment: Environment, number: int, expected: SlideRecord, pending: SlideRecord
 ) -> bool:
-    """Set aside what is stored of a slide, and make it pending, in one transaction.
+    """Set aside what is stored of a slide, and give it the record `pending`, in one transaction.
 
-    Args:
-        environment: open for writing.
-        number: of the slide.
-        expected: the record that was verified.
-        pending: the record that it gets.
-
-    Returns:
-        Whether it was done; False if the slide has another record by now.
+    Returns False, and changes nothing, if the slide no longer has the record `expected`.
     """
 
     def work(transaction: Any) -> bool:
@@ -78,7 +69,7 @@ def set_aside(
         for name, database in list(databases.items()):
             if database is None or name in _ANEW:
                 continue
-            for key, entry in list(_entries(transaction, database, slide_key(number))):
+            for key, entry in list(entries_with(transaction, database, slide_key(number))):
                 transaction.put(_kept_key(number, name) + key[_NUMBER:], entry, db=kept)
         transaction.put(slide_key(number), pending.to_bytes(number), db=databases[SLIDES])
         return True
@@ -87,72 +78,46 @@ def set_aside(
 
 
 def restore(environment: Environment, number: int) -> str | None:
-    """Return to a slide that is complete again what was set aside, where it still fits, and forget it.
+    """Return to a slide that is complete again what was set aside, where it still fits. Of a removed slide, forget it.
 
-    Args:
-        environment: open for writing.
-        number: of the slide.
-
-    Returns:
-        A note for the user on what could not be returned, if any.
+    Returns a note for the user on what could not be returned, if any.
     """
-    note: str | None = None
 
-    def work(transaction: Any) -> None:
-        nonlocal note
-        databases = environment.databases
+    def work(transaction: Any) -> str | None:
+        note = None
         kept = environment.database(SET_ASIDE, transaction)
-        held = dict(_entries(transaction, kept, _kept_prefix(number)))
+        held = dict(entries_with(transaction, kept, _kept_prefix(number)))
+        databases, key = environment.databases, slide_key(number)
+        value = transaction.get(key, db=databases[SLIDES])
         before = _decoded(number, held.get(_kept_key(number, SLIDES), b""))
-        now = _decoded(number, transaction.get(slide_key(number), db=databases[SLIDES]) or b"")
+        now = None if value is None else _decoded(number, value)
         if before is not None and now is not None:
-            index = _index(number, transaction.get(slide_key(number), db=databases[INDEX]))
             old = _index(number, held.get(_kept_key(number, INDEX)))
-            classes = transaction.get(b"classes", db=databases[META]) or b"[]"
-            columns = _still_valid(old, index, len(json.loads(bytes(classes))))
+            index = _index(number, transaction.get(key, db=databases[INDEX]))
+            classes = json.loads(bytes(transaction.get(b"classes", db=databases[META]) or b"[]"))
+            columns = _still_valid(old, index, len(classes))
             if now.annotations is not None:
                 columns = {n: c for n, c in columns.items() if n not in _OF_CLASSES}
-            now, note = _record(before, now, columns)
+            record, note = _record(before, now, columns)
             if index is not None:
-                block = encode_index(slide_key(number), {**index, **columns})
-                transaction.put(slide_key(number), block, db=databases[INDEX])
-            transaction.put(slide_key(number), now.to_bytes(number), db=databases[SLIDES])
-        for key, value in held.items():
-            name, _, rest = key[_NUMBER:].partition(b"\0")
-            if name not in (SLIDES, INDEX):
-                database = environment.database(name, transaction)
-                transaction.put(slide_key(number) + rest, value, db=database)
-            transaction.delete(key, db=kept)
+                transaction.put(key, encode_index(key, {**index, **columns}), db=databases[INDEX])
+            transaction.put(key, record.to_bytes(number), db=databases[SLIDES])
+        for kept_key, entry in held.items():
+            name, _, rest = kept_key[_NUMBER:].partition(b"\0")
+            if value is not None and name not in (SLIDES, INDEX):
+                transaction.put(key + rest, entry, db=environment.database(name, transaction))
+            transaction.delete(kept_key, db=kept)
+        return note
 
-    environment.change(work)
-    return note
-
-
-def forget(environment: Environment, number: int) -> None:
-    """Forget what is set aside of a slide that is in the store no more."""
-
-    def work(transaction: Any) -> None:
-        kept = environment.database(SET_ASIDE, transaction)
-        for key, _ in list(_entries(transaction, kept, _kept_prefix(number))):
-            transaction.delete(key, db=kept)
-
-    environment.change(work)
+    return environment.change(work)
 
 
 def _kept_prefix(number: int) -> bytes:
-    return _MARK + number.to_bytes(_NUMBER - 1, "big")
+    return b"\xff" + number.to_bytes(_NUMBER - 1, "big")
 
 
 def _kept_key(number: int, database: bytes) -> bytes:
     return _kept_prefix(number) + database + b"\0"
-
-
-def _entries(transaction: Any, database: Any, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
-    with transaction.cursor(db=database) as cursor:
-        found = cursor.set_range(prefix)
-        while found and bytes(cursor.key()).startswith(prefix):
-            yield bytes(cursor.key()), bytes(cursor.value())
-            found = cursor.next()
 
 
 def _decoded(number: int, value: bytes | memoryview) -> SlideRecord | None:
@@ -164,10 +129,8 @@ def _decoded(number: int, value: bytes | memoryview) -> SlideRecord | None:
 
 def _index(number: int, block: bytes | memoryview | None) -> Columns | None:
     """Columns of an index block; None if it is missing or damaged."""
-    if block is None:
-        return None
     try:
-        return decode_index(slide_key(number), bytes(block), where=f"slide {number}")
+        return decode_index(slide_key(number), bytes(block or b""), where=f"slide {number}")
     except DamagedStore:
         return None
 
@@ -194,13 +157,11 @@ def _record(
         names += ["annotations", "annotation_notes", "patch_labels"]
     if "focus" in columns:
         names += ["quality"]
-    record, note = dataclasses.replace(now, **{name: getattr(before, name) for name in names}), None
+    record = dataclasses.replace(now, **{name: getattr(before, name) for name in names})
+    notes = []
     if before.annotations is not None and now.annotations is None and "label" not in columns:
-        note = "the classes of its patches are gone: `histopipe annotate` makes them again"
-        if note not in record.notes:
-            record = dataclasses.replace(record, notes=[*record.notes, note])
-        note = f"{now.id}: {note}"
+        notes.append("the classes of its patches are gone: `histopipe annotate` makes them again")
+        record = dataclasses.replace(record, notes=list(dict.fromkeys([*record.notes, *notes])))
     if record.unreadable > before.unreadable:
-        more = f"{record.unreadable} patches cannot be read, {before.unreadable} before"
-        note = f"{note}; {more}" if note else f"{now.id}: {more}"
-    return record, note
+        notes.append(f"{record.unreadable} patches cannot be read, {before.unreadable} before")
+    return record, f"{now.id}: {'; '.join(notes)}" if notes else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -21,21 +21,14 @@ def silence() -> None:
 
 
 def results_of(
-    pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Sequence[list[T]]
+    pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Iterable[list[T]]
 ) -> Iterator[tuple[list[T], R | WorkerDied]]:
-    """Run a task on batches of items. A batch whose worker dies or hangs is halved, until the item is known.
+    """Run a task on batches of items. A batch that kills its worker, or takes too long, is halved until the item is known.
 
-    Args:
-        pool: of the workers.
-        seconds: that a batch may take.
-        task: called with a batch in a worker.
-        batches: lists of items.
-
-    Yields:
-        Each batch with its result, or with the error for a single item whose worker died.
+    Yields each batch with its result, or a batch of one item with the error of its worker.
 
     Raises:
-        MachineShort: the system killed a worker, most likely because memory ran out.
+        MachineShort: the system killed a worker.
     """
     waiting: deque[tuple[list[T], Future[R]]] = deque()
 
@@ -58,13 +51,11 @@ def results_of(
                 submit(batch[half:])
 
 
-def refuse_killed(error: WorkerDied) -> None:
-    """Raise the right error for a worker that the system killed: the store is not the reason.
-
-    Raises:
-        MachineShort: it was killed by SIGKILL.
-    """
-    if "SIGKILL" in str(error) and not isinstance(error, TookTooLong):
+def refuse_killed(error: Exception) -> None:
+    """Raise MachineShort for a worker that was killed by SIGKILL: most likely memory ran out, and the store is not the reason."""
+    if isinstance(error, TookTooLong) or not isinstance(error, WorkerDied):
+        return
+    if "SIGKILL" in str(error):
         raise MachineShort(
             "a worker process was killed",
             found=str(error),

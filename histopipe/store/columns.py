@@ -1,4 +1,4 @@
-"""Columns of the index that are measured or decided after the patches were stored."""
+"""Writing columns of the index that are measured or decided after the patches were stored."""
 
 from __future__ import annotations
 
@@ -22,20 +22,14 @@ from histopipe.store.format import (
     slide_key,
     to_json,
 )
-from histopipe.store.meta import read_meta
-from histopipe.store.record import SlideRecord
+from histopipe.store.meta import read_meta, read_record
 from histopipe.system.files import Closing
 
 
 class ColumnWriter(Closing):
     """Puts columns into slides' indices. No patch is touched, and other processes may read or write the store meanwhile.
 
-    Args:
-        path: the store's folder. Open this before any `Store` of it in the same process.
-
-    Raises:
-        NothingToDo: there is no store.
-        DamagedStore, UsageError, MachineShort: it cannot be written.
+    Open it before any `Store` of the same folder in this process. Raises as `open_for_change`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +37,7 @@ class ColumnWriter(Closing):
         self._environment = open_for_change(path)
 
     def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
+        """Return the number of each class of patches. New classes are added after the known ones."""
         with self._environment.write() as transaction:
             return add_classes(transaction, self._environment.databases, names, path=self._path)
 
@@ -55,32 +49,25 @@ class ColumnWriter(Closing):
         crc: NDArray[np.integer],
         **facts: Any,
     ) -> None:
-        """Put columns in place of those of their names, and facts into the slide's record, in one transaction.
-
-        Args:
-            slide: number of a complete slide.
-            columns: (N,) each.
-            crc: (N,) of the patches that they are of.
-            facts: fields of the record.
+        """Add or replace columns, (N,) each, and fields of the slide's record, in one transaction.
 
         Raises:
-            DamagedStore: the store has other patches of this slide by now.
+            DamagedStore: the store has patches of other checksums than `crc`, (N,), by now.
         """
         key, databases = slide_key(slide), self._environment.databases
         where = f"{self._path}, slide {slide}"
         with self._environment.write() as transaction:
             block = transaction.get(key, db=databases[INDEX])
-            value = transaction.get(key, db=databases[SLIDES])
             held = decode_index(key, bytes(block), where=where) if block is not None else {}
-            if value is None or not np.array_equal(held.get("crc", ()), crc):
+            if not np.array_equal(held.get("crc", ()), crc):
                 raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
-            record = SlideRecord.from_bytes(slide, value, where=where)
+            record = read_record(transaction, databases, slide, self._path)
             record = dataclasses.replace(record, **facts)
             transaction.put(key, encode_index(key, {**held, **columns}), db=databases[INDEX])
             transaction.put(key, record.to_bytes(slide), db=databases[SLIDES])
 
     def close(self) -> None:
-        """Give the environment back."""
+        """Close the store."""
         self._environment.close()
 
 
@@ -91,7 +78,7 @@ def add_classes(
     *,
     path: Path,
 ) -> dict[str, int]:
-    """The number of each class in `meta.classes`, to which new ones are added."""
+    """Return the number of each class in `meta.classes`, to which new ones are added."""
     classes = read_meta(transaction, databases, "classes", list, path)
     new = [name for name in names if name not in classes]
     if new:

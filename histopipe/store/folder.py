@@ -1,4 +1,4 @@
-"""The folder of a store: that nothing else is in it, before anything is written."""
+"""Opening a store's folder for writing, if nothing else is in it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ _OWN_FILES = {"data.mdb", "lock.mdb", "ingest.lock", "ingest.log", "ingest.csv"}
 
 
 def remove_begun(path: Path) -> None:
-    """Take away a store that could not even be begun."""
+    """Delete a store that could not be begun."""
     for name in ("data.mdb", "lock.mdb", "ingest.lock"):
         (path / name).unlink(missing_ok=True)
     path.rmdir()
 
 
 def make_folder(path: Path) -> bool:
-    """Make a store's folder, or make sure, without writing a byte into it, that what is there may be a store.
-
-    Returns:
-        Whether the folder was made.
-
-    Raises:
-        UsageError: something else is there.
-    """
+    """Make a store's folder; False if it was there. Something else than a store is refused, and nothing is written into it."""
     _refuse_other_folders(path)
     try:
         environment = open_environment(path)  # for reading
@@ -38,22 +31,19 @@ def make_folder(path: Path) -> bool:
         except OSError as error:
             raise UsageError(f"{path} cannot be made", found=str(error)) from error
         return made
-    try:
-        with environment.read() as transaction:
-            if environment.databases[META] is not None:
-                if transaction.stat(environment.databases[META])["entries"]:
-                    read_meta(transaction, environment.databases, "format", dict, path)
-            elif transaction.stat()["entries"]:
-                raise UsageError(
-                    f"{path} is an LMDB environment of something else", todo="choose another --out"
-                )
-    finally:
-        environment.close()
+    with environment, environment.read() as transaction:
+        if environment.databases[META] is not None:
+            if transaction.stat(environment.databases[META])["entries"]:
+                read_meta(transaction, environment.databases, "format", dict, path)
+        elif transaction.stat()["entries"]:
+            raise UsageError(
+                f"{path} is an LMDB environment of something else", todo="choose another --out"
+            )
     return False
 
 
 def open_for_change(path: Path) -> Environment:
-    """A store that is there, for writing. Open it before any `Store` of it in the same process.
+    """Open an existing store for writing, before any `Store` of it in the same process.
 
     Raises:
         NothingToDo: there is no store.

@@ -6,6 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,15 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe._version import __version__
-from histopipe.errors import (
-    DamagedStore,
-    MachineShort,
-    SpecMismatch,
-    UsageError,
-)
+from histopipe.errors import MachineShort, SpecMismatch, UsageError
 from histopipe.store.columns import add_classes
-from histopipe.store.deletion import delete_entries, delete_slide
-from histopipe.store.environment import open_environment
+from histopipe.store.environment import Environment, open_environment
 from histopipe.store.folder import make_folder, remove_begun
 from histopipe.store.format import (
     FORMAT_NAME,
@@ -41,10 +36,12 @@ from histopipe.store.format import (
     to_json,
     value_crc,
 )
-from histopipe.store.meta import read_meta, read_records
+from histopipe.store.meta import read_meta, read_record, read_records
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import Closing
 from histopipe.tiling.spec import TilingSpec, differences
+
+_DELETE_AT_ONCE = 20_000
 
 
 class StoreWriter(Closing):
@@ -52,17 +49,13 @@ class StoreWriter(Closing):
 
     Args:
         path: the store's folder, made if missing.
-        spec: how its patches are made; as another store's `meta` holds it, or for a new one.
-        alone: no other process writes to it while this one has it open, so its records are read once.
+        spec: how its patches are made, as a spec or as `meta` holds it.
+        alone: no other process writes to the store meanwhile, so that its records are read only once.
 
     Raises:
-        SpecMismatch: the store was made by another spec.
+        SpecMismatch: the store has another spec.
         UnknownVersion, DamagedStore: the store cannot be used.
         UsageError: the path is something else than a store.
-
-    Example:
-        >>> with StoreWriter(Path("patches.lmdb"), TilingSpec(mpp=0.5)) as writer:  # doctest: +SKIP
-        ...     numbers = writer.register([SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")])
     """
 
     def __init__(
@@ -87,25 +80,17 @@ class StoreWriter(Closing):
             raise
 
     def records(self) -> dict[int, SlideRecord]:
-        """Every slide's record by number."""
+        """Return every slide's record by number."""
         with self._environment.read() as transaction:
             return self._records(transaction)
 
     def record(self, slide: int) -> SlideRecord:
-        """One slide's record as it is now."""
-        where = f"{self.path}, slide {slide}"
+        """Read a slide's record."""
         with self._environment.read() as transaction:
-            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            if value is None:
-                raise DamagedStore(f"{where} has no record")
-            return SlideRecord.from_bytes(slide, value, where=where)
+            return read_record(transaction, self._db, slide, self.path)
 
     def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
-        """Give each slide not known yet a number, in the order given, never used before; all as `pending`.
-
-        Returns:
-            The number of every slide of the store by id.
-        """
+        """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
         held = None if self._held is None else dict(self._held)
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:  # again, where the map was full
@@ -127,7 +112,7 @@ class StoreWriter(Closing):
         return self._environment.change(work)
 
     def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
+        """Return the number of each class of patches. New classes are added after the known ones."""
         if not names:
             return {}
         return self._environment.change(
@@ -137,19 +122,12 @@ class StoreWriter(Closing):
     def put_patches(
         self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]
     ) -> NDArray[np.uint32]:
-        """Store patches of a slide; None is an unreadable one, stored as an empty value.
+        """Store the files of patches, best in rising order; None is an unreadable patch, stored as an empty value.
 
-        Args:
-            slide: its number.
-            rows: the patches' numbers, best in rising order.
-            values: their files.
-
-        Returns:
-            (N,) uint32 CRCs bound to the keys, 0 where unreadable.
+        Returns their CRCs with the keys, (N,) uint32, 0 where unreadable.
         """
-        keys = [patch_key(slide, row) for row in rows]
-        # An empty value keeps the number taken, and tells a lost patch from one that never was.
-        items = [(key, value or b"") for key, value in zip(keys, values, strict=True)]
+        # An empty value tells an unreadable patch from one that is missing.
+        items = [(patch_key(slide, r), v or b"") for r, v in zip(rows, values, strict=True)]
 
         def work(transaction: lmdb.Transaction) -> None:
             with transaction.cursor(db=self._db[PATCHES]) as cursor:
@@ -177,10 +155,12 @@ class StoreWriter(Closing):
         """
         index = encode_index(slide_key(slide), columns)
         pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
+        checksums = map(value_crc, pictures, pictures.values())
         record = dataclasses.replace(
-            record, state=SlideState.COMPLETE,
-            thumbnail_crc={kind: value_crc(thumbnail_key(slide, kind), picture) for kind, picture in thumbnails.items()},
-        )  # fmt: skip
+            record,
+            state=SlideState.COMPLETE,
+            thumbnail_crc=dict(zip(thumbnails, checksums, strict=True)),
+        )
 
         def work(transaction: lmdb.Transaction) -> None:
             transaction.put(slide_key(slide), index, db=self._db[INDEX])
@@ -193,7 +173,7 @@ class StoreWriter(Closing):
         self._environment.change(work)
 
     def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
-        """Remove what was stored of a slide, then record why it failed: killed in between, it is done anew."""
+        """Delete what was stored of a slide, then record why it failed."""
         failed = dataclasses.replace(
             record, state=SlideState.FAILED, error=error, error_kind=kind,
             planned=0, stored=0, unreadable=0, stored_bytes=0,
@@ -202,23 +182,26 @@ class StoreWriter(Closing):
         self.update(slide, failed)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
-        """Hide a slide and remove what is stored of it, so that it can be ingested from the start."""
-        self.update(
-            slide,
-            dataclasses.replace(
-                record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
-            ),
+        """Hide a slide and delete what is stored of it, so that it can be ingested from the start."""
+        pending = dataclasses.replace(
+            record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
         )
+        self.update(slide, pending)
         delete_entries(self._environment, slide)
 
     def remove(self, slide: int) -> None:
-        """Take a slide out, in one transaction; its number is not given again."""
-        delete_slide(self._environment, slide)
+        """Delete a slide and all that is stored of it, in one transaction. Its number is not used again."""
+
+        def work(transaction: lmdb.Transaction) -> None:
+            for name in [*_databases_of_slides(self._environment), SLIDES]:
+                _delete(transaction, self._db[name], slide)
+
+        self._environment.change(work)
         if self._held is not None:
             self._held.pop(slide, None)
 
     def add_meta(self, entries: Mapping[bytes, bytes]) -> None:
-        """Keep entries of `meta` that this version does not know, unless there are others of their names."""
+        """Add entries to `meta`, except those whose names it has."""
 
         def work(transaction: lmdb.Transaction) -> None:
             for name, value in entries.items():
@@ -231,23 +214,21 @@ class StoreWriter(Closing):
         self._environment.change(lambda transaction: self._put_record(transaction, slide, record))
 
     def change(self, slide: int, **facts: Any) -> None:
-        """Change some fields of a record, whatever others have put into its other ones."""
-        where = f"{self.path}, slide {slide}"
+        """Change some fields of a record, and leave the others as they are now."""
 
         def work(transaction: lmdb.Transaction) -> None:
-            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            record = SlideRecord.from_bytes(slide, value or b"", where=where)
+            record = read_record(transaction, self._db, slide, self.path)
             self._put_record(transaction, slide, dataclasses.replace(record, **facts))
 
         self._environment.change(work)
 
     def reusable_bytes(self) -> int:
-        """What deleted values have left free inside the file, which grows only when that is used up."""
+        """Return the bytes inside the file that deleted values have left free."""
         length = (self.path / "data.mdb").stat().st_size
         return max(0, length - self._environment.used_bytes())
 
     def close(self) -> None:
-        """Give the environment back."""
+        """Close the store."""
         self._environment.close()
 
     @property
@@ -273,11 +254,7 @@ class StoreWriter(Closing):
 
 
 def check_spec(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse to put patches of one spec into a store of another.
-
-    Raises:
-        SpecMismatch: with what differs.
-    """
+    """Refuse to put patches of one spec into a store of another, with SpecMismatch."""
     if found != wanted:
         raise SpecMismatch(
             f"{path} was made with other settings",
@@ -297,3 +274,38 @@ def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
         "classes": [],
         "next_number": 0,
     }
+
+
+def delete_entries(environment: Environment, slide: int) -> None:
+    """Delete all that is stored of a slide but its record, in bounded transactions, since nothing of it is visible."""
+    for name in _databases_of_slides(environment):
+        database = environment.databases[name]
+        delete = partial(_delete, database=database, slide=slide, most=_DELETE_AT_ONCE)
+        while _holds(environment, database, slide):  # mostly not, and looking costs no commit
+            environment.change(delete)
+
+
+def _databases_of_slides(environment: Environment) -> list[bytes]:
+    """The databases with entries of slides beside their records. A later version's keys begin with slide numbers, too."""
+    held = environment.databases.items()
+    return [n for n, database in held if database is not None and n not in (META, SLIDES)]
+
+
+def _holds(environment: Environment, database: Any, slide: int) -> bool:
+    with environment.read() as transaction, transaction.cursor(db=database) as cursor:
+        return bool(cursor.set_range(slide_key(slide))) and _is_of(cursor, slide)
+
+
+def _is_of(cursor: lmdb.Cursor, slide: int) -> bool:
+    return bytes(cursor.key()).startswith(slide_key(slide))
+
+
+def _delete(
+    transaction: lmdb.Transaction, database: Any, slide: int, most: int | None = None
+) -> None:
+    """Delete a slide's entries, or at most so many of them."""
+    with transaction.cursor(db=database) as cursor:
+        found = cursor.set_range(slide_key(slide))
+        while found and _is_of(cursor, slide) and most != 0:
+            found = cursor.delete() and bool(cursor.key())
+            most = most and most - 1
