@@ -36,17 +36,7 @@ def write_table(
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probabilities.
 
-    Slides and patients without a patch have no class and no probability.
-
-    Args:
-        path: the file.
-        parts: predictions of the patches of each slide that has some.
-        slides: all slides.
-        level: "slide" or "patient".
-        how: how patches are aggregated.
-        classes: class names.
-        judging: the positive class, and the number of patches for "top_k".
-        thresholds: from which probability on the positive class is decided for.
+    Slides and patients without a patch, which have no `parts`, have no class and no probability.
     """
     aggregated = _aggregated(parts, level, how, judging, thresholds) if parts else {}
     labels = _labels(slides, level)
@@ -55,9 +45,8 @@ def write_table(
     with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         ids = ["slide", "patient"] if level == "slide" else ["patient"]
-        writer.writerow(
-            [*ids, "label", "patches", "predicted", "decided", *(f"p_{c}" for c in classes)]
-        )
+        probabilities = [f"p_{name}" for name in classes]
+        writer.writerow([*ids, "label", "patches", "predicted", "decided", *probabilities])
         nothing: list[object] = [0, "", "", *("" for _ in classes)]
         for name in names:
             more = [patient[name]] if level == "slide" else []
@@ -105,13 +94,7 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
 def evaluate_labelled(
     parts: Sequence[PatchScores], judging: JudgeSettings, thresholds: Thresholds
 ) -> Evaluation | None:
-    """Evaluate the patches whose labels are known; None if these are of fewer than two classes.
-
-    Args:
-        parts: predictions of each slide.
-        judging: evaluation settings of the run.
-        thresholds: chosen on its validation patches.
-    """
+    """Evaluate the patches whose labels are known; None if these are of fewer than two classes."""
     known = [_labelled(part) for part in parts if (part.label >= 0).any()]
     if not known:
         return None

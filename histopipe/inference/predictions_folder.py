@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +21,7 @@ SLIDES, PATIENTS = "slides.csv", "patients.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedSlide:
-    """A predicted slide, and the positions of its patches.
-
-    Attributes:
-        slide, patient: their ids.
-        label: class of the slide, if known.
-        width, height: of level 0 in pixels.
-        bounds: x, y, width and height of the scanned area, level-0 pixels.
-        mpp, mpp_source: scale of level 0 and its source; None if unknown.
-        size_l0, stride_l0: side of a patch and distance between neighbours, level-0 pixels.
-        patches, skipped: number of predicted patches, and of damaged ones left out.
-        source: identifies the file or the patches that were predicted; another source is predicted again.
-        notes: of the slide's record.
-    """
+    """A predicted slide, and the positions of its patches."""
 
     slide: str
     patient: str
@@ -42,11 +29,13 @@ class PredictedSlide:
     width: int
     height: int
     bounds: list[int]
+    """x, y, width and height of the scanned area, level-0 pixels."""
     mpp: float | None
     mpp_source: str | None
     size_l0: float
     stride_l0: float
     source: str
+    """Identifies the file or the patches that were predicted; another source is predicted again."""
     patches: int = 0
     skipped: int = 0
     notes: list[str] = field(default_factory=list)
@@ -68,10 +57,9 @@ class PredictedSlide:
 
     def write(self, path: Path) -> None:
         """Write a JSON file, by one rename."""
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
         with appearing(path, hidden=True) as part:
-            part.write_text(
-                json.dumps(dataclasses.asdict(self), indent=1, ensure_ascii=False), encoding="utf-8"
-            )
+            part.write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> PredictedSlide:
@@ -94,11 +82,7 @@ class PredictedSlide:
 
 
 class PredictionsFolder:
-    """A folder of predictions.
-
-    Args:
-        path: the folder; it may be missing.
-    """
+    """A folder of predictions, which may be missing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -152,10 +136,5 @@ class PredictionsFolder:
         return dict(sorted((slide.slide, slide) for slide in found))
 
     def read(self, slide: str) -> PatchScores:
-        """Read the predictions of a slide.
-
-        Raises:
-            UsageError: it has none.
-            DamagedStore: they cannot be read.
-        """
+        """Read the predictions of a slide."""
         return read_slide_predictions(self.csv(slide))
