@@ -22,13 +22,14 @@ from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchS
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier, load_classifier
 from histopipe.inference.predict_sources import FileSource, PredictOptions, StoreSource
-from histopipe.inference.prediction_tables import evaluate_labelled, write_table
 from histopipe.inference.predictions_folder import (
     PATIENTS,
     SETTINGS,
     SLIDES,
     PredictedSlide,
     PredictionsFolder,
+    evaluate_labelled,
+    write_table,
 )
 from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import TiledSlide

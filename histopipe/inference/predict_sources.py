@@ -25,8 +25,6 @@ from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.tiling.spec import TilingSpec, spec_from_json
 
-Labels = Mapping[str, SlideLabel]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictOptions:
@@ -53,7 +51,7 @@ class PredictOptions:
                 todo="remove the option: the patches of a store are already made",
             )  # fmt: skip
 
-    def read_labels(self, ids: Sequence[str]) -> Labels | None:
+    def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
         """Read the labels file, if there is one, for slides of these ids."""
         if self.labels is None:
             return None
@@ -186,9 +184,6 @@ class FileSource(Closing):
         # The header of a slide takes precedence over the scale that is given.
         given = self._mpps.get(slide.id) or self._default_mpp
         return found.mpp_source == MppSource.PROPERTIES or given in (None, found.mpp)
-
-
-PredictSource = StoreSource | FileSource
 
 
 def _spec(classifier: Classifier, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:

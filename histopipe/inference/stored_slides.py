@@ -130,7 +130,6 @@ def stored_slides(
     if stain_norm != "none":
         module = load_quietly("histopipe.inference.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
-
     found = []
     for rows in slides:
         table = SampleTable([rows])
