@@ -354,9 +354,9 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.inference.keras_network import KerasEncoder
+    from histopipe.inference.keras_network import KerasNetwork
 
-    whole = KerasEncoder._piece
+    whole = KerasNetwork._piece
 
     def short(self: Any, parts: Any) -> Any:
         if len(parts[0]) > 3:
@@ -365,7 +365,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 
     arguments: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 8}
     histopipe.embed(small_store, out=tmp_path / "a", **arguments)
-    monkeypatch.setattr(KerasEncoder, "_piece", short)
+    monkeypatch.setattr(KerasNetwork, "_piece", short)
     histopipe.embed(small_store, out=tmp_path / "b", **arguments)
     assert "continuing with 2 patches per device at once" in capsys.readouterr().err
     for slide, values in features_of(tmp_path / "a").items():

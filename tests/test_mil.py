@@ -102,7 +102,7 @@ def test_pieces_give_the_gradients_of_the_whole(
     import tensorflow as tf
 
     from histopipe.training.bag_model import BagModel
-    from histopipe.training.pooling import patch_gradients, pool
+    from histopipe.training.bag_train_step import patch_gradients, pool
 
     keras.utils.set_random_seed(seed)
     model = BagModel(pooling, dimension=4, classes=3, dropout=0.4, precision="float64")
@@ -277,7 +277,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 
     from histopipe.training.bag_train_step import BagTrainStep
 
-    whole: Callable[..., Any] = BagTrainStep._bag_gradients
+    whole: Callable[..., Any] = BagTrainStep._gradient_step
     calls: list[int] = []
 
     def short(self: Any, *arguments: Any) -> Any:
@@ -290,7 +290,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
         "mil": str(bags), "labels": str(bags / "labels.csv"), "deterministic": False, "epochs": 1,
     }  # fmt: skip
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
-    monkeypatch.setattr(BagTrainStep, "_bag_gradients", short)
+    monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
     found = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "going on with micro-batches of 8192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, found.metrics["test"].finest

@@ -18,7 +18,7 @@ from test_training import FILES, history, weights
 
 from histopipe.errors import UsageError
 from histopipe.runs.workers import Cluster, in_cluster
-from histopipe.training.collectives import find_cluster
+from histopipe.training.devices import find_cluster
 
 ARGUMENTS = ("--epochs", "3", "--batch-size", "15", "--split-by", "slide", "--devices", "cpu")
 

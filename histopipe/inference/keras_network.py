@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.inference.slide_run import device_rows
 from histopipe.runs import folder as run_folder
 from histopipe.system.progress import message
 from histopipe.training.devices import make_strategy
@@ -29,19 +30,17 @@ class KerasNetwork:
 
     Args:
         make: creates the model; called in the strategy's scope.
+        name: of the model.
         devices: as for training.
         batch_size: patches per batch, over all devices.
-
-    Attributes:
-        dimension: numbers per patch that the model returns.
-        patch_size: side of its input in pixels.
-        sha256: of its weights.
 
     Raises:
         UsageError: no such device, or fewer patches than devices.
     """
 
-    def __init__(self, make: Callable[[], keras.Model], *, devices: str, batch_size: int) -> None:
+    def __init__(
+        self, make: Callable[[], keras.Model], *, name: str, devices: str, batch_size: int
+    ) -> None:
         self._strategy = make_strategy(devices)
         keras.utils.set_random_seed(_SEED)
         with self._strategy.scope():
@@ -49,12 +48,11 @@ class KerasNetwork:
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
         self.sha256 = _weights_sha256(self._model)
-        count = self._strategy.num_replicas_in_sync
-        if batch_size < count:
-            raise UsageError(
-                "--batch-size", found=batch_size, expected=f"{count} or more: one per device"
-            )
-        self._parts = [replica_rows(batch_size, count, replica) for replica in range(count)]
+        self.identity: Mapping[str, Any] = {
+            "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
+            "sha256": self.sha256,
+        }  # fmt: skip
+        self._parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
         self._micro_batch = MicroBatch(max(map(len, self._parts)), changed=_report_micro_batch)
 
     def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -93,47 +91,25 @@ class KerasNetwork:
         return tf.cast(self._model(images, training=False), tf.float32)
 
 
-class KerasEncoder(KerasNetwork):
-    """An encoder: the model of a run without its last layer, or a network of `keras.applications`.
-
-    Args:
-        model: the folder of a run, or the name of a network.
-        weights: of a named network.
-        patch_size: side of the patches in pixels.
-        devices: as for training.
-        batch_size: patches per batch, over all devices.
-
-    Attributes:
-        identity: everything that the features depend on, as JSON values.
+def keras_encoder(
+    model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
+) -> KerasNetwork:
+    """Load an encoder: the model of a run (a path) without its last layer, or a network of `keras.applications`.
 
     Raises:
         UsageError: no such network or device, no such weights, or patches of another size.
         DamagedStore: the model of the run cannot be read.
     """
-
-    def __init__(
-        self, model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
-    ) -> None:
-        def make() -> keras.Model:
-            if isinstance(model, Path):
-                return _without_last_layer(model, patch_size)
-            return build_encoder(model, patch_size=patch_size, weights=weights)
-
-        super().__init__(make, devices=devices, batch_size=batch_size)
-        self.identity: Mapping[str, Any] = {
-            "encoder": model.name if isinstance(model, Path) else f"{model} ({weights})",
-            "dimension": self.dimension,
-            "patch_size": patch_size,
-            "sha256": self.sha256,
-        }
+    if isinstance(model, Path):
+        name, make = model.name, partial(_without_last_layer, model, patch_size)
+    else:
+        name = f"{model} ({weights})"
+        make = partial(build_encoder, model, patch_size=patch_size, weights=weights)
+    return KerasNetwork(make, name=name, devices=devices, batch_size=batch_size)
 
 
 def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
-    """Load the model of a run on patches.
-
-    Args:
-        folder: the run's.
-        patch_size: side of the patches in pixels that it must take; any if None.
+    """Load the model of a run on patches; of any size if `patch_size` is None.
 
     Raises:
         UsageError: there is none, or it takes features or patches of another size.

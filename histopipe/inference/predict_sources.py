@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,10 @@ from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.tiling.spec import TilingSpec, spec_from_json
 
-Labels = Mapping[str, SlideLabel]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictOptions:
-    """Options of `predict` that decide what is read, and how."""
+    """Options of `predict` that decide what is read, and how. `tiling` has those that differ from the training's."""
 
     batch_size: int = 64
     labels: str | Path | None = None
@@ -44,11 +41,7 @@ class PredictOptions:
     workers: int | None = None
 
     def check_for_stores(self) -> None:
-        """Refuse options that apply to slide files only.
-
-        Raises:
-            UsageError: one is given.
-        """
+        """Raise a UsageError if an option is given that applies to slide files only."""
         plain = PredictOptions(tiling={})
         names = ("mpp_csv", "default_mpp", "max_unreadable", "workers")
         given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
@@ -58,41 +51,22 @@ class PredictOptions:
                 todo="remove the option: the patches of a store are already made",
             )  # fmt: skip
 
-    def read_labels(self, ids: Sequence[str]) -> Labels | None:
+    def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
         """Read the labels file, if there is one, for slides of these ids."""
         if self.labels is None:
             return None
-        names = SlideNames(ids)
-        return read_labels(Path(self.labels), names, allow_extra=self.allow_extra_rows)
+        return read_labels(Path(self.labels), SlideNames(ids), allow_extra=self.allow_extra_rows)
 
 
-class StoreSource(Closing):
-    """The slides of stores.
-
-    Args:
-        paths: the stores.
-        classifier: the model that predicts them.
-        options: see `PredictOptions`.
-
-    Attributes:
-        count: number of slides.
-        settings: recorded with the predictions; other settings make other predictions.
+class StoreSource:
+    """The slides of open stores.
 
     Raises:
-        UsageError: an option does not apply to stores, or the model does not take these patches.
-        NothingToDo: no store, no patch, or stains that have not been measured.
+        UsageError: the model does not take these patches.
+        NothingToDo: no patch, or stains that have not been measured.
     """
 
     def __init__(
-        self, paths: Sequence[Path], classifier: Classifier, options: PredictOptions
-    ) -> None:
-        options.check_for_stores()
-        with ExitStack() as stack:
-            stores = [stack.enter_context(Store(path)) for path in paths]
-            self._open(stores, classifier, options)
-            self._stack = stack.pop_all()
-
-    def _open(
         self, stores: Sequence[Store], classifier: Classifier, options: PredictOptions
     ) -> None:
         self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
@@ -109,13 +83,9 @@ class StoreSource(Closing):
 
     def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterable[StoredSlide]:
         """Return the slides that are not in the folder yet; add the others to `run.kept`."""
-        missing = []
-        for slide in self._slides.values():
-            if folder.complete(slide.id, slide.source) is None:
-                missing.append(slide)
-            else:
-                run.kept.append(slide.id)
-        return missing
+        return run.missing(
+            self._slides.values(), lambda it: folder.complete(it.id, it.source) is not None
+        )
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:
         """Return a predicted slide with the label and patient that it has now."""
@@ -138,26 +108,12 @@ class StoreSource(Closing):
         codes = class_codes(stored.store, stored.number, classes)
         return dict(zip(corners, codes.tolist(), strict=True))
 
-    def stop(self) -> None:
-        """Stop loading. A batch of a store takes no time worth saving."""
-
     def close(self) -> None:
-        """Close the stores."""
-        self._stack.close()
+        """Do nothing: loading a batch of a store takes no time worth saving."""
 
 
 class FileSource(Closing):
     """Slide files. They are tiled as the slides of the training were.
-
-    Args:
-        paths: files, or folders of them.
-        classifier: the model that predicts them.
-        options: see `PredictOptions`.
-        progress: shows messages.
-
-    Attributes:
-        count: number of slides.
-        settings: recorded with the predictions; other settings make other predictions.
 
     Raises:
         UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
@@ -190,12 +146,7 @@ class FileSource(Closing):
 
     def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterable[TiledSlide]:
         """Return the slides that are not in the folder yet; add the others, and failures, to `run`."""
-        missing = []
-        for slide in self._files:
-            if self._is_complete(slide, folder):
-                run.kept.append(slide.id)
-            else:
-                missing.append(slide)
+        missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
         options, classifier = self._options, self._classifier
         self._tiler = SlideTiler(
             self._spec, batch_size=options.batch_size, stain_norm=classifier.stain_norm,
@@ -216,10 +167,6 @@ class FileSource(Closing):
         """Return nothing: patches of files have no annotated classes."""
         return {}
 
-    def stop(self) -> None:
-        """Stop loading: end the workers."""
-        self.close()
-
     def close(self) -> None:
         """End the workers."""
         if self._tiler is not None:
@@ -239,15 +186,8 @@ class FileSource(Closing):
         return found.mpp_source == MppSource.PROPERTIES or given in (None, found.mpp)
 
 
-PredictSource = StoreSource | FileSource
-
-
 def _spec(classifier: Classifier, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:
-    """Return the tiling of slide files: that of the training, as far as it applies to other slides.
-
-    Raises:
-        UsageError: the tiling of the training is unknown.
-    """
+    """Return the tiling of slide files: that of the training, as far as it applies to other slides."""
     spec = classifier.spec
     if spec is None:
         raise UsageError(

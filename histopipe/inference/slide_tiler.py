@@ -18,8 +18,8 @@ from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.inference.patch_stream import PatchBatch
 from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.inference.slide_run import PatchBatch
 from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
@@ -38,8 +38,7 @@ from histopipe.tiling.spec import TilingSpec
 _SECONDS = 600.0
 """Time limit for a plan, or for a batch of patches."""
 
-Normalizer = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
-"""Normalizes the stain of (B, H, W, 3) uint8 images of one slide."""
+_Normalizer = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
 
 
 @dataclass(slots=True)
@@ -53,7 +52,7 @@ class TiledSlide:
     """(N,) patch numbers, in the order in which ingest makes them."""
     lost: list[str] = field(default_factory=list)
     """Why patches could not be read."""
-    _normalize: Normalizer | None = None
+    _normalize: _Normalizer | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -72,11 +71,7 @@ class TiledSlide:
         return max(1, -(-len(self.order) // self.tiler.batch_size))
 
     def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`.
-
-        Raises:
-            SlideUnreadable: too many patches of the slide cannot be read.
-        """
+        """Load a batch; see `SlidePatches`."""
         size, side = self.tiler.batch_size, self.tiler.spec.patch_size
         rows = self.order[step * size : (step + 1) * size]
         images = aligned_empty((size, side, side, 3))
@@ -96,11 +91,7 @@ class TiledSlide:
         return PatchBatch(images, corners, valid)
 
     def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been predicted.
-
-        Raises:
-            SlideUnreadable: the file has changed since it was planned.
-        """
+        """Describe the slide after its patches have been predicted, if the file has not changed since it was planned."""
         if fingerprint(self.pending.slide.file) != self.planned.fingerprint:
             raise SlideUnreadable(f"{self.pending.slide.file.path} changed while it was being read")
         lost = len(self.lost)
@@ -124,19 +115,22 @@ class TiledSlide:
             ) from error
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
-        problem = value if isinstance(value, str) else None
-        if isinstance(value, bytes):
+        """Decode a patch; one that cannot be read is black, and noted as lost."""
+        if isinstance(value, str):
+            problem = value
+        else:
             try:
                 decode(memoryview(value), out)
             except DamagedStore as error:
                 problem = str(error)
-        if problem is not None:
-            out[:] = 0
-            with self._lock:
-                self.lost.append(problem)
-        return problem is None
+            else:
+                return True
+        out[:] = 0
+        with self._lock:
+            self.lost.append(problem)
+        return False
 
-    def _normalizer(self) -> Normalizer:
+    def _normalizer(self) -> _Normalizer:
         """Return the stain normalizer of the slide, fitted to a sample of its patches."""
         with self._lock:
             if self._normalize is None:
@@ -159,17 +153,12 @@ class TiledSlide:
 
 
 class SlideTiler(Closing):
-    """Plan slides ahead in worker processes, and make their patches there.
+    """Plan slides ahead in worker processes, one per core by default, and make their patches there.
 
     Args:
-        spec: tiling, as for the patches of the training.
-        batch_size: patches per batch.
-        stain_norm: method of stain normalization, or "none".
-        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable.
         default_mpp, mpps: scale of slides whose files have none: of all, and by id.
-        labels: label and patient by slide id.
+        max_unreadable: share of a slide's patches, 0 to 1.
         check: raises a SlideError for a planned slide that must not be predicted.
-        workers: number of processes; one per core if None.
     """
 
     def __init__(
@@ -201,28 +190,18 @@ class SlideTiler(Closing):
         waiting, running = deque(enumerate(files)), deque[tuple[PendingSlide, Future[Any]]]()
         while waiting or running:
             while waiting and len(running) < self._ahead:
-                number, slide = waiting.popleft()
-                pending = self._pending(number, slide)
+                pending = self._pending(*waiting.popleft())
                 future = self.pool.submit_within(
                     _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self.options
                 )
                 running.append((pending, future))
             pending, future = running.popleft()
             try:
-                planned: PlannedSlide | SlideFailure = future.result()
-            except WorkerDied as error:
-                path = pending.slide.file.path
-                fail(pending.slide.id, f"{path}: the worker process that planned it died ({error})")
-                continue
-            if isinstance(planned, SlideFailure):
-                fail(pending.slide.id, planned.reason)
-                continue
-            try:
-                self._check(planned.record)
+                slide = self._tiled(pending, future)
             except SlideError as error:
                 fail(pending.slide.id, str(error))
             else:
-                yield self._tiled(pending, planned)
+                yield slide
 
     def close(self) -> None:
         """End the workers."""
@@ -233,7 +212,19 @@ class SlideTiler(Closing):
         given = SlideInput(slide, label, self._mpps.get(slide.id))
         return PendingSlide(number, given, labelled(new_record(slide), label))
 
-    def _tiled(self, pending: PendingSlide, planned: PlannedSlide) -> TiledSlide:
+    def _tiled(
+        self, pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]
+    ) -> TiledSlide:
+        try:
+            planned = future.result()
+        except WorkerDied as error:
+            path = pending.slide.file.path
+            raise SlideUnreadable(
+                f"{path}: the worker process that planned it died ({error})"
+            ) from error
+        if isinstance(planned, SlideFailure):
+            raise SlideError(planned.reason)
+        self._check(planned.record)
         route = planned.recipe.route.name
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)

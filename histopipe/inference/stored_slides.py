@@ -16,8 +16,8 @@ from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.patch_stream import PatchBatch
 from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.inference.slide_run import PatchBatch
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
@@ -30,13 +30,7 @@ Normalizer = Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]
 
 @dataclass(slots=True)
 class StoredSlide:
-    """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else.
-
-    Attributes:
-        store, number: the store, and the number of the slide in it.
-        batches: batches of the slide.
-        normalize: normalizes the stain of images; None leaves it.
-    """
+    """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else."""
 
     store: Store
     number: int
@@ -84,11 +78,7 @@ class StoredSlide:
         return len(self.batches.skipped)
 
     def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`.
-
-        Raises:
-            DamagedStore: a patch is damaged, and is not to be skipped.
-        """
+        """Load a batch; see `SlidePatches`."""
         batch = self.batches.load(step)
         images = batch.image if self.normalize is None else self.normalize(batch.image, batch.key)
         corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
@@ -130,14 +120,7 @@ def stored_slides(
     on_error: OnError,
     stain_norm: StainNorm,
 ) -> list[StoredSlide]:
-    """Prepare to read slides from stores.
-
-    Args:
-        stores: open stores of one patch size.
-        slides: from `slides_with_patches`.
-        batch_size: patches per batch.
-        on_error: "skip" leaves out damaged patches; with "raise" their slides fail.
-        stain_norm: method of stain normalization, or "none".
+    """Prepare to read slides, from `slides_with_patches`, with or without (`"none"`) stain normalization.
 
     Raises:
         NothingToDo: the stain of a slide has not been measured.
@@ -147,13 +130,12 @@ def stored_slides(
     if stain_norm != "none":
         module = load_quietly("histopipe.inference.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
-
-    def prepare(rows: SampleRows) -> StoredSlide:
+    found = []
+    for rows in slides:
         table = SampleTable([rows])
         batches = PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip
-        return StoredSlide(stores[rows.store], rows.slide, batches, normalize)
-
-    return [prepare(rows) for rows in slides]
+        found.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize))
+    return found

@@ -27,15 +27,12 @@ LOGITS = "logits"
 
 @dataclass(frozen=True, slots=True)
 class PatchModel:
-    """A training and a serving model that share their weights.
-
-    Attributes:
-        training: (image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample.
-        serving: image (B, H, W, 3) uint8 RGB to probabilities (B, C), of stock layers only: what `model.keras` holds.
-    """
+    """A training and a serving model that share their weights."""
 
     training: keras.Model
+    """(image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample."""
     serving: keras.Model
+    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C), of stock layers only: what `model.keras` holds."""
 
     @property
     def classes(self) -> int:
@@ -77,7 +74,7 @@ def build_model(
         name: "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0).
         patch_size: side of the images.
         classes: number of classes.
-        dropout: dropout rate before the last layer.
+        dropout: rate before the last layer.
         weights: "none", "imagenet", or a weights file of the backbone.
         precision: Keras' dtype policy of all layers but the last, which are float32 at least.
 
@@ -95,10 +92,7 @@ def build_model(
 def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
     """Build a network of `keras.applications` without its last layer: (B, H, H, 3) uint8 RGB to (B, D) features.
 
-    Args:
-        name: in any spelling.
-        patch_size: side of the images.
-        weights: "none", "imagenet", or a weights file.
+    Name and weights as for `build_model`.
 
     Raises:
         UsageError: no such network, weights that are missing or do not fit, or patches too small for it.
@@ -215,13 +209,10 @@ def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) ->
 
 
 class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no types
-    """Drops each feature of each sample by a hash of the sample's seed.
+    """Drops each feature of each sample, with a probability of `rate`, by a hash of the sample's seed.
 
     Keras' own layer draws once a replica, the same mask on each, so several replicas would not equal one. This layer is for
     training only; a saved model has the stock `Dropout` in its place.
-
-    Args:
-        rate: share of features to drop, 0 to below 1.
     """
 
     def __init__(self, rate: float) -> None:

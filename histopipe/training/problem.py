@@ -1,11 +1,11 @@
-"""The learning problem of a run: its data, its network, and what its predictions are of. One class for patches, one for bags."""
+"""What a run learns from and by: its data, and its network. One class for patches, one for bags."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
@@ -26,48 +26,19 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
-from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import BagTrainStep
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
+from histopipe.training.outputs import write_attention
 from histopipe.training.predictions import Predictions, patch_scores
 from histopipe.training.train_step import StepSettings, TrainStep
-
-
-class Problem(Protocol):
-    """The learning problem of a run."""
-
-    splits: Splits
-    sides: tuple[Side, ...]
-    """Those that have data."""
-    holders: str
-    """What holds patches or bags in the splits, in the plural."""
-    facts: Mapping[str, Any]
-    """What users of the model must know, for `metrics.json`."""
-
-    def batches(self, side: Side, replicas: int) -> Any:
-        """Return the batches of a side, with a part for each replica; shuffled for training."""
-
-    def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step of a new model and its optimizer."""
-
-    def scores(self, predictions: Predictions) -> PatchScores:
-        """Return predictions with the slides, patients and positions that they are of."""
-
-    def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
-        """Write further results of the best model into the run's folder."""
 
 
 def make_problem(
     config: TrainConfig, sources: Sequence[SampleSource], splits: Splits
 ) -> PatchProblem | BagProblem:
-    """Return the problem that settings describe.
-
-    Args:
-        config: the settings.
-        sources: from `opened_sources`.
-        splits: of these.
+    """Return the problem that settings describe, with sources from `opened_sources`.
 
     Raises:
         NothingToDo: training or validation has no data.
@@ -81,6 +52,7 @@ class PatchProblem:
     """Classification of patches."""
 
     holders = "complete slides"
+    """What holds the patches in the splits, in the plural."""
 
     def __init__(self, config: PatchTrainConfig, stores: Sequence[Store], splits: Splits) -> None:
         self._config, self._stores, self.splits = config, stores, splits
@@ -89,8 +61,10 @@ class PatchProblem:
             "spec": dict(stores[0].spec),
             "patch_mpp": statistics.median(scales) if scales else None,
         }
+        """What users of the model must know, for `metrics.json`."""
         self._tables = _tables(config, stores, splits, max_per_slide=config.max_per_slide)
         self.sides = tuple(self._tables)
+        """Those that have patches."""
 
     def batches(self, side: Side, replicas: int) -> PatchBatches:
         """Return the batches of a side, with a part for each replica; shuffled for training."""
@@ -129,7 +103,7 @@ class PatchProblem:
 
 
 class BagProblem:
-    """Classification of bags of features (multiple-instance learning)."""
+    """Classification of bags of features (multiple-instance learning). Members as of `PatchProblem`."""
 
     def __init__(self, config: BagTrainConfig, bags: BagSet, splits: Splits) -> None:
         self._config, self._bags, self.splits = config, bags, splits
@@ -141,7 +115,7 @@ class BagProblem:
         self.sides = tuple(self._tables)
 
     def batches(self, side: Side, replicas: int) -> BagBatches:
-        """Return the batches of a side, with a part for each replica; shuffled, and bags capped, for training."""
+        """Return the batches of a side; for training, bags are shuffled and capped."""
         config, table = self._config, self._tables[side]
         return BagBatches(
             self._bags, table, order=_order(config, table, side), batch_size=config.batch_size,
@@ -172,6 +146,9 @@ class BagProblem:
             write_attention(folder, [self._bags.bags[number] for number in numbers], model)
 
 
+Problem = PatchProblem | BagProblem
+
+
 def _tables(
     config: TrainConfig,
     sources: Sequence[SampleSource],
@@ -179,7 +156,7 @@ def _tables(
     *,
     max_per_slide: int = 0,
 ) -> dict[Side, SampleTable]:
-    """The patches, or bags, of each side that has any."""
+    """Return the patches, or bags, of each side that has any."""
     tables: dict[Side, SampleTable] = {}
     for side in SIDES:
         if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
@@ -207,7 +184,7 @@ def _step_settings(config: TrainConfig, splits: Splits, **more: Any) -> StepSett
 
 
 def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
-    """(C,) weights in the loss: 1, or inverse to the frequency of the class."""
+    """Return (C,) weights in the loss: 1, or inverse to the frequency of the class."""
     counts = splits.count()["train"]
     if config.class_weights == "none":
         return np.ones(len(splits.classes), np.float32)
@@ -216,14 +193,7 @@ def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
 
 
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
-    """Show what is trained, validated and tested on, before training starts.
-
-    Args:
-        splits: the sides.
-        sources: what they are of.
-        holders: what holds patches or bags, in the plural.
-        unit: "patches" or "bags".
-    """
+    """Show what is trained, validated and tested on. `holders` of patches or bags and `unit` are words in the plural."""
     for side, counts in splits.count().items():
         message(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
     if splits.split_by == "patch":

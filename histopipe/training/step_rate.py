@@ -23,17 +23,9 @@ _CLASSES = 2
 def measure_device(
     stores: Sequence[Store], model: str, batch_sizes: Sequence[int], devices: str, seconds: float
 ) -> dict[int, float]:
-    """Measure patches per second of training steps on one batch that stays in memory.
+    """Measure patches per second of training steps on one batch that stays in memory, by batch size.
 
-    Args:
-        stores: the first one has the patch size.
-        model: as `histopipe train --model`.
-        batch_sizes: rising. Those from the first that does not fit into memory on are left out.
-        devices: as `histopipe train --devices`.
-        seconds: for each size.
-
-    Returns:
-        The rates by batch size.
+    `seconds` is for each size. Sizes rise; those from the first that does not fit into memory on are left out.
 
     Raises:
         UsageError: no such model or device.
@@ -58,7 +50,7 @@ def measure_device(
 
 
 def _step_rate(train_step: TrainStep, seconds: float) -> float:
-    """Patches per second. The weights change."""
+    """Return patches per second. The weights change."""
     strategy, size = train_step.strategy, train_step.settings.batch_size
     side = train_step.model.serving.input_shape[1]
     replicas = strategy.num_replicas_in_sync

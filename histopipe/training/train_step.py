@@ -6,7 +6,7 @@ called without side effects, and batch statistics change only together with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,36 +26,25 @@ from histopipe.training.optimizer import LossScale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Settings of a training step.
-
-    Attributes:
-        batch_size: patches per step, over all replicas.
-        class_weight: (C,) weight of each class in the loss.
-        augmentations: of training patches.
-        normalise: stain normalization; None for none.
-        label_smoothing: share of each label spread over all classes.
-        clip_norm: largest global gradient norm; 0 for any.
-        scale_loss: scale the loss, so that small gradients do not vanish in float16.
-        xla: compile the network.
-    """
+    """Settings of a training step."""
 
     batch_size: int
+    """Over all replicas."""
     class_weight: NDArray[np.float32]
+    """(C,) weight of each class in the loss."""
     augmentations: Sequence[Augmentation] = ()
     normalise: StainNormalizer | None = None
     label_smoothing: float = 0.0
+    """Share of each label that is spread over all classes."""
     clip_norm: float = 0.0
+    """Largest global norm of the gradients; 0 for any."""
     scale_loss: bool = False
+    """So that small gradients do not vanish in float16."""
     xla: bool = False
 
 
 class TrainStep:
-    """The training step of a model and its optimizer, and its prediction step.
-
-    Args:
-        strategy: made by `make_strategy`.
-        model, optimizer: built within its scope.
-        settings: of the step.
+    """The training step of a model and its optimizer, built in the strategy's scope, and its prediction step.
 
     Raises:
         UsageError: XLA cannot compile batch normalization over several replicas.
@@ -93,7 +82,7 @@ class TrainStep:
         return int(self.model.classes)
 
     def whole(self, rows: int) -> int:
-        """Return how many of a replica's rows are computed at once if memory suffices."""
+        """Return how much is computed at once if memory suffices: all of a replica's rows."""
         return rows
 
     @property
@@ -125,32 +114,24 @@ class TrainStep:
             The argument of `apply`, and by micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
         """
         so_far, values = None, []
-        for start in range(0, rows, size):
-            so_far, part = self._gradient_step(
-                batch, epoch_number, so_far, tf.constant(start), None if size >= rows else size
-            )
+        for piece in self._pieces(rows, size):
+            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece)
             values.append(self.strategy.experimental_local_results(part))
         return so_far, values
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
         """Predict by the model as it is saved: by micro-batch and replica, (size, C + 2) float32: probabilities, loss, weight."""
-        parts = (
-            self._predict_step(batch, tf.constant(start), None if size >= rows else size)
-            for start in range(0, rows, size)
-        )
+        parts = (self._predict_step(batch, *piece) for piece in self._pieces(rows, size))
         return [self.strategy.experimental_local_results(part) for part in parts]
+
+    def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, Any]]:
+        """Yield the first row and the size of each micro-batch; None for the size of a whole part."""
+        for start in range(0, rows, size):
+            yield tf.constant(start), None if size >= rows else size
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
-        """Update the weights by the gradients of a step, summed over all replicas.
-
-        Args:
-            gradients: from `gradients`.
-            requests: (2,) float32, this worker's `Requests`.
-
-        Returns:
-            (2,) the sum of all replicas' requests.
-        """
+        """Update the weights by the gradients of a step, summed over all replicas. Return the (2,) sum of their requests."""
         sums, state, weight = gradients
         means, finite, requests = self.strategy.run(self._reduce, args=(sums, weight, requests))
         if self._scale is None:
@@ -163,16 +144,14 @@ class TrainStep:
             )
         return self.strategy.experimental_local_results(requests)[0]
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _gradient_step(
-        self, batch: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
-    ) -> Any:
-        arguments = (batch, epoch_number, so_far, start, size)
+    # Bags differ in length, and must not each be traced anew.
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _gradient_step(self, *arguments: Any) -> Any:
         return self.strategy.run(self._gradient_replica, args=arguments)
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _predict_step(self, batch: Any, start: tf.Tensor, size: int | None) -> Any:
-        return self.strategy.run(self._predict_replica, args=(batch, start, size))
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _predict_step(self, *arguments: Any) -> Any:
+        return self.strategy.run(self._predict_replica, args=arguments)
 
     def _gradient_replica(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None

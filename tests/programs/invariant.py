@@ -23,8 +23,7 @@ from histopipe.dataset.selection import select
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
-from histopipe.training.collectives import find_cluster
-from histopipe.training.devices import make_strategy
+from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import PatchModel, SampleDropout, build_model
