@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
+from conftest import INTERRUPTIBLE, Run, make_slides, with_tensorflow
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
@@ -46,11 +46,12 @@ def predicted(
     Two devices need a process of their own: TensorFlow divides the CPU once per process.
     """
     base = tmp_path_factory.mktemp("predicted")
-    two = [*COMMAND, "predict", str(trained), str(made_store), "--out", str(base / "two")]
-    with subprocess.Popen([*two, "--devices", "cpu:2", "--batch-size", "33"]) as process:
-        predict(trained, made_store, out=base / "store")
-        predict(trained, made, out=base / "slides", labels=made / "labels.csv")
-    assert process.returncode == 0
+    command = "from histopipe.cli import main; main()"
+    flags = ("--out", base / "two", "--devices", "cpu:2", "--batch-size", 33)
+    done = with_tensorflow(command, "predict", trained, made_store, *flags)
+    assert done.returncode == 0, done.stderr
+    predict(trained, made_store, out=base / "store")
+    predict(trained, made, out=base / "slides", labels=made / "labels.csv")
     return {name: base / name for name in ("store", "two", "slides")}
 
 

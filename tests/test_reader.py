@@ -782,7 +782,7 @@ def growth(store, leaking):
     table = SampleTable(select([store]))
     for epoch in range(20):
         batches = PatchBatches([store], table, batch_size=32, order=Shuffled(len(table), 1))
-        feed, steps = BatchFeed(batches), min(20, batches.steps_per_epoch)
+        feed, steps = BatchFeed(batches), min(8, batches.steps_per_epoch)
         first = epoch * batches.steps_per_epoch
         for batch in feed.dataset(first, first + steps):
             if leaking and len(kept) <= epoch:

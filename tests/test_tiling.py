@@ -107,14 +107,10 @@ def test_fractions_equal_the_slow_way(h: int, w: int, seed: int, cell: float, st
 
 
 def _covered(mask: np.ndarray[Any, Any], x: float, y: float, cell: float) -> float:
-    total = 0.0
-    for row in range(mask.shape[0]):
-        for column in range(mask.shape[1]):
-            if mask[row, column]:
-                width = min(x + cell, column + 1) - max(x, column)
-                height = min(y + cell, row + 1) - max(y, row)
-                total += max(0.0, width) * max(0.0, height)
-    return total / cell**2
+    rows, columns = np.nonzero(mask)
+    width = np.minimum(x + cell, columns + 1) - np.maximum(x, columns)
+    height = np.minimum(y + cell, rows + 1) - np.maximum(y, rows)
+    return float(np.sum(width.clip(0) * height.clip(0))) / cell**2
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.05, 1))

@@ -32,7 +32,7 @@ from histopipe.training.predictions import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
 
 BATCH, STEPS = 14, 24
-"""Three and four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
+"""Four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
 
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 0.05},
