@@ -28,8 +28,8 @@ from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
 from histopipe.slides.tiles import check as native_check
+from histopipe.slides.tiles.check import find_native
 from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, frame_of
-from histopipe.slides.tiles.locate import find_native
 from histopipe.slides.tiles.native import NativeLevel
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store

@@ -67,7 +67,7 @@ def test_labels(table: Path) -> None:
         ("slide,label_1,label_2\na,1,0\n", "multi-label"),
         ("slide,label\na,0.25\nc,0.5\n", "regression is not supported"),
         ("slide,label\nnope,x\n", "line 2: 'nope' names no slide"),
-        ("slide,label\na,x\na,y\n", "a stands in lines 2 and 3"),
+        ("slide,label\na,x\na,y\n", "a is in lines 2 and 3"),
         ("slide,label\na,x,y\n", "line 2: found 3 cells"),
         ("slide,label\nb,x\n", "fits several slides"),
         ("slide,label\na," + "x" * 140_000 + "\n", "field larger than field limit"),

@@ -11,7 +11,6 @@ from packaging.requirements import Requirement
 
 from histopipe.diagnostics.check import Check, State
 from histopipe.errors import MachineShort
-from histopipe.slides.formats import openslide_formats
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
@@ -47,6 +46,8 @@ def libraries() -> Check:
 def openslide() -> Check:
     """Which slides can be opened."""
     try:
+        from histopipe.slides.slide import openslide_formats  # late: the library may be broken
+
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
         return Check(

@@ -1,4 +1,4 @@
-"""Whether two slides are the same slide, and whether a file is still what it was."""
+"""Identity of slides: whether two are the same, and whether files have changed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import numpy as np
 from histopipe.errors import SlideUnreadable
 from histopipe.slides.discovery import SlideFile
 
-SAMPLED_TILES = 64
-
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
@@ -23,7 +21,7 @@ class Fingerprint:
 
 
 def fingerprint(slide: SlideFile) -> Fingerprint:
-    """Size and time of a slide's files.
+    """Return size and time of a slide's files.
 
     Raises:
         SlideUnreadable: a file is gone.
@@ -36,13 +34,12 @@ def fingerprint(slide: SlideFile) -> Fingerprint:
 
 
 def tile_hash(path: Path) -> str | None:
-    """A hash for a TIFF that OpenSlide makes no quickhash of, or None where there are no tiles to hash.
+    """Return a hash of a TIFF file for which OpenSlide makes no quickhash; None if it has no tiles.
 
-    Over all native tiles' byte counts and the bytes of 64 tiles spread over the largest image: whole slides are too large
+    It covers the lengths of all native tiles and the bytes of 64 tiles all over the largest image: whole slides are too large
     to read twice, and two scans never agree in the length of every tile.
     """
-    # Late: few slides need it.
-    import tifffile
+    import tifffile  # late: few slides need it
 
     digest = hashlib.sha256()
     try:
@@ -51,10 +48,10 @@ def tile_hash(path: Path) -> str | None:
             counts = np.asarray(page.databytecounts, dtype="<u8")
             offsets = np.asarray(page.dataoffsets, dtype="<u8")
             digest.update(counts.tobytes())
-            chosen = np.unique(np.linspace(0, len(counts) - 1, SAMPLED_TILES).astype(int))
+            chosen = np.unique(np.linspace(0, len(counts) - 1, 64).astype(int))
             for index in chosen:
                 tiff.filehandle.seek(int(offsets[index]))
                 digest.update(tiff.filehandle.read(int(counts[index])))
-    except Exception:  # noqa: BLE001 - a damaged header makes tifffile stumble in ways of all kinds
+    except Exception:  # noqa: BLE001 - a damaged header makes tifffile raise anything
         return None
     return digest.hexdigest()
