@@ -1,4 +1,4 @@
-"""TensorFlow and its GPUs: what it sees, what the driver says, and what stands between them."""
+"""Check TensorFlow, its GPUs and their driver."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ _INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'his
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """NVIDIA's.
+    """NVIDIA's driver, with the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails.
 
-    Attributes:
-        version: as "550.54.14"; "" where it does not say.
-        gpus: models of those that this process may use.
-        problem: what `nvidia-smi` says if it fails.
+    The version is like "550.54.14"; "" if unknown.
     """
 
     version: str
@@ -40,7 +37,7 @@ class Driver:
 
 
 def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | None:
-    """The driver that is loaded; None if there is none."""
+    """Return the driver that is loaded; None if there is none."""
     asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     problem = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -56,7 +53,7 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
 
 
 def tensorflow() -> tuple[Check, probe.Probe | None]:
-    """Load TensorFlow in a process of its own, and let every device multiply."""
+    """Load TensorFlow in its own process, and test every device."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
         return Check("TensorFlow", "not installed", State.WARNING, todo), None
@@ -88,26 +85,24 @@ def _devices(found: probe.Probe) -> Check:
     cpu = found.devices[0]
     if cpu.problem:
         return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, facts)
-    return Check("TensorFlow", f"{text}; a product of 1024² matrices in {_time(cpu)}", facts=facts)
+    return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=facts)
 
 
 def gpus(driver: Driver | None, found: probe.Probe | None) -> list[Check]:
-    """What stands between TensorFlow and a GPU, or how fast each is."""
-    devices = [] if found is None else [d for d in found.devices if d.name.startswith("/GPU")]
-    checks = [
-        Check(
-            device.name[1:], f"{device.model}: {device.problem}", State.BAD,
-            "see `nvidia-smi`: it may be full, or broken; CUDA_VISIBLE_DEVICES leaves it out",
-        )
-        if device.problem
-        else Check(device.name[1:], f"{device.model}: a product of 1024² matrices in {_time(device)}")
-        for device in devices
-    ]  # fmt: skip
+    """Return the speed or the problem of each GPU, or the reason why TensorFlow has none."""
+    checks = []
+    for device in found.devices[1:] if found else ():
+        name, text = device.name[1:], f"{device.model}: "
+        if device.problem:
+            todo = "see `nvidia-smi`: it may be full, or broken; CUDA_VISIBLE_DEVICES leaves it out"
+            checks.append(Check(name, text + device.problem, State.BAD, todo))
+        else:
+            checks.append(Check(name, text + _speed(device)))
     return checks or [_none(driver, found)]
 
 
 def _none(driver: Driver | None, found: probe.Probe | None) -> Check:
-    """Why TensorFlow has no GPU: the first reason that holds."""
+    """Return the first reason that applies for TensorFlow to have no GPU."""
     if driver is None:
         todo = (
             "trainings use the processor. If there is an NVIDIA GPU: install its driver; in a container: docker run --gpus "
@@ -116,38 +111,30 @@ def _none(driver: Driver | None, found: probe.Probe | None) -> Check:
         return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
     text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
     cuda = found.cuda if found else None
-    needed = _driver_for(cuda)
+    needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
     old = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit()) < needed
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    reasons = [
-        (
-            driver.problem, f"nvidia-smi: {driver.problem}",
-            "a driver that was updated needs a restart; in a container: docker run --gpus all",
-        ),
-        (
-            not driver.gpus, "none is given to it",
-            "in a container: docker run --gpus all; on a cluster: ask the scheduler for one",
-        ),
-        (found is None, "TensorFlow does not work", _INSTALL_GPU),
-        (hidden, "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"),
-        (cuda is None, "TensorFlow is built without CUDA", _INSTALL_GPU),
-        (
-            old, f"TensorFlow is built for CUDA {cuda}, which needs driver {needed[0]}.{needed[1]} or later",
-            "update NVIDIA's driver on the host",
-        ),
-        (
-            True, f"TensorFlow finds no CUDA {cuda} libraries that it can load",
-            f"{_INSTALL_GPU}, which brings them; LD_LIBRARY_PATH should name no other CUDA",
-        ),
-    ]  # fmt: skip
-    why, todo = next((why, todo) for holds, why, todo in reasons if holds)
+    if driver.problem:
+        why = f"nvidia-smi: {driver.problem}"
+        todo = "a driver that was updated needs a restart; in a container: docker run --gpus all"
+    elif not driver.gpus:
+        why = "none is given to it"
+        todo = "in a container: docker run --gpus all; on a cluster: ask the scheduler for one"
+    elif found is None:
+        why, todo = "TensorFlow does not work", _INSTALL_GPU
+    elif hidden:
+        why, todo = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
+    elif cuda is None:
+        why, todo = "TensorFlow is built without CUDA", _INSTALL_GPU
+    elif old:
+        least = f"driver {needed[0]}.{needed[1]} or later"
+        why = f"TensorFlow is built for CUDA {cuda}, which needs {least}"
+        todo = "update NVIDIA's driver on the host"
+    else:
+        why = f"TensorFlow finds no CUDA {cuda} libraries that it can load"
+        todo = f"{_INSTALL_GPU}, which brings them; LD_LIBRARY_PATH should name no other CUDA"
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
-def _driver_for(cuda: str | None) -> tuple[int, int]:
-    """The oldest driver for a version of CUDA."""
-    return _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
-
-
-def _time(device: probe.Device) -> str:
-    return f"{1e3 * (device.seconds or 0.0):.1f} ms"
+def _speed(device: probe.Device) -> str:
+    return f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"

@@ -1,4 +1,4 @@
-"""What TensorFlow finds on this machine, and whether its devices can count: for a process that may die of it."""
+"""Probe TensorFlow and its devices, in a process that may crash."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from histopipe.system.tensorflow import load_quietly
 
 _SIDE = 1024
 _TOLERANCE = 1e-2
-"""Of the largest entry: GPUs multiply float32 in TF32, of ten bits."""
+"""Share of the largest entry: GPUs multiply float32 as TF32, with ten bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, and a product of two 1024² matrices on it.
-
-    Attributes:
-        name: TensorFlow's, as "/GPU:0".
-        model: the maker's; "" of a CPU.
-        seconds: of the second product; None if there was none.
-        problem: why not, or what is wrong with it.
-    """
+    """A device, such as "/GPU:0", and the seconds or the problem of a product of two 1024² matrices on it."""
 
     name: str
     model: str = ""
@@ -34,14 +27,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """What TensorFlow says of itself.
-
-    Attributes:
-        version: its own.
-        keras: Keras's.
-        cuda: the version that it was built for; None if for none.
-        devices: the CPU, and all GPUs that it sees.
-    """
+    """Versions of TensorFlow, of Keras, and of the CUDA that it was built for, if any; its devices, the CPU first."""
 
     version: str
     keras: str
@@ -50,12 +36,7 @@ class Probe:
 
 
 def probe() -> Probe:
-    """Load TensorFlow, and multiply on every device.
-
-    Raises:
-        MachineShort: it is not installed, or does not load.
-        Exception: whatever else a broken TensorFlow raises.
-    """
+    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise anything."""
     tf, keras = load_quietly("tensorflow"), load_quietly("keras")
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:
@@ -78,7 +59,7 @@ def _multiply(tf: Any, name: str, model: str) -> Device:
             with tf.device(name):
                 found = tf.linalg.matmul(a, b).numpy()
             seconds = time.perf_counter() - started
-    except Exception as error:  # noqa: BLE001 - it is what is looked for
+    except Exception as error:  # noqa: BLE001 - reported
         return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
     expected = a @ b
     worst = float(np.abs(found - expected).max() / np.abs(expected).max())
