@@ -7,12 +7,16 @@ import importlib.util
 import os
 import re
 import subprocess
+import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from histopipe.diagnostics import probe
+import numpy as np
+
 from histopipe.diagnostics.check import Check, State
+from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _SECONDS = 180.0
@@ -22,6 +26,30 @@ _LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
 Source: NVIDIA's CUDA compatibility guide, minor version compatibility.
 """
 _INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'histopipe[gpu]'"
+
+_SIDE = 1024
+_TOLERANCE = 1e-2
+"""Share of the largest entry: GPUs multiply float32 as TF32, with ten bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, such as "/GPU:0", and the seconds or the problem of a product of two 1024² matrices on it."""
+
+    name: str
+    model: str = ""
+    seconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Versions of TensorFlow, of Keras, and of the CUDA that it was built for, if any; its devices, the CPU first."""
+
+    version: str
+    keras: str
+    cuda: str | None
+    devices: tuple[Device, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +80,14 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
     return None
 
 
-def tensorflow() -> tuple[Check, probe.Probe | None]:
+def tensorflow() -> tuple[Check, Probe | None]:
     """Load TensorFlow in its own process, and test every device."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
         return Check("TensorFlow", "not installed", State.WARNING, todo), None
     try:
         with WorkerPool(1) as pool:
-            found = pool.submit_within(_SECONDS, probe.probe).result()
+            found = pool.submit_within(_SECONDS, probe).result()
     except TookTooLong:
         problem = f"it is not done after {_SECONDS:.0f} s"
     except WorkerDied as error:
@@ -78,7 +106,7 @@ def tensorflow() -> tuple[Check, probe.Probe | None]:
     return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
 
 
-def _devices(found: probe.Probe) -> Check:
+def _devices(found: Probe) -> Check:
     built = f"built for CUDA {found.cuda}" if found.cuda else "built without CUDA"
     text = f"{found.version} with Keras {found.keras}, {built}"
     facts = {"version": found.version, "keras": found.keras, "cuda": found.cuda}
@@ -88,7 +116,7 @@ def _devices(found: probe.Probe) -> Check:
     return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=facts)
 
 
-def gpus(driver: Driver | None, found: probe.Probe | None) -> list[Check]:
+def gpus(driver: Driver | None, found: Probe | None) -> list[Check]:
     """Return the speed or the problem of each GPU, or the reason why TensorFlow has none."""
     checks = []
     for device in found.devices[1:] if found else ():
@@ -101,7 +129,7 @@ def gpus(driver: Driver | None, found: probe.Probe | None) -> list[Check]:
     return checks or [_none(driver, found)]
 
 
-def _none(driver: Driver | None, found: probe.Probe | None) -> Check:
+def _none(driver: Driver | None, found: Probe | None) -> Check:
     """Return the first reason that applies for TensorFlow to have no GPU."""
     if driver is None:
         todo = (
@@ -136,5 +164,38 @@ def _none(driver: Driver | None, found: probe.Probe | None) -> Check:
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
-def _speed(device: probe.Device) -> str:
+def _speed(device: Device) -> str:
     return f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
+
+
+def probe() -> Probe:
+    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise anything."""
+    tf, keras = load_quietly("tensorflow"), load_quietly("keras")
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
+    build = tf.sysconfig.get_build_info()
+    cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
+    devices = [_multiply(tf, "/CPU:0", "")]
+    devices += [_multiply(tf, f"/GPU:{n}", str(model)) for n, model in enumerate(models)]
+    return Probe(tf.__version__, keras.__version__, cuda, tuple(devices))
+
+
+def _multiply(tf: Any, name: str, model: str) -> Device:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, _SIDE, _SIDE), np.float32)
+    try:
+        seconds = 0.0
+        for _ in range(2):  # the first one loads libraries
+            started = time.perf_counter()
+            with tf.device(name):
+                found = tf.linalg.matmul(a, b).numpy()
+            seconds = time.perf_counter() - started
+    except Exception as error:  # noqa: BLE001 - reported
+        return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
+    expected = a @ b
+    worst = float(np.abs(found - expected).max() / np.abs(expected).max())
+    if not worst <= _TOLERANCE:
+        return Device(name, model, seconds, f"a matrix product is wrong by {worst:.1%}")
+    return Device(name, model, seconds)
