@@ -15,8 +15,7 @@ from conftest import Run
 from histopipe.diagnostics import graphics, libraries, machine
 from histopipe.diagnostics.check import Check, State
 from histopipe.diagnostics.doctor import DoctorReport
-from histopipe.diagnostics.graphics import Driver
-from histopipe.diagnostics.probe import Device, Probe
+from histopipe.diagnostics.graphics import Device, Driver, Probe
 from histopipe.errors import ExitCode
 from histopipe.system.filesystems import filesystem_of
 

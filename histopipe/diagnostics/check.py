@@ -19,15 +19,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        name: what was checked, in a word or two.
-        found: what was found.
-        state: whether that is good.
-        todo: what to do; None if nothing has to be done.
-        facts: details for programs.
-    """
+    """The result of one check: what was checked and found, what to do if anything, and details for programs."""
 
     name: str
     found: str
@@ -36,5 +28,5 @@ class Check:
     facts: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the check as a JSON-ready dict."""
+        """Return a JSON-ready dict."""
         return asdict(self)

@@ -17,13 +17,11 @@ PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "B
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def number(value: float | None, digits: int = 3) -> str:

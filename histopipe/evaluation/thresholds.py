@@ -20,11 +20,7 @@ FALLBACK = f"threshold {EVEN}"
 
 
 def check_rule(rule: str) -> None:
-    """Check a rule.
-
-    Raises:
-        UsageError: it is not a rule.
-    """
+    """Raise UsageError if a text is not a rule."""
     if RULE.fullmatch(rule) is None:
         raise UsageError(
             "--threshold", found=repr(rule),
@@ -39,16 +35,10 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     lowest threshold with at least this specificity. The threshold is half way between the last positive score and the next one,
     since scores of other data may be close to either.
 
-    Args:
-        scores: scores of validation data.
-        positive: number of the positive class.
-        rule: value of `--threshold`.
-
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
     """
-    # Late: takes half a second, too long for `--help`.
-    from sklearn.metrics import roc_curve
+    from sklearn.metrics import roc_curve  # late: takes half a second, too long for `--help`
 
     match = RULE.fullmatch(rule)
     if match is None:

@@ -14,19 +14,10 @@ from typing import Any, ClassVar
 from histopipe.store.record import SlideRecord
 from histopipe.system.tensorflow import load_quietly
 
-_JPEG_START = b"\xff\xd8"
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A patch to be exported.
-
-    Attributes:
-        record: record of its slide.
-        row: its number in the slide.
-        value: its JPEG or PNG file.
-        index: its row of the index.
-    """
+    """A patch to be exported: its slide's record, its number there, its JPEG or PNG file, and its row of the index."""
 
     COLUMNS: ClassVar = ("x_l0", "y_l0", "tissue", "focus")
 
@@ -38,7 +29,7 @@ class Patch:
     @property
     def suffix(self) -> str:
         """Suffix of its file."""
-        return "jpg" if self.value[:2] == _JPEG_START else "png"
+        return "jpg" if self.value[:2] == b"\xff\xd8" else "png"
 
     @property
     def corner(self) -> tuple[int, int]:

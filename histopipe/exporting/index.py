@@ -23,18 +23,9 @@ IndexFormat = Literal["csv", "parquet"]
 
 _OF_SLIDE = ("store", "slide", "patient", "site", "label")
 _OF_PATCH = (
-    "x_l0",
-    "y_l0",
-    "size_l0",
-    "x_level",
-    "y_level",
-    "level",
-    "mpp",
-    "tissue",
-    "focus",
-    "bytes",
-    "annotation",
-)
+    "patch", "x_l0", "y_l0", "size_l0", "x_level", "y_level", "level", "mpp", "tissue", "focus",
+    "bytes", "annotation",
+)  # fmt: skip
 _GROUP_ROWS = 100_000
 """Minimum number of rows of a Parquet row group, which readers load at once."""
 
@@ -43,12 +34,7 @@ Columns = dict[str, Any]
 
 @dataclass(frozen=True, repr=False)
 class IndexResult:
-    """Result of exporting an index.
-
-    Attributes:
-        file: the table.
-        rows: number of its rows, one per patch.
-    """
+    """Result of exporting an index: the table and the number of its rows, one per patch."""
 
     damaged: ClassVar[tuple[str, ...]] = ()
 
@@ -72,38 +58,30 @@ def export_index(
     `y_l0` its corner and `size_l0` its side in level-0 pixels; `x_level`, `y_level` and `level` where it was read; `mpp` as stored;
     `tissue` and `focus`, empty if not measured; `bytes` as stored, 0 if it could not be read; `annotation`, its own class.
 
-    Args:
-        stores: the stores.
-        out: the file.
-        kind: "csv" or "parquet".
-        progress: shows the progress.
-
     Raises:
         UsageError: unknown format, or the file exists.
         NothingToDo: no store, or no patch.
         MachineShort: pyarrow, which writes Parquet, is not installed.
     """
-    path = out
     if kind not in get_args(IndexFormat):
         raise UsageError("--index", found=repr(kind), expected=" or ".join(get_args(IndexFormat)))
-    if path.exists():
-        raise UsageError(f"{path} exists", todo="remove it, or choose another --out")
-    with run_folder.writable(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    if out.exists():
+        raise UsageError(f"{out} exists", todo="remove it, or choose another --out")
+    with run_folder.writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(one)) for one in stores]
         count = sum(r.planned for store in opened for r in store.complete.values())
         if not count:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
         total = sum(len(store.complete) for store in opened)
-        bar = stack.enter_context(
-            progress.bar("exporting", unit="slides", total=total, detail=True)
-        )
-        stack.enter_context(run_folder.roomy(path.parent))
-        with appearing(path) as part:
+        bar = progress.bar("exporting", unit="slides", total=total, detail=True)
+        slides = _slides(opened, stack.enter_context(bar))
+        stack.enter_context(run_folder.roomy(out.parent))
+        with appearing(out) as part:
             write = _write_csv if kind == "csv" else _write_parquet
-            write(part, _slides(opened, bar))
-    return IndexResult(path, count)
+            write(part, slides)
+    return IndexResult(out, count)
 
 
 def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Columns]]:
@@ -111,13 +89,10 @@ def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Column
     for store in stores:
         for number, record in store.complete.items():
             if record.planned:
-                yield _common(store, record), _columns(store, number, record)
+                common = (str(store.path), record.id, record.patient, record.site, record.label)
+                columns = _columns(store, number, record)
+                yield dict(zip(_OF_SLIDE, common, strict=True)), columns
             bar.advance()
-
-
-def _common(store: Store, record: SlideRecord) -> Columns:
-    values = (str(store.path), record.id, record.patient, record.site, record.label)
-    return dict(zip(_OF_SLIDE, values, strict=True))
 
 
 def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
@@ -133,13 +108,13 @@ def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
         "bytes": index["length"],
         "annotation": names[labels],
     }
-    return {name: found[name] if name in found else index[name] for name in ("patch", *_OF_PATCH)}
+    return {name: found[name] if name in found else index[name] for name in _OF_PATCH}
 
 
 def _write_csv(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*_OF_SLIDE, "patch", *_OF_PATCH])
+        writer.writerow([*_OF_SLIDE, *_OF_PATCH])
         for common, columns in slides:
             cells = [_cells(values) for values in columns.values()]
             first = ["" if value is None else value for value in common.values()]
@@ -165,17 +140,13 @@ def _write_parquet(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> Non
     writer, waiting = None, []
     for common, columns in slides:
         count = len(columns["patch"])
-        arrays = {
-            # Each text is stored once.
-            **{
-                name: pa.array(np.full(count, value, object), pa.string()).dictionary_encode()
-                for name, value in common.items()
-            },
-            **{
-                name: pa.array(values, pa.string() if values.dtype == object else None, from_pandas=True)
-                for name, values in columns.items()
-            },
-        }  # fmt: skip
+        arrays = {}
+        for name, value in common.items():  # each text is stored once
+            texts = pa.array(np.full(count, value, object), pa.string())
+            arrays[name] = texts.dictionary_encode()
+        for name, values in columns.items():
+            kind = pa.string() if values.dtype == object else None
+            arrays[name] = pa.array(values, kind, from_pandas=True)
         waiting.append(pa.table(arrays))
         if sum(map(len, waiting)) >= _GROUP_ROWS:
             writer = _append(writer, path, waiting, pa, parquet)

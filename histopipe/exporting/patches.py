@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.splits import patches_crc
@@ -45,27 +45,15 @@ class ExportResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "folder": str(self.folder),
-            "files": self.files,
-            "kept": self.kept,
-            "patches": self.patches,
-            "damaged": list(self.damaged),
-        }
+        return {**asdict(self), "folder": str(self.folder), "damaged": list(self.damaged)}
 
     def __repr__(self) -> str:
         count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
         return "\n".join([f"{count}: {self.folder}", *(f"left out: {it}" for it in self.damaged)])
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file, or folder of a slide, to be written.
-
-    Attributes:
-        path: its path.
-        rows: slide numbers, and the rows of each.
-    """
+class _File(NamedTuple):
+    """A file, or folder of a slide, to be written: slide numbers, and the rows of each."""
 
     path: Path
     rows: Sequence[tuple[int, range]]
@@ -74,36 +62,21 @@ class _File:
 def export_patches(
     store: Path, *, out: Path, to: PatchFormat, shard_patches: int, progress: Progress
 ) -> ExportResult:
-    """Export every patch of the complete slides of a store. Existing files are kept.
-
-    Args:
-        store: the store.
-        out: the folder.
-        to: see `export`.
-        shard_patches: number of patches per tar file.
-        progress: shows the progress.
-
-    Raises:
-        UsageError: the folder holds another export, or the store has changed.
-        NothingToDo: no store, or no patch.
-        MachineShort: the disk is full, or a library is not installed.
-        Interrupted: by Ctrl-C or SIGTERM; complete files stay.
-    """
+    """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
     if to not in get_args(PatchFormat):
         raise UsageError("--to", found=repr(to), expected=" or ".join(get_args(PatchFormat)))
     check_whole(1, shard_patches=shard_patches)
-    folder = out
-    with Store(store) as opened, run_folder.held(folder):
+    with Store(store) as opened, run_folder.held(out):
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        files = list(_files(folder, slides, to, shard_patches))
+        files = list(_files(out, slides, to, shard_patches))
         if len({file.path for file in files}) < len(files):
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        _record_settings(folder, opened, slides, to, shard_patches)
-        return _Export(opened, folder, WRITERS[to], progress).run(files)
+        _record_settings(out, opened, slides, to, shard_patches)
+        return _Export(opened, out, WRITERS[to], progress).run(files)
 
 
 class _Export:
@@ -118,19 +91,20 @@ class _Export:
     def run(self, files: Sequence[_File]) -> ExportResult:
         missing = [file for file in files if not file.path.exists()]
         kept = len(files) - len(missing)
-        bar = self._progress.bar(
-            "exporting", unit="files", total=len(files), done=kept, detail=True
-        )
+        total = len(files)
         try:
-            for file in missing:
-                file.path.parent.mkdir(parents=True, exist_ok=True)
-                with appearing(file.path, hidden=True) as part:
-                    self._write(part, self._patches_of(file))
-                bar.advance()
+            with self._progress.bar(
+                "exporting", unit="files", total=total, done=kept, detail=True
+            ) as bar:
+                for file in missing:
+                    file.path.parent.mkdir(parents=True, exist_ok=True)
+                    with appearing(file.path, hidden=True) as part:
+                        self._write(part, self._patches_of(file))
+                    bar.advance()
         except KeyboardInterrupt:
             done = sum(file.path.exists() for file in files)
             raise Interrupted(
-                "interrupted", found=f"{done} of {len(files)} files complete",
+                "interrupted", found=f"{done} of {total} files complete",
                 todo="run the same command again to write the others",
             ) from None  # fmt: skip
         except Exception as error:
@@ -140,8 +114,6 @@ class _Export:
                 f"the disk that holds {self._folder} is full",
                 todo="make room, and run the same command again to write the missing files",
             ) from error
-        finally:
-            bar.close()
         return ExportResult(self._folder, len(missing), kept, self._patches, tuple(self._damaged))
 
     def _patches_of(self, file: _File) -> Iterator[Patch]:
@@ -152,15 +124,12 @@ class _Export:
             for row in rows:
                 if not lengths[row]:
                     continue
-                problem = None
                 try:
                     value = self._store.value(number, row)
                     if value_crc(patch_key(number, row), value) != crcs[row]:
-                        problem = "it is not what was written"
+                        raise DamagedStore("it is not what was written")  # noqa: TRY301 - as others
                 except DamagedStore as error:
-                    problem = str(error)
-                if problem is not None:
-                    self._damaged.append(f"{record.id}: patch {row}: {problem}")
+                    self._damaged.append(f"{record.id}: patch {row}: {error}")
                     self._progress.message(f"left out: {self._damaged[-1]}")
                     continue
                 self._patches += 1
@@ -170,18 +139,17 @@ class _Export:
 def _files(
     folder: Path, slides: dict[int, SlideRecord], to: PatchFormat, shard_patches: int
 ) -> Iterator[_File]:
-    if to == "tfrecord":
-        for number, record in slides.items():
-            path = path_within(folder, f"{record.id}.tfrecords")
+    for number, record in slides.items():
+        name = record.id
+        if to == "tfrecord":
+            name = f"{name}.tfrecords"
+        elif to == "folder":
+            name = f"{_flat(record.label or 'unlabelled')}/{_flat(name)}"
+        path = path_within(folder, name)  # also checks the names in tar files
+        if to != "webdataset":
             yield _File(path, [(number, range(record.planned))])
+    if to != "webdataset":
         return
-    if to == "folder":
-        for number, record in slides.items():
-            path = path_within(folder, f"{_flat(record.label or 'unlabelled')}/{_flat(record.id)}")
-            yield _File(path, [(number, range(record.planned))])
-        return
-    for record in slides.values():
-        path_within(folder, record.id)  # as a name in the tar file
     total = sum(record.planned for record in slides.values())
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
@@ -209,11 +177,7 @@ def _flat(name: str) -> str:
 def _record_settings(
     folder: Path, store: Store, slides: dict[int, SlideRecord], to: str, shard_patches: int
 ) -> None:
-    """Record what is exported, or compare it with the recorded export.
-
-    Raises:
-        UsageError: another store or format was exported, or slides have changed.
-    """
+    """Record what is exported, or raise UsageError if the folder holds another export, or slides have changed."""
     path = folder / _SETTINGS
     crcs = {
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
