@@ -26,9 +26,9 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingestion.decisions import PendingSlide, outcome_without_ingest
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
+from histopipe.ingestion.records import PendingSlide, outcome_without_ingest
 from histopipe.ingestion.report import IngestProgress, Status
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.storing import close_all, store_chunk

@@ -11,14 +11,49 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import shapely
 from shapely.affinity import translate
 
 from histopipe.annotations.outline import Outline, Outlines
 from histopipe.annotations.read import file_bytes, read_annotations
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
+
+Origin = Literal["auto", "bounds", "slide"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotationRules:
+    """How outlines become labels; `annotate` describes the fields. `roi` is the class that is a region of interest.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    threshold: float = 0.5
+    unclassified: str | None = None
+    origin: Origin = "auto"
+    roi: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise UsageError(
+                "--annotation-threshold", found=self.threshold, expected="above 0, up to 1"
+            )
+        if self.origin not in get_args(Origin):
+            raise UsageError(
+                "--annotation-origin", found=repr(self.origin), expected=" or ".join(get_args(Origin))
+            )  # fmt: skip
+        for flag, name in (("--unclassified", self.unclassified), ("--roi", self.roi)):
+            if name is not None and not name.strip():
+                raise UsageError(flag, found="an empty name", expected="a class")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what labels depend on besides the file."""
+        return {name: getattr(self, name) for name in ("threshold", "unclassified", "origin")}
+
 
 _MOST_NOTES = 10
 

@@ -16,8 +16,7 @@ from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFo
 from histopipe.inference.slide_run import SlideRun
 from histopipe.inference.slide_tiler import SlideTiler, TiledSlide, file_source
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
-from histopipe.slides.discovery import SlideFile, discover
-from histopipe.slides.identity import fingerprint
+from histopipe.slides.discovery import SlideFile, discover, fingerprint
 from histopipe.slides.scale import MppSource, check_mpp
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps
 from histopipe.store.store import Store

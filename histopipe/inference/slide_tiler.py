@@ -20,14 +20,12 @@ from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.inference.slide_run import PatchBatch
-from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import labelled, new_record
+from histopipe.ingestion.records import PendingSlide, labelled, new_record
 from histopipe.ingestion.storing import make_patches, prepare
-from histopipe.slides.discovery import SlideFile
-from histopipe.slides.identity import Fingerprint, fingerprint
+from histopipe.slides.discovery import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing

@@ -14,14 +14,13 @@ from histopipe.errors import ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, frozen_array
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames
-from histopipe.tiling.level import LevelChoice
-from histopipe.tiling.plan import TilingPlan
+from histopipe.tiling.plan import LevelChoice, TilingPlan
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 SUFFIX = ".h5"
 _TRIDENT_SUFFIX = "_patches"
 _MOST_EXPANSION = 1000
-"""Numbers per byte of the file."""
+"""Numbers per byte of the file. A damaged header may claim any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,10 @@ def read_corners(path: Path) -> NDArray[np.int64]:
 
     try:
         with h5py.File(path, "r") as file:
-            corners = np.asarray(_bounded(file["coords"], path)[...], np.int64)
+            dataset = file["coords"]
+            if dataset.size > _MOST_EXPANSION * path.stat().st_size:
+                raise ValueError(f"{dataset.shape} numbers in so small a file")  # noqa: TRY301
+            corners = np.asarray(dataset[...], np.int64)
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
     if not corners.size:
@@ -156,13 +158,6 @@ def read_corners(path: Path) -> NDArray[np.int64]:
     if corners.ndim != 2 or corners.shape[1] != 2:
         raise SlideUnreadable(f"{path}: coords", found=corners.shape, expected="(patches, 2)")
     return corners
-
-
-def _bounded(dataset: Any, path: Path) -> Any:
-    """Return a dataset, unless its header claims far more numbers than the file can have."""
-    if dataset.size > _MOST_EXPANSION * path.stat().st_size:
-        raise ValueError(f"{dataset.shape} numbers in so small a file")
-    return dataset
 
 
 def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:
@@ -183,12 +178,11 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
             expected=f"within {info.size}", todo="check that they are this slide's",
         )  # fmt: skip
     level = np.rint(corners / choice.level.downsample)
-    count = len(corners)
     return TilingPlan(
         choice=choice,
         x_level=frozen_array(level[:, 0], np.int64), y_level=frozen_array(level[:, 1], np.int64),
         x_l0=frozen_array(corners[:, 0], np.int64), y_l0=frozen_array(corners[:, 1], np.int64),
-        tissue=frozen_array(np.full(count, np.nan), np.float32),
+        tissue=frozen_array(np.full(len(corners), np.nan), np.float32),
         notes=(f"coordinates of {coords.path.name}",),
     )  # fmt: skip
 

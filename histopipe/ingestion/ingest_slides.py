@@ -11,10 +11,9 @@ from pathlib import Path
 from histopipe._version import __version__
 from histopipe.errors import SlideError, UsageError
 from histopipe.geometry import Mpp, same_scale
-from histopipe.ingestion.decisions import sort_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.records import duplicates, new_record
+from histopipe.ingestion.records import duplicates, new_record, sort_slides
 from histopipe.ingestion.report import LOG, SUMMARY, IngestProgress, IngestReport, Status
 from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
@@ -27,7 +26,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
-from histopipe.tiling.level import choose_level
+from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
 
 _OPENING_SECONDS = 120.0

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.regions import AnnotationRules
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.route import AskedRoute

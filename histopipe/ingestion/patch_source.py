@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,7 @@ from histopipe.ingestion.route import RouteChoice, RouteName
 from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.tiles.native import NativeTiles
 from histopipe.system.files import Closing
-from histopipe.tiling.level import LevelChoice, Resampling
-from histopipe.tiling.plan import TilingPlan
+from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec
 
 _THUMBNAIL_QUALITY = 85
@@ -119,8 +118,7 @@ class PatchSource(Closing):
         """Return the patches of a chunk, in its order, or for each that cannot be read the reason."""
         if self._tiles is None:
             return [value for run in self._runs(chunk) for value in self._read(run)]
-        make = self._copied if self._route.name == "copy" else self._decoded
-        return [self._from_tiles(make, self._tiles, place) for place in chunk.places()]
+        return [self._from_tiles(self._tiles, place) for place in chunk.places()]
 
     def close(self) -> None:
         """Close files and free decoded tiles."""
@@ -129,12 +127,8 @@ class PatchSource(Closing):
         if self._slide is not None:
             self._slide.close()
 
-    def _from_tiles(
-        self,
-        make: Callable[[NativeTiles, PatchPlace], bytes | None],
-        tiles: NativeTiles,
-        place: PatchPlace,
-    ) -> PatchFile:
+    def _from_tiles(self, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
+        make = self._copied if self._route.name == "copy" else self._decoded
         try:
             value = make(tiles, place)
         except SlideUnreadable as error:
@@ -142,7 +136,8 @@ class PatchSource(Closing):
         # Tiles never written are left to OpenSlide, which may show what a finer level has there.
         return self._one(place) if value is None else value
 
-    def _copied(self, tiles: NativeTiles, place: PatchPlace) -> bytes | None:
+    @staticmethod
+    def _copied(tiles: NativeTiles, place: PatchPlace) -> bytes | None:
         native = tiles.native
         row = (place.region.y - native.y_level) // native.tile.height
         column = (place.region.x - native.x_level) // native.tile.width
@@ -214,23 +209,19 @@ def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
     """Return a patch, (H, W, 3 or 4) uint8 RGB or BGRX, as a plain JPEG or PNG file."""
     if spec.codec == "png":
         return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
-    return bytes(
-        simplejpeg.encode_jpeg(
-            np.ascontiguousarray(pixels),
-            quality=spec.quality,
-            colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
-            colorsubsampling=spec.subsampling,
-        )
+    jpeg = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(pixels),
+        quality=spec.quality,
+        colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
+        colorsubsampling=spec.subsampling,
     )
+    return bytes(jpeg)
 
 
 def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
     """Return a thumbnail, (H, W, 3) uint8 RGB, as a JPEG file."""
-    return bytes(
-        simplejpeg.encode_jpeg(
-            np.ascontiguousarray(pixels), quality=_THUMBNAIL_QUALITY, colorspace="RGB"
-        )
-    )
+    pixels = np.ascontiguousarray(pixels)
+    return bytes(simplejpeg.encode_jpeg(pixels, quality=_THUMBNAIL_QUALITY, colorspace="RGB"))
 
 
 def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:

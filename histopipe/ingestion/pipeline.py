@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
-from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
+from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.report import (
     IngestProgress,
     SlideOutcome,

@@ -33,7 +33,7 @@ from histopipe.ingestion.patch_source import (
     png,
 )
 from histopipe.ingestion.route import RouteChoice, choose_route
-from histopipe.slides.identity import Fingerprint, fingerprint, tile_hash
+from histopipe.slides.discovery import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
@@ -41,9 +41,8 @@ from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
-from histopipe.tiling.level import choose_level
 from histopipe.tiling.mask import tissue_mask
-from histopipe.tiling.plan import TilingPlan, cell_shares, plan_tiles
+from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.quality import pen_mask
 from histopipe.tiling.spec import TilingSpec
 
@@ -62,12 +61,8 @@ class Estimate:
 class PlannedSlide:
     """A slide whose patches can be stored.
 
-    Attributes:
-        thumbnails: JPEG and PNG files by name.
-        fingerprint: size and time of its files before they were read.
-        seconds: worker time of planning.
-        labels: classes of its patches, by annotations.
-        columns: of its index, (N,) each, besides those of the plan.
+    `thumbnails` are JPEG and PNG files by name. The fingerprint is from before the files were read. `seconds` is the worker
+    time of planning. `columns` of its index are (N,) each, besides those of the plan.
     """
 
     record: SlideRecord

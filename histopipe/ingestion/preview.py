@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from histopipe.errors import ExitCode, NothingToDo
-from histopipe.ingestion.decisions import PendingSlide, sort_slides
 from histopipe.ingestion.ingest_slides import check_ingest
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import duplicates
+from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
 from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status, failed_outcome
 from histopipe.ingestion.request import IngestSettings, PathLike, read_request
 from histopipe.ingestion.storing import prepare

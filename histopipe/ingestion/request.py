@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.regions import AnnotationRules, Origin
 from histopipe.errors import UsageError
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import IngestOptions, SlideInput

@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideError, SlideUnreadable
-from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure
+from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.storing import ChunkResult
-from histopipe.slides.identity import fingerprint
+from histopipe.slides.discovery import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
 
 _TRIES = 2

@@ -14,8 +14,7 @@ from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.set_aside import restore, set_aside, set_aside_slides
 from histopipe.maintenance.verify import Examination
 from histopipe.maintenance.worker_tasks import results_of
-from histopipe.slides.discovery import SlideFile
-from histopipe.slides.identity import tile_hash
+from histopipe.slides.discovery import SlideFile, tile_hash
 from histopipe.slides.slide import Slide
 from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.regions import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions

@@ -12,8 +12,7 @@ from typing import Any
 
 from histopipe.annotations.patch_labels import label_patches
 from histopipe.annotations.read import find_annotations
-from histopipe.annotations.regions import read_regions, source_text
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.regions import AnnotationRules, Origin, read_regions, source_text
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides

@@ -7,6 +7,7 @@ import difflib
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -89,10 +90,9 @@ def read_labels(
         UsageError: the file, its header or a row is wrong, or a row names no slide (unless `allow_extra`).
     """
     rows = _rows(path, required=("slide", "label"), allowed=_LABEL_COLUMNS)
-    matched = _matched(path, rows, names, allow_extra=allow_extra)
     labels = {
         name: SlideLabel(*(row.others.get(column) or None for column in _LABEL_COLUMNS[1:]))
-        for name, row in matched.items()
+        for name, row in _matched(path, rows, names, allow_extra=allow_extra).items()
     }
     _refuse_regression(path, labels.values())
     return labels
@@ -196,17 +196,14 @@ def _matched(
 def _mpp(path: Path, row: _Row) -> Mpp:
     low, high = PLAUSIBLE_MPP
     cell = row.others.get("mpp", "")
-    try:
-        value = float(cell)
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise UsageError(
-            f"{path}, line {row.line}: mpp of {row.slide}",
-            found=repr(cell),
-            expected=f"a number from {low:g} to {high:g}",
-        )
-    return Mpp(value)
+    with suppress(ValueError):
+        if low <= float(cell) <= high:
+            return Mpp(float(cell))
+    raise UsageError(
+        f"{path}, line {row.line}: mpp of {row.slide}",
+        found=repr(cell),
+        expected=f"a number from {low:g} to {high:g}",
+    )
 
 
 def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:

@@ -30,15 +30,10 @@ _SMALL_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """Small image of a slide's scanned area.
+    """Small image of a slide's scanned area, (H, W, 3) uint8 RGB.
 
-    Attributes:
-        pixels: (H, W, 3) uint8 RGB.
-        level: the level that was reduced.
-        x_level, y_level: top left corner, in pixels of that level.
-        reduction: pixels of that level per thumbnail pixel, a whole number.
-        mpp: micrometres per thumbnail pixel.
-        lost: (H, W) bool, true where nothing could be read; None if all could.
+    `x_level` and `y_level` are its top left corner in pixels of the level, `reduction` of which are one thumbnail pixel.
+    `lost` is (H, W), true where nothing could be read; None if all could.
     """
 
     pixels: NDArray[np.uint8]

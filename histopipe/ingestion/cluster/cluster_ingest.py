@@ -24,10 +24,9 @@ from histopipe.ingestion.cluster.slide_worker import (
     PartFolders,
     publish,
 )
-from histopipe.ingestion.decisions import PendingSlide, sort_slides
 from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.records import duplicates
+from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
 from histopipe.ingestion.report import (
     LOG,
     SUMMARY,

@@ -37,15 +37,10 @@ class NotNative(ValueError):
 class NativeLevel:
     """The tiles of one level, row by row from the top left.
 
-    Attributes:
-        path: their file.
-        x_level, y_level: corner of the first tile, in pixels of the level.
-        size: of the image that they form.
-        tile: size of a tile. Those at the right and lower edge reach beyond the image.
-        colour: colour components by the slide's header.
-        tables: JPEG tables that all tiles share; empty if each has its own.
-        offsets, lengths: (rows, columns) int64 bytes in the file; the length is 0 for a tile that was never written.
-        frame: header that all tiles must have.
+    `x_level` and `y_level` are the corner of the first tile, `size` is that of the image that the tiles form. Tiles at the
+    right and lower edge reach beyond it. `colour` is from the slide's header. `tables` are JPEG tables that all tiles share;
+    empty if each has its own. `offsets` and `lengths` are (rows, columns) int64 bytes in the file; the length is 0 for a
+    tile that was never written. `frame` is the JPEG header that all tiles must have.
     """
 
     path: Path
