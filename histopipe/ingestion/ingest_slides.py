@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.store.claims import Claims
-from histopipe.store.record import SlideState
+from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
@@ -64,9 +64,7 @@ def ingest_slides(
         found = sort_slides(slides, writer.records(), options)
         for outcome in found.outcomes:
             events.finished(outcome)
-        for number, record in found.relabelled.items():
-            # Only these fields: another command may be writing the rest of the record.
-            writer.change(number, label=record.label, patient=record.patient, site=record.site)
+        write_labels(writer, found.relabelled)
         outcomes = list(found.outcomes)
         if found.pending:
             claims = stack.enter_context(Claims(store))
@@ -83,6 +81,13 @@ def ingest_slides(
     report = annotate_skipped(report, slides, store, options)
     report.write_csv(store / SUMMARY, shown)
     return report
+
+
+def write_labels(writer: StoreWriter, records: Mapping[int, SlideRecord]) -> None:
+    """Write label, patient and site of records, by slide number."""
+    for number, record in records.items():
+        # Only these fields: another command may be writing the rest of the record.
+        writer.change(number, label=record.label, patient=record.patient, site=record.site)
 
 
 def annotate_skipped(
@@ -121,19 +126,20 @@ def check_ingest(
         refuse_network(store)
     if spec.level is None or options.allow_mixed_mpp:
         return
-    scales = {
+    stored = {
         record.id: Mpp(record.patch_mpp)
         for record in recorded(store).values()
         if record.state is SlideState.COMPLETE and record.patch_mpp
     }
-    scales |= _scales_at_level(slides, spec, options)
+    scales = stored | _scales_at_level(slides, spec, options)
     if not scales:
         return
-    finest, coarsest = min(scales, key=scales.__getitem__), max(scales, key=scales.__getitem__)
-    if not same_scale(scales[finest], scales[coarsest]):
+    ordered = sorted((mpp, name) for name, mpp in scales.items())
+    (finest, fine), (coarsest, coarse) = ordered[0], ordered[-1]
+    if not same_scale(finest, coarsest):
         raise UsageError(
             f"--level {spec.level} would mix scales",
-            found=f"{scales[finest]:g} mpp ({finest}) and {scales[coarsest]:g} mpp ({coarsest})",
+            found=f"{finest:g} mpp ({fine}) and {coarsest:g} mpp ({coarse})",
             expected="at most 2 % difference",
             todo="use --mpp or --mag, or pass --allow-mixed-mpp",
         )

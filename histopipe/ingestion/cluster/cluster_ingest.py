@@ -24,7 +24,7 @@ from histopipe.ingestion.cluster.slide_worker import (
     PartFolders,
     publish,
 )
-from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest
+from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest, write_labels
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
 from histopipe.ingestion.report import (
@@ -292,13 +292,14 @@ class _ClusterIngest:
         """Write labels, patients and sites that have changed."""
         if not records or not self._may_change(f"labels of {', '.join(r.id for r in records)}"):
             return
+        by_part: dict[str, dict[str, SlideRecord]] = defaultdict(dict)
         for record in records:
-            part, before = self.parts[record.id]
+            by_part[self.parts[record.id][0]][record.id] = record
+        for part, changed in by_part.items():
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
                 numbers = {held.id: number for number, held in writer.records().items()}
-                facts = {name: getattr(record, name) for name in ("label", "patient", "site")}
-                writer.change(numbers[record.id], **facts)
-            self.parts[record.id] = part, replace(before, **facts)
+                write_labels(writer, {numbers[name]: record for name, record in changed.items()})
+            self.parts.update({name: (part, record) for name, record in changed.items()})
 
     def _may_change(self, what: str) -> bool:
         """Return whether parts can be changed where they are; if not, show what stays unchanged."""
