@@ -17,7 +17,7 @@ from typing import Any
 
 from histopipe._version import __version__
 from histopipe.errors import UsageError
-from histopipe.ingestion.cluster.dask_cluster import DaskCluster, WorkersDied, connected
+from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
 from histopipe.ingestion.cluster.slide_worker import (
     ClusterSettings,
     IngestedSlide,
@@ -45,6 +45,7 @@ from histopipe.store.writer import StoreWriter, check_spec
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.locks import locked
 from histopipe.system.progress import LogProgress, Progress, default_progress
+from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
 _PATIENCE_SECONDS = 10.0
@@ -233,7 +234,7 @@ class _ClusterIngest:
         name = pending.slide.id
         try:
             ingested = self.cluster.result(future)
-        except WorkersDied as error:
+        except WorkerDied as error:
             # Dask also blames a slide that only waited on a worker that died: it is submitted once more.
             if name not in self._suspected:
                 self._suspected.add(name)

@@ -18,6 +18,7 @@ from typing import Any
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
 from histopipe.ingestion.options import SlideInput
+from histopipe.system.worker_pool import WorkerDied
 
 _KINDS = re.compile(
     r"(?P<address>(tcp|tls)://[^/\s]+:\d{1,5})|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
@@ -138,7 +139,7 @@ class DaskCluster:
         """Return the result of a future; None if it was lost, with the scheduler or otherwise.
 
         Raises:
-            WorkersDied: several workers in a row died while they had the task.
+            WorkerDied: several workers in a row died while they had the task.
             HistopipeError: raised on the worker.
         """
         from distributed import KilledWorker
@@ -146,7 +147,7 @@ class DaskCluster:
         try:
             return future.result(timeout=_SECONDS)
         except KilledWorker as error:
-            raise WorkersDied(str(error)) from error
+            raise WorkerDied(str(error)) from error
         except HistopipeError:
             raise  # some are OSErrors as well
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
@@ -215,10 +216,6 @@ class _SlurmJobs:
         if time.monotonic() - self._submitted > _SUBMIT_SECONDS:
             self._submitted = time.monotonic()
             self._slurm.scale(jobs=self._count)
-
-
-class WorkersDied(Exception):
-    """Several workers in a row have died while they had the same task."""
 
 
 def _start(kind: re.Match[str]) -> Any:
