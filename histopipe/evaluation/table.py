@@ -29,13 +29,17 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def with_interval(metrics: Metrics, name: str) -> str:
-    """Return a metric with its interval: `0.912 [0.87, 0.95]`."""
-    text = number(getattr(metrics, name))
+def interval(metrics: Metrics, name: str) -> str:
+    """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
     if name not in metrics.intervals:
-        return text
+        return ""
     low, high = metrics.intervals[name]
-    return f"{text} [{low:.2f}, {high:.2f}]"
+    return f"[{number(low)}, {number(high)}]"
+
+
+def with_interval(metrics: Metrics, name: str) -> str:
+    """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
+    return f"{number(getattr(metrics, name))} {interval(metrics, name)}".rstrip()
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:

@@ -48,14 +48,18 @@ def export(
         403 patches in 1 files, 0 files already done: shards
     """
     if (index is None) == (to is None):
-        raise UsageError("export", found="both" if index else "neither", expected="one of --index and --to")  # fmt: skip
+        raise UsageError(
+            "export", found="both" if index else "neither", expected="one of --index and --to"
+        )
     shown = progress or default_progress()
     if index is not None:
         return export_index(store_paths(stores), out=Path(out), kind=index, progress=shown)
     given = [stores] if isinstance(stores, str | Path) else list(stores)
     paths = store_paths(given) if len(given) == 1 else given
     if len(paths) > 1:
-        raise UsageError("--to", found=f"{len(paths)} stores", expected="one store, each with its own --out")  # fmt: skip
+        raise UsageError(
+            "--to", found=f"{len(paths)} stores", expected="one store, each with its own --out"
+        )
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
         Path(paths[0]), out=Path(out), to=to, shard_patches=shard_patches, progress=shown
