@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+from histopipe.dataset.options import Side
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.scores import Aggregation
@@ -65,3 +66,13 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
         lines.append("  patients: the same as slides, each has one")
     return aligned(rows) + lines
+
+
+def split_lines(evaluations: Mapping[Side, Evaluation]) -> list[str]:
+    """Return the table of each split."""
+    titles = {"test": "test (held out)"}
+    return [
+        line
+        for side, evaluation in evaluations.items()
+        for line in evaluation_lines(titles.get(side, side), evaluation)
+    ]

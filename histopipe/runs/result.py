@@ -45,15 +45,10 @@ class TrainResult:
 
     def __str__(self) -> str:
         # Late: writing a run needs no table.
-        from histopipe.evaluation.table import evaluation_lines
+        from histopipe.evaluation.table import split_lines
 
-        lines = [
-            line
-            for side, evaluation in self.metrics.items()
-            for line in evaluation_lines("test (held out)" if side == "test" else side, evaluation)
-        ]
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
-        return "\n".join([*lines, place])
+        return "\n".join([*split_lines(self.metrics), place])
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as it is in `metrics.json`."""
