@@ -13,9 +13,9 @@ import pytest
 from conftest import Run
 
 from histopipe.diagnostics import graphics, libraries, machine
-from histopipe.diagnostics.check import Check, State
 from histopipe.diagnostics.doctor import DoctorReport
 from histopipe.diagnostics.graphics import Device, Driver, Probe
+from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
 from histopipe.system.filesystems import filesystem_of
 

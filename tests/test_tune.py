@@ -26,8 +26,7 @@ from test_folds import faulty, processes_in
 from histopipe.errors import MachineShort, UsageError
 from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
 from histopipe.studies.settings import StudySettings
-from histopipe.studies.storage import JOURNAL, open_storage
-from histopipe.studies.study import Study
+from histopipe.studies.study import JOURNAL, Study, open_storage
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }
@@ -101,7 +100,7 @@ def test_no_space_ends_in_anything_but_a_message(space: dict[str, Any]) -> None:
 
 
 def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("histopipe.studies.storage.network_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr("histopipe.studies.study.network_filesystem", lambda _: "nfs4")
     with pytest.raises(UsageError, match=r"SQLite cannot be shared.*on nfs4, where its locks"):
         open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path)
     assert not list(tmp_path.iterdir())

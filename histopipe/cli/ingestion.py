@@ -15,6 +15,7 @@ from histopipe.cli.parameters import (
     share,
     show,
     show_json,
+    show_text,
     untrusted_option,
 )
 
@@ -184,7 +185,7 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
         click.echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
         for name, reason in report.failed.items():
             click.echo(f"  {name}: {reason}", err=True)
-    click.echo("\n".join([report.store, *report.summary_lines()]))
+    show_text("\n".join([report.store, *report.summary_lines()]))
     return report.exit_code
 
 

@@ -12,6 +12,7 @@ from histopipe.cli.parameters import (
     PATH,
     json_option,
     show,
+    show_text,
     store_argument,
     stores_argument,
     untrusted_option,
@@ -32,7 +33,7 @@ def demo(out: Path, slides: int) -> None:
     """
     from histopipe.demo.demo import demo
 
-    click.echo(str(demo(out, slides=slides)))
+    show_text(str(demo(out, slides=slides)))
 
 
 @click.command()

@@ -14,6 +14,7 @@ from histopipe.cli.parameters import (
     network_option,
     show,
     show_json,
+    show_text,
     store_argument,
     untrusted_option,
     workers_option,
@@ -139,7 +140,7 @@ def remove(store: Path, slides: tuple[str, ...]) -> None:
     """
     from histopipe.maintenance.remove import remove
 
-    click.echo(str(remove(store, slides)))
+    show_text(str(remove(store, slides)))
 
 
 @click.command()
@@ -186,4 +187,4 @@ def compact(store: Path, out: Path | None) -> None:
     """
     from histopipe.maintenance.compact import compact
 
-    click.echo(str(compact(store, out)))
+    show_text(str(compact(store, out)))

@@ -12,6 +12,7 @@ from histopipe.cli.parameters import (
     annotation_options,
     json_option,
     show,
+    show_text,
     store_argument,
     untrusted_option,
     workers_option,
@@ -83,5 +84,5 @@ def stains(store: Path, force: bool) -> int:
     from histopipe.measure.stains import stains
 
     result = stains(store, force=force)
-    click.echo(str(result))
+    show_text(str(result))
     return result.exit_code

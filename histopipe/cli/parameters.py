@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -107,12 +108,27 @@ def show(result: Any, *, as_json: bool, notes: Iterable[str] = ()) -> None:
         return
     for note in notes:
         click.echo(note, err=True)
-    click.echo(str(result))
+    show_text(str(result))
 
 
 def show_json(value: Any) -> None:
     """Print a JSON value."""
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(text if _can_print(text) else json.dumps(value, indent=2))
+
+
+def show_text(text: str) -> None:
+    """Print a text; characters that standard output cannot encode are escaped."""
+    click.echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+
+
+def _can_print(text: str) -> bool:
+    """Return whether standard output can encode a text. UTF-8 cannot encode a path whose bytes are not UTF-8."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def exit_code(failed: Collection[Any], done: Collection[Any]) -> ExitCode:

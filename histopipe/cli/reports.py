@@ -13,6 +13,7 @@ from histopipe.cli.parameters import (
     json_option,
     names,
     show,
+    show_text,
     stores_argument,
     untrusted_option,
 )
@@ -97,7 +98,7 @@ def report(path: Path, no_pictures: bool, **options: Any) -> None:
     """
     from histopipe.reports.report import report
 
-    click.echo(str(report(path, pictures=not no_pictures, **options)))
+    show_text(str(report(path, pictures=not no_pictures, **options)))
 
 
 @click.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.cli.parameters import PATH, json_option, show, show_json, untrusted_option
+from histopipe.cli.parameters import PATH, json_option, show, show_json, show_text, untrusted_option
 from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
 from histopipe.errors import ExitCode, UsageError
 from histopipe.runs.settings import declared_settings, flag, read_settings
@@ -86,7 +86,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
         folds = cross_validate(out=folder, resume=resume, **settings)
         _show(folds, as_json=as_json)
         if not as_json:
-            click.echo(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
+            show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
         return _folds_exit_code(folds)
     lost = sorted(name for name in given_settings(FoldSettings) if name != "folds")
     if lost:
@@ -101,7 +101,7 @@ def _show(result: TrainResult | CrossValidationResult, *, as_json: bool) -> None
     if as_json:
         show_json({"folder": str(result.folder), **result.to_json()})
     else:
-        click.echo(str(result))
+        show_text(str(result))
 
 
 def _folds_exit_code(result: CrossValidationResult) -> ExitCode:

@@ -15,7 +15,7 @@ from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.roc import Roc, roc_of
 from histopipe.evaluation.scores import scores_of
-from histopipe.evaluation.table import evaluation_lines
+from histopipe.evaluation.table import split_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict
 from histopipe.ingestion.ingest import ingest
@@ -63,11 +63,8 @@ class DemoResult:
         return {**paths, "reports": [str(path) for path in self.reports]}
 
     def __repr__(self) -> str:
-        lines = []
-        for side, evaluation in self.result.metrics.items():
-            title = "test (held out)" if side == "test" else side
-            lines += evaluation_lines(title, evaluation)
-        lines += [
+        lines = [
+            *split_lines(self.result.metrics),
             f"heatmaps of new slides: {self.heatmaps}",
             f"open in a browser: {self.reports[0]}",
             f"                   {self.reports[1]}",
@@ -102,12 +99,8 @@ def demo(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         todo = "remove it, or choose another --out"
         raise UsageError(f"{out} exists and is not empty", todo=todo)
-    labelled, new, store, run = (
-        out / "slides",
-        out / "new-slides",
-        out / "patches.lmdb",
-        out / "run",
-    )
+    labelled, new = out / "slides", out / "new-slides"
+    store, run = out / "patches.lmdb", out / "run"
     predictions, heatmaps, pictures = out / "predictions", out / "heatmaps", out / "pictures"
 
     def step(number: int, text: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.diagnostics import graphics, libraries, machine
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
 from histopipe.system.progress import Progress, default_progress
 

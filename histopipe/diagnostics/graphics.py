@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.machine import Check, State
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 

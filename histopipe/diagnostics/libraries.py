@@ -9,7 +9,7 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import MachineShort
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 

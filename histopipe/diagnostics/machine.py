@@ -7,9 +7,11 @@ import os
 import platform
 import resource
 import sys
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from histopipe.diagnostics.check import Check, State
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
@@ -17,6 +19,31 @@ _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
 _LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 8 << 30, 10 << 30, 1 << 30
 _OLDEST, _NEWEST = (3, 11), (3, 13)
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+class State(StrEnum):
+    """Result of a check."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    """It works, but slowly or not for long."""
+    BAD = "bad"
+    """Something does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check: what was checked and found, what to do if anything, and details for programs."""
+
+    name: str
+    found: str
+    state: State = State.GOOD
+    todo: str | None = None
+    facts: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return asdict(self)
 
 
 def python() -> Check:

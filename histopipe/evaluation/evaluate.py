@@ -157,15 +157,14 @@ def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
     first, _ = parts[0]
     positive = positive_class(first.classes, settings.positive)
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
-    found: dict[str, Metrics] = {}
+    found: dict[Level, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
     for level, how in levels_of(first.level):
         scores, threshold, notes = joined(parts, level, how, settings)
         if len(scores.label):
-            name = name_of(level, how)
-            found[name] = metrics_of(
+            found[level][how] = metrics_of(
                 scores, first.classes, positive=positive, threshold=threshold, draws=draws, notes=notes
             )  # fmt: skip
-    return evaluation_of(found)
+    return Evaluation(found["patch"].get("mean"), found["slide"], found["patient"])
 
 
 def joined(
@@ -189,12 +188,3 @@ def joined(
     if len(parts) == 1:
         return scores, values[0], notes
     return scores, np.repeat(values, [len(it.label) for it in each]), notes
-
-
-def evaluation_of(found: Mapping[str, Metrics]) -> Evaluation:
-    """Create an evaluation from metrics by name of their level."""
-    slide, patient = (
-        {how: found[f"{level}_{how}"] for how in AGGREGATIONS if f"{level}_{how}" in found}
-        for level in ("slide", "patient")
-    )
-    return Evaluation(found.get("patch"), slide, patient)

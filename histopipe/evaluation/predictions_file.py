@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,38 +66,28 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
         UsageError: there is no such file.
         DamagedStore: the file is damaged.
     """
-    with _opened(path) as reader:
-        level, classes = _level_and_classes(next(reader), ("split",))
-        columns: dict[str, _Rows] = {}
-        for row in reader:
-            side = row[0]
-            if side not in columns:
-                columns[side] = _Rows(level, classes)
-            columns[side].add(row[1:])
-        return {side: columns[side].scores() for side in SIDES if side in columns}
+    found = _read(path, by_split=True)
+    return {side: found[side] for side in SIDES if side in found}
 
 
 def read_slide_predictions(path: Path) -> PatchScores:
-    """Read predictions without further columns, of one slide or several.
-
-    Raises:
-        UsageError: there is no such file.
-        DamagedStore: the file is damaged.
-    """
-    with _opened(path) as reader:
-        level, classes = _level_and_classes(next(reader), ())
-        columns = _Rows(level, classes)
-        for row in reader:
-            columns.add(row)
-        return columns.scores()
+    """Read predictions without further columns, of one slide or several. Raises as `read_predictions`."""
+    return _read(path, by_split=False)[""]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
-    """Yield the rows of a CSV file. Errors name the file."""
+def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores]:
+    """Return predictions by the value of their first column, the split; or by "" if they have no such column."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            yield csv.reader(file)
+            reader = csv.reader(file)
+            level, classes = _level_and_classes(next(reader), ("split",) if by_split else ())
+            found: dict[str, _Rows] = {} if by_split else {"": _Rows(level, classes)}
+            for row in reader:
+                side, values = (row[0], row[1:]) if by_split else ("", row)
+                if side not in found:
+                    found[side] = _Rows(level, classes)
+                found[side].add(values)
+            return {side: rows.scores() for side, rows in found.items()}
     except FileNotFoundError as error:
         raise UsageError(
             f"{path} does not exist", todo="name the folder of a finished run"

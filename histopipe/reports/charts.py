@@ -63,7 +63,9 @@ def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | N
         return _svg(figure, f"{title}: {', '.join(name for name, _, _ in curves)}")
 
 
-def histogram(title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False) -> str:  # fmt: skip
+def histogram(
+    title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False
+) -> str:
     """Draw a histogram."""
     with _chart(title) as (figure, axes):
         if share:

@@ -40,7 +40,11 @@ _FIGURES = (
     ("sensitivity", "sensitivity"), ("specificity", "specificity"), ("f1", "F1"),
     ("brier", "Brier score"), ("log_loss", "log loss"), ("calibration_error", "calibration error"),
 )  # fmt: skip
-_LEVELS: tuple[tuple[Level, str], ...] = (("patch", "patches"), ("slide", "slides"), ("patient", "patients"))  # fmt: skip
+_LEVELS: tuple[tuple[Level, str], ...] = (
+    ("patch", "patches"),
+    ("slide", "slides"),
+    ("patient", "patients"),
+)
 _NAMES: dict[str, str] = dict(_LEVELS)
 
 
@@ -77,11 +81,12 @@ def _main_evaluation(run: RunData) -> tuple[Side, Evaluation]:
 def _summary(run: RunData) -> Iterator[Block]:
     side, evaluation = _main_evaluation(run)
     name = "Test set" if side == "test" else "Validation set; there is no test set"
-    cards = [
-        Card(f"{title} of {_NAMES[level.partition('_')[0]]}", table.number(getattr(metrics, figure)), _interval(metrics, figure))
-        for level, metrics in _shown(evaluation)
-        for figure, title in table.WITH_INTERVALS.items()
-    ]  # fmt: skip
+    cards = []
+    for level, metrics in _shown(evaluation):
+        for figure, title in table.WITH_INTERVALS.items():
+            value = table.number(getattr(metrics, figure))
+            interval = table.interval(metrics, figure) or "no interval"
+            cards.append(Card(f"{title} of {_NAMES[level.partition('_')[0]]}", value, interval))
     yield Text(f"{name}. In brackets: 95 % confidence intervals from resampling patients.", "soft")
     yield Cards(cards)
     result = run.result
@@ -90,19 +95,31 @@ def _summary(run: RunData) -> Iterator[Block]:
         f"Training took {result.seconds:,.0f} s."
     )
     if run.splits.get("split_by") == "patch":
-        yield Text("Split by patch: test patches are neighbours of training patches, so these metrics do not hold for other slides.", "bad")  # fmt: skip
+        yield Text(
+            "Split by patch: test patches are neighbours of training patches, so these metrics do not hold for other slides.",
+            "bad",
+        )
 
 
 def _shown(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
     """Yield metrics of patches, and of slides and patients by their mean; patients only if they differ from slides."""
     slide = evaluation.slide.get("mean")
     for name, metrics in evaluation.named():
-        if name == "patch" or (name.endswith("_mean") and not (name.startswith("patient") and metrics == slide)):  # fmt: skip
+        if name == "patch" or (
+            name.endswith("_mean") and not (name.startswith("patient") and metrics == slide)
+        ):
             yield name, metrics
 
 
 def _metrics(run: RunData) -> Iterator[Block]:
-    columns = (Column("split"), Column("level"), Column("n", True), *(Column(name, True) for _, name in _FIGURES), Column("threshold", True), Column("notes"))  # fmt: skip
+    columns = (
+        Column("split"),
+        Column("level"),
+        Column("n", True),
+        *(Column(name, True) for _, name in _FIGURES),
+        Column("threshold", True),
+        Column("notes"),
+    )
     rows = [
         Row([
             Cell(side), Cell(level.replace("_", ", ")), number(metrics.count),
@@ -177,7 +194,9 @@ def _splits(run: RunData) -> Iterator[Block]:
     unit = run.config.unit
     labels_from = getattr(run.config, "labels_from", None)
     labels_from = ", classes from annotations of patches" if labels_from == "annotation" else ""
-    yield Text(f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before the training.")  # fmt: skip
+    yield Text(
+        f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before the training."
+    )
     counts = splits.get("counts", {})
     yield Table(
         f"{unit} by split and class",
@@ -241,19 +260,9 @@ def _not_measured(run: RunData) -> Iterator[str]:
     yield from run.missing
 
 
-def _interval(metrics: Metrics, figure: str) -> str:
-    if figure not in metrics.intervals:
-        return "no interval"
-    low, high = metrics.intervals[figure]
-    return f"[{low:.3f}, {high:.3f}]"
-
-
 def _with_interval(metrics: Metrics, figure: str) -> Cell:
     value = getattr(metrics, figure)
-    if value is None:
-        return Cell("", tone="n")
-    interval = f" {_interval(metrics, figure)}" if figure in metrics.intervals else ""
-    return Cell(f"{value:.3f}{interval}", float(value), "n")
+    return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
 
 
 def _text(value: object) -> str:

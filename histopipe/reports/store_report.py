@@ -109,10 +109,10 @@ def _settings(summary: Mapping[str, Any]) -> Facts:
 def _failures(failed: Sequence[Mapping[str, Any]]) -> Table | None:
     if not failed:
         return None
-    rows = [
-        Row([Cell(it["id"], tone="id"), Cell(it["error_kind"] or ""), Cell(it["error"] or "", tone="why")])
-        for it in failed
-    ]  # fmt: skip
+    rows = []
+    for it in failed:
+        reason = Cell(it["error"] or "", tone="why")
+        rows.append(Row([Cell(it["id"], tone="id"), Cell(it["error_kind"] or ""), reason]))
     columns = (Column("slide"), Column("kind"), Column("reason"))
     return Table("Failed slides", columns, rows)
 

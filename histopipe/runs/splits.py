@@ -33,11 +33,12 @@ def opened_sources(
     """
     if isinstance(config, BagTrainConfig):
         bags = BagSet(
-            Path(config.mil), bag=config.bag,
+            Path(config.mil),
+            bag=config.bag,
             labels=None if config.labels is None else Path(config.labels),
             allow_extra=config.allow_extra_rows,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
-        )  # fmt: skip
+        )
         yield [bags]
         return
     with ExitStack() as stack:

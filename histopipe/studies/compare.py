@@ -124,7 +124,7 @@ def _signed(difference: Difference) -> str:
     if difference.interval is None:
         return f"{difference.value:+.3f}"
     low, high = difference.interval
-    return f"{difference.value:+.3f} [{low:+.2f}, {high:+.2f}]"
+    return f"{difference.value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _text(value: object) -> str:

@@ -33,13 +33,7 @@ _COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLimits:
-    """Limits of each training.
-
-    Attributes:
-        seconds: time limit of one attempt; 0 for none.
-        retries: number of attempts after the first.
-        stop: ends all trainings.
-    """
+    """Limits of each training: seconds of one attempt, 0 for none; attempts after the first; and a request that ends all."""
 
     seconds: float
     retries: int

@@ -19,8 +19,7 @@ from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
-from histopipe.studies.storage import load_optuna
-from histopipe.studies.study import TRIALS, Study
+from histopipe.studies.study import TRIALS, Study, load_optuna
 from histopipe.studies.trainings import (
     TrainingLimits,
     TrainingOutcome,

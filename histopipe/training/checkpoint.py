@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.runs.history import EpochMetrics
+from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import appearing
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"

@@ -16,7 +16,7 @@ from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.evaluation.statistics import area_under_roc
-from histopipe.runs.history import EpochMetrics
+from histopipe.runs.result import EpochMetrics
 
 
 @dataclass(frozen=True, slots=True)

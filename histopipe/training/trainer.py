@@ -17,9 +17,8 @@ from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.history import epoch_line, history_row
 from histopipe.runs.messages import Report
-from histopipe.runs.result import TrainResult
+from histopipe.runs.result import TrainResult, epoch_line, history_row
 from histopipe.runs.workers import Cluster
 from histopipe.system.files import appearing
 from histopipe.system.progress import message
