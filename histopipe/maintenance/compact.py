@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.maintenance.worker_tasks import refuse_killed, silence
+from histopipe.maintenance.worker_tasks import result_of, silence
 from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
@@ -174,22 +173,18 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
     """Copy in a worker process, which can be ended at any moment, and which a damaged store may kill."""
-    pool = WorkerPool(1, silence)
+    copy = part / "data.mdb"
     try:
-        copied: Future[None] = pool.submit(_copy_compacted, store, part)
-        while True:
-            try:
-                return copied.result(timeout=0.1)
-            except NotYet:
-                if (part / "data.mdb").exists():
-                    bar.update(min(size, (part / "data.mdb").stat().st_size))
+        with WorkerPool(1, silence) as pool:
+            copied = pool.submit(_copy_compacted, store, part)
+            while not wait([copied], timeout=0.1).done:
+                if copy.exists():
+                    bar.update(min(size, copy.stat().st_size))
+            result_of(copied)
     except WorkerDied as error:
-        refuse_killed(error)
         raise DamagedStore(
             f"{store} cannot be copied", found=f"LMDB {error}", todo="see `histopipe verify`"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _copy_compacted(store: Path, folder: Path) -> None:

@@ -69,7 +69,6 @@ def remove(
     if untrusted:
         check_untrusted(store, progress=progress)
     with Store(store) as opened:
-        spec = opened.spec
         numbers = {record.id: number for number, record in opened.records.items()}
         planned = {record.id: record.planned for record in opened.slides}
     wanted = list(dict.fromkeys(slides))
@@ -80,7 +79,7 @@ def remove(
             expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers) or "any slide",
         )  # fmt: skip
     with (
-        StoreWriter(store, spec) as writer,
+        StoreWriter(store) as writer,
         Claims(store) as claims,
         progress.bar("remove", unit="slides", total=len(wanted)) as bar,
     ):

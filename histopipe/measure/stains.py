@@ -9,8 +9,8 @@ from typing import Any
 
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
 from histopipe.errors import DamagedStore, ExitCode
-from histopipe.store.stains import StainWriter
 from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
 
 
@@ -64,7 +64,7 @@ def stains(
     """
     path, shown, result = Path(store), progress or default_progress(), StainsResult()
     Store(path).close()  # refuse what cannot be read before anything is written
-    with StainWriter(path) as writer, Store(path) as opened:
+    with StoreWriter(path) as writer, Store(path) as opened:
         known = set() if force else set(opened.stains())
         with_patches = {n: record for n, record in opened.complete.items() if record.stored}
         result.same.extend(record.id for n, record in with_patches.items() if n in known)
@@ -73,7 +73,7 @@ def stains(
             for number in todo:
                 name = with_patches[number].id
                 try:
-                    writer.put(number, fit_slide(opened, number))
+                    writer.put_stain(number, fit_slide(opened, number))
                     result.done.append(name)
                 except (TooLittleTissue, DamagedStore) as error:
                     result.failed[name] = str(error)

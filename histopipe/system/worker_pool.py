@@ -101,6 +101,9 @@ class WorkerPool(Executor):
         if wait:
             self._thread.join()
 
+    def __exit__(self, *error: object) -> None:
+        self.shutdown(cancel_futures=True)
+
     def _submit(
         self, seconds: float | None, fn: Callable[..., T], args: Any, kwargs: Any
     ) -> Future[T]:
