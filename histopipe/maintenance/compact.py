@@ -7,9 +7,8 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
@@ -22,6 +21,7 @@ from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing
 from histopipe.system.filesystems import free_bytes, is_full_disk
 from histopipe.system.progress import Bar, Progress, default_progress
+from histopipe.system.result import Result
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _SPARE_BYTES = 16 << 20
@@ -29,8 +29,8 @@ _NOT_CARRIED = ("data.mdb", "lock.mdb", "ingest.lock")
 """Files that the copy has, or will have, itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompactResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class CompactResult(Result):
     """What was compacted.
 
     Attributes:
@@ -42,14 +42,8 @@ class CompactResult:
     before: int
     after: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"{self.store}: {self.before / 1e6:,.1f} MB before, {self.after / 1e6:,.1f} MB now"
-
-    __repr__ = __str__
 
 
 def compact(
@@ -79,7 +73,10 @@ def compact(
     progress = progress or default_progress()
     if untrusted:
         check_untrusted(store, progress=progress)
-    size = _used_bytes(store)
+    with open_environment(store) as environment:
+        with environment.read() as transaction:
+            read_meta(transaction, environment.databases, "format", dict, store)
+        size = environment.used_bytes()
     before = (store / "data.mdb").stat().st_size
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
         raise UsageError(f"{out} exists already, or lies in the store", todo="choose another --out")
@@ -202,11 +199,3 @@ def _copy_compacted(store: Path, folder: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
-
-
-def _used_bytes(store: Path) -> int:
-    """Bytes of the pages that a store uses. Refuses what is no store."""
-    with open_environment(store) as environment:
-        with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, store)
-        return environment.used_bytes()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.maintenance.findings import some
@@ -15,10 +14,11 @@ from histopipe.store.claims import Claims
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class RemoveResult(Result):
     """What was removed.
 
     Attributes:
@@ -33,17 +33,11 @@ class RemoveResult:
     patches: int
     reusable_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"{self.store}: {len(self.slides)} slides of {self.patches:,} patches removed; "
             f"{self.reusable_bytes / 1e6:,.1f} MB of the file are free (`histopipe compact` returns them to the disk)"
         )
-
-    __repr__ = __str__
 
 
 def remove(

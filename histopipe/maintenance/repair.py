@@ -33,10 +33,11 @@ from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.system.locks import locked
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RepairResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class RepairResult(Result):
     """What was repaired.
 
     Attributes:
@@ -71,8 +72,6 @@ class RepairResult:
             return f"{self.store} is whole: nothing to repair"
         names = f": {', '.join(self.slides)}" if self.slides else ""
         return f"{self.store}: {self.findings} findings, {len(self.slides)} slides ingested again{names}"
-
-    __repr__ = __str__
 
 
 def repair(

@@ -26,8 +26,8 @@ from histopipe.store.format import (
     slide_key,
     value_crc,
 )
-from histopipe.store.picture import decode_picture
 from histopipe.store.raw_store import RawStore
+from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import read_fits
 

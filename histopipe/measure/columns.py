@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
-from histopipe.errors import DamagedStore, ExitCode, HistopipeError, SlideError, UsageError
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
 from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
@@ -64,13 +64,6 @@ def measure_slides(
             done = next(as_completed(running))
             slide = running.pop(done)
             yield slide, _stored(writer, slide, done, seconds)
-
-
-def exit_code_of(failed: int, others: int) -> ExitCode:
-    """Return the exit code of a command by the number of slides that failed, and of those that have results."""
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if others else ExitCode.NOTHING
 
 
 def _stored(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
 from histopipe.errors import DamagedStore, ExitCode
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StainsResult:
+class StainsResult(Result):
     """Result of `stains`.
 
     Attributes:
@@ -33,11 +32,7 @@ class StainsResult:
         """0 if no slide failed, else 3."""
         return ExitCode.PARTLY if self.failed else ExitCode.DONE
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """Number of slides."""
         return f"{len(self.done)} slides measured, {len(self.failed)} not"
 

@@ -73,7 +73,10 @@ class Environment(Closing):
 
         Its values are views that must not outlive it. An environment that is closed meanwhile closes when it ends.
         """
-        self._take()
+        with _registry_lock:
+            if self.users == 0:
+                raise UsageError(f"the store {self.path} is closed", todo="open it again")
+            self.users += 1
         try:
             with mapped_errors(self.path):
                 transaction = self._begin_read()
@@ -147,12 +150,6 @@ class Environment(Closing):
             return False
         self.handle.close()
         return True
-
-    def _take(self) -> None:
-        with _registry_lock:
-            if self.users == 0:
-                raise UsageError(f"the store {self.path} is closed", todo="open it again")
-            self.users += 1
 
     def _begin_read(self) -> lmdb.Transaction:
         while True:

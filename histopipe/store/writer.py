@@ -145,12 +145,7 @@ class StoreWriter(Closing):
     ) -> None:
         """Make a slide visible: record, index and all else in one transaction, after its last patch.
 
-        Args:
-            slide: its number.
-            record: what is known of it.
-            columns: (N,) each, of its index.
-            thumbnails: pictures by name.
-            further: values by database and key, of databases that this version may not know.
+        `columns` are (N,) each. `further` are values by database and key, of databases that this version may not know.
         """
         index = encode_index(slide_key(slide), columns)
         pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
