@@ -30,7 +30,7 @@ from histopipe.dataset.stain_normalization import (
 )
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.store.record import SlideState
-from histopipe.store.stains import StainFit, StainWriter
+from histopipe.store.stains import StainFit
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -262,9 +262,9 @@ def fitted(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import shutil  # only here
 
     path = Path(shutil.copytree(made_store, tmp_path_factory.mktemp("stain") / "s.lmdb"))
-    with StainWriter(path) as writer, Store(path) as store:
+    with StoreWriter(path) as writer, Store(path) as store:
         for number in store.complete:
-            writer.put(number, fit_slide(store, number))
+            writer.put_stain(number, fit_slide(store, number))
     return path
 
 

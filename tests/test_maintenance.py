@@ -24,7 +24,6 @@ from histopipe.maintenance.merge import merge
 from histopipe.maintenance.remove import remove
 from histopipe.maintenance.verify import verify
 from histopipe.store.claims import Claims
-from histopipe.store.columns import ColumnWriter
 from histopipe.store.format import encode_index, slide_key
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.store import Store
@@ -53,10 +52,10 @@ def parts(tmp_path: Path) -> list[Path]:
 
 
 def label(path: Path, slide: int, name: str) -> None:
-    with ColumnWriter(path) as writer, Store(path) as store:
+    with StoreWriter(path) as writer, Store(path) as store:
         index = store.index(slide)
         number = writer.class_numbers([name])[name]
-        writer.put(
+        writer.put_columns(
             slide,
             {"label": np.full(len(index["crc"]), number)},
             crc=index["crc"],

@@ -18,8 +18,7 @@ from histopipe.dataset.orders import Order
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
-from histopipe.store.picture import decode_picture
-from histopipe.store.reading import Reading
+from histopipe.store.reading import Reading, decode_picture
 from histopipe.store.store import Store
 
 _log = logging.getLogger("histopipe")

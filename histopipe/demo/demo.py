@@ -27,7 +27,7 @@ from histopipe.reports.report import report
 from histopipe.reports.run_data import read_run
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.progress import Progress, default_progress

@@ -17,12 +17,12 @@ from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
 from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status, failed_outcome
 from histopipe.ingestion.request import IngestSettings, PathLike, read_request
 from histopipe.ingestion.storing import prepare
-from histopipe.measure.columns import exit_code_of
+from histopipe.store.folder import check_spec
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
-from histopipe.store.writer import check_spec
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import exit_code_of
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import ExitCode
-from histopipe.measure.columns import exit_code_of
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, appearing
 from histopipe.system.progress import Bar, Progress, SilentProgress
+from histopipe.system.result import exit_code_of
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""

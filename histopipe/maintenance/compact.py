@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.maintenance.worker_tasks import refuse_killed, silence
+from histopipe.maintenance.worker_tasks import result_of, silence
 from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
@@ -23,6 +21,7 @@ from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing
 from histopipe.system.filesystems import free_bytes, is_full_disk
 from histopipe.system.progress import Bar, Progress, default_progress
+from histopipe.system.result import Result
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _SPARE_BYTES = 16 << 20
@@ -30,8 +29,8 @@ _NOT_CARRIED = ("data.mdb", "lock.mdb", "ingest.lock")
 """Files that the copy has, or will have, itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompactResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class CompactResult(Result):
     """What was compacted.
 
     Attributes:
@@ -43,14 +42,8 @@ class CompactResult:
     before: int
     after: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"{self.store}: {self.before / 1e6:,.1f} MB before, {self.after / 1e6:,.1f} MB now"
-
-    __repr__ = __str__
 
 
 def compact(
@@ -80,7 +73,10 @@ def compact(
     progress = progress or default_progress()
     if untrusted:
         check_untrusted(store, progress=progress)
-    size = _used_bytes(store)
+    with open_environment(store) as environment:
+        with environment.read() as transaction:
+            read_meta(transaction, environment.databases, "format", dict, store)
+        size = environment.used_bytes()
     before = (store / "data.mdb").stat().st_size
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
         raise UsageError(f"{out} exists already, or lies in the store", todo="choose another --out")
@@ -174,22 +170,18 @@ def _new_folder(path: Path) -> Iterator[Path]:
 
 def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
     """Copy in a worker process, which can be ended at any moment, and which a damaged store may kill."""
-    pool = WorkerPool(1, silence)
+    copy = part / "data.mdb"
     try:
-        copied: Future[None] = pool.submit(_copy_compacted, store, part)
-        while True:
-            try:
-                return copied.result(timeout=0.1)
-            except NotYet:
-                if (part / "data.mdb").exists():
-                    bar.update(min(size, (part / "data.mdb").stat().st_size))
+        with WorkerPool(1, silence) as pool:
+            copied = pool.submit(_copy_compacted, store, part)
+            while not wait([copied], timeout=0.1).done:
+                if copy.exists():
+                    bar.update(min(size, copy.stat().st_size))
+            result_of(copied)
     except WorkerDied as error:
-        refuse_killed(error)
         raise DamagedStore(
             f"{store} cannot be copied", found=f"LMDB {error}", todo="see `histopipe verify`"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _copy_compacted(store: Path, folder: Path) -> None:
@@ -207,11 +199,3 @@ def _copy_compacted(store: Path, folder: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
-
-
-def _used_bytes(store: Path) -> int:
-    """Bytes of the pages that a store uses. Refuses what is no store."""
-    with open_environment(store) as environment:
-        with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, store)
-        return environment.used_bytes()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Bar, Progress
+from histopipe.system.result import Result
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
@@ -55,8 +56,8 @@ class StoredSlide:
         return f"{self.store.path}, slide {self.record.id}"
 
 
-@dataclass(frozen=True, slots=True)
-class CopyResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class CopyResult(Result):
     """What was copied into a store.
 
     Attributes:
@@ -73,15 +74,9 @@ class CopyResult:
     patches: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         already = f", {len(self.already)} were there" if self.already else ""
         return f"{self.store}: {len(self.slides)} slides copied{already}; {self.patches:,} patches"
-
-    __repr__ = __str__
 
 
 def open_stores(

@@ -8,37 +8,26 @@ from enum import StrEnum
 from typing import Any
 
 from histopipe.errors import ExitCode
+from histopipe.system.result import Result
 
 _SHOWN = 8
 
 
 class FindingKind(StrEnum):
-    """What a finding is about."""
+    """What a finding is about; docs/maintenance.md describes the kinds."""
 
     STRUCTURE = "structure"
-    """Pages of the file: LMDB cannot read it safely."""
     FORMAT = "format"
-    """The databases and the entries of `meta`."""
     RECORD = "record"
-    """The record of a slide."""
     INDEX = "index"
-    """The index of a slide's patches, which holds their checksums."""
     VALUE = "value"
-    """A patch differs from what was written."""
     SWAPPED = "swapped"
-    """A patch is stored under the key of another one."""
     HOLE = "hole"
-    """Something is missing."""
     ORPHAN = "orphan"
-    """Something belongs to no slide."""
     COUNT = "count"
-    """Two numbers that should be equal differ."""
     THUMBNAIL = "thumbnail"
-    """The thumbnail or tissue mask of a slide."""
     STAIN = "stain"
-    """The stain fit of a slide."""
     IMAGE = "image"
-    """A value is what was written, but no image of the patch size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +48,8 @@ class Finding:
         return f"{self.kind}: {name + ': ' if name else ''}{self.what}"
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyResult(Result):
     """What was verified, and what is wrong.
 
     Attributes:
@@ -120,8 +109,6 @@ class VerifyResult:
         return "\n".join(
             [*map(str, self.findings), "", f"{self.store} is damaged: {counts}; {checked}"]
         )
-
-    __repr__ = __str__
 
 
 def entry_of(database: bytes, key: bytes) -> tuple[str, str]:

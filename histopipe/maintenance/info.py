@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.format import VERSION
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class StoreInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class StoreInfo(Result):
     """The contents of a store.
 
     Attributes:
@@ -47,10 +48,6 @@ class StoreInfo:
     routes: dict[str, int]
     slides: list[dict[str, Any]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         spec = self.spec
         scale = f"{spec['mpp']:g} mpp" if spec["mpp"] else f"level {spec['level']}"
@@ -69,8 +66,6 @@ class StoreInfo:
             f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} why, notes",
         ]
         return "\n".join([*lines, *map(_slide_line, self.slides)])
-
-    __repr__ = __str__
 
 
 def info(

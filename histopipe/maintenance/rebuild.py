@@ -5,10 +5,10 @@ Worker processes read the old file, since LMDB may crash on it. What makes one c
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.compact import carry_files, in_place_of
-from histopipe.maintenance.verify import Examination
+from histopipe.maintenance.store_check import Examination
 from histopipe.maintenance.worker_tasks import results_of, silence
 from histopipe.store.data_file import newest_transaction
 from histopipe.store.environment import open_environment
@@ -40,10 +40,8 @@ _CHUNK_BYTES = 32 << 20
 _BATCH, _SECONDS = 4096, 600.0
 """Items of one task; seconds after which its worker counts as hanging."""
 
-Entry = tuple[bytes, bytes]
-"""Database and key."""
-Item = tuple[bytes, int | None, int | None]
-"""Database, slide and row of what is copied; all entries of the slide without a row, and of the database without a slide."""
+Item = tuple[bytes, bytes, bool]
+"""Database, key, and whether it is a prefix of the keys of what is copied."""
 
 
 def rebuild(
@@ -56,12 +54,7 @@ def rebuild(
 ) -> None:
     """Copy what can be read of a store into a new file, under the same numbers, which replaces the old one by one rename.
 
-    Args:
-        store: the store's folder, without links. No process may have it open for writing.
-        found: what was verified.
-        records: of the slides to keep, by number.
-        next_number: the number that a new slide gets.
-        progress: where to show progress.
+    `store` is without links. The new file has the slides of `records` only, which are by number.
 
     Raises:
         UsageError: the store is open for writing, or was written since it was verified.
@@ -73,17 +66,14 @@ def rebuild(
     ):
         if newest_transaction(store / "data.mdb") != found.transaction:
             raise UsageError(f"{store} was written meanwhile", todo="run the same command again")
-        pool = WorkerPool(1, silence)
-        try:
-            items = _items(records, found.store.databases, bar)
+        with WorkerPool(1, silence) as pool:
+            items = _items(records, found.databases, bar)
             task = partial(_copy_items, store, part)
             while batch := list(islice(items, _BATCH)):
                 # An item that kills the worker cannot be read, and is left out.
                 deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        own = [((SLIDES, slide_key(n)), record.to_bytes(n)) for n, record in records.items()]
-        _put(part, [*own, ((META, b"next_number"), to_json(next_number))])
+        entries = {(SLIDES, slide_key(n)): record.to_bytes(n) for n, record in records.items()}
+        _put(part, entries | {(META, b"next_number"): to_json(next_number)})
         carry_files(store, part)
     try:
         Path.cwd()
@@ -91,67 +81,53 @@ def rebuild(
         os.chdir(store)
 
 
-def _items(
-    records: Mapping[int, SlideRecord], databases: Iterable[bytes], bar: Bar
-) -> Iterator[Item]:
-    yield META, None, None
-    yield SET_ASIDE, None, None
-    others = [name for name in databases if name not in (META, SLIDES, PATCHES, SET_ASIDE)]
+def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) -> Iterator[Item]:
+    yield META, b"", True
+    yield SET_ASIDE, b"", True
+    others = databases - {META, SLIDES, PATCHES, INDEX, SET_ASIDE}
     for number, record in records.items():
-        yield from ((name, number, None) for name in others)
+        key = slide_key(number)
+        yield from ((name, key, True) for name in others)
+        yield INDEX, key, False
         if record.state is SlideState.COMPLETE:
-            yield from ((PATCHES, number, row) for row in range(record.planned))
+            yield from ((PATCHES, patch_key(number, row), False) for row in range(record.planned))
         else:
-            yield PATCHES, number, None
+            yield PATCHES, key, True
         bar.advance()
 
 
 def _copy_items(store: Path, part: Path, items: list[Item]) -> None:
-    with RawStore(store) as raw:
-        _copy_entries(raw, part, (entry for item in items for entry in _entries(raw, *item)))
-
-
-def _entries(raw: RawStore, database: bytes, number: int | None, row: int | None) -> list[Entry]:
-    """The entries of an item, as far as their keys can be listed."""
-    if number is None:
-        found = raw.keys(database)
-    elif row is None:
-        found = raw.slide_keys(database, number)
-    else:
-        return [(database, patch_key(number, row))]
-    keys = [slide_key(number)] if database == INDEX and number is not None else []
-    with contextlib.suppress(DamagedStore):
-        for key in found:
-            keys.append(key)  # one by one, for those before an error
-    return [(database, key) for key in dict.fromkeys(keys)]
-
-
-def _copy_entries(raw: RawStore, part: Path, entries: Iterable[Entry]) -> None:
-    chunk: list[tuple[Entry, bytes]] = []
+    entries: dict[tuple[bytes, bytes], bytes] = {}
     size = 0
-    for entry in entries:
-        try:
-            value = raw.get(*entry)
-        except DamagedStore:
-            continue
-        if value is None:
-            continue
-        chunk.append((entry, bytes(value)))
-        size += len(value)
-        if size > _CHUNK_BYTES:
-            _put(part, chunk)
-            chunk, size = [], 0
-    _put(part, chunk)
+    with RawStore(store) as raw:
+        for database, start, is_prefix in items:
+            for key in _keys(raw, database, start) if is_prefix else [start]:
+                with suppress(DamagedStore):
+                    value = raw.get(database, key)
+                    if value is not None:
+                        entries[database, key] = bytes(value)
+                        size += len(value)
+                if size > _CHUNK_BYTES:
+                    _put(part, entries)
+                    entries, size = {}, 0
+    _put(part, entries)
 
 
-def _put(part: Path, entries: Sequence[tuple[Entry, bytes]]) -> None:
-    """Write entries into the new store, in one transaction."""
-    if not entries:
-        return
+def _keys(raw: RawStore, database: bytes, prefix: bytes) -> list[bytes]:
+    """The keys that begin with a prefix, as far as they can be listed."""
+    keys = []
+    with suppress(DamagedStore):
+        for key in raw.keys(database, prefix):
+            keys.append(key)  # one by one, for those before an error
+    return keys
+
+
+def _put(part: Path, entries: Mapping[tuple[bytes, bytes], bytes]) -> None:
+    """Write values by database and key into the new store, in one transaction."""
+
+    def work(transaction: Any) -> None:
+        for (database, key), value in entries.items():
+            transaction.put(key, value, db=environment.database(database, transaction))
+
     with open_environment(part, write=True) as environment:
-
-        def work(transaction: Any) -> None:
-            for (database, key), value in entries:
-                transaction.put(key, value, db=environment.database(database, transaction))
-
         environment.change(work)

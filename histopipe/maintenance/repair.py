@@ -16,27 +16,28 @@ from histopipe.errors import DamagedStore, ExitCode, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.records import resolved
-from histopipe.maintenance.findings import Finding, FindingKind, some
+from histopipe.maintenance.findings import FindingKind, some
 from histopipe.maintenance.rebuild import rebuild
 from histopipe.maintenance.reingest import Reingestion
-from histopipe.maintenance.verify import Examination, examine
+from histopipe.maintenance.store_check import Examination
+from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
-from histopipe.store.environment import Environment
+from histopipe.store.environment import Environment, delete_entries
 from histopipe.store.folder import open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
 from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
-from histopipe.store.writer import delete_entries
 from histopipe.system.locks import locked
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RepairResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class RepairResult(Result):
     """What was repaired.
 
     Attributes:
@@ -71,8 +72,6 @@ class RepairResult:
             return f"{self.store} is whole: nothing to repair"
         names = f": {', '.join(self.slides)}" if self.slides else ""
         return f"{self.store}: {self.findings} findings, {len(self.slides)} slides ingested again{names}"
-
-    __repr__ = __str__
 
 
 def repair(
@@ -124,14 +123,17 @@ def repair(
     )
     real = Path(store).resolve()
     progress = progress or default_progress()
+    notes: list[str] = []
     look = partial(examine, real, full=full, workers=workers, progress=progress)
     if not (real / "data.mdb").is_file():
         raise no_store(real)
     with _alone(real):
         length = make_readable(real)
         before = found = look()
-        count = len(found.result.findings)
-        notes = _stain_notes(found.result.findings)
+        count = len(found.findings)
+        fits = sum(finding.kind is FindingKind.STAIN for finding in found.findings)
+        if fits:
+            notes.append(f"the stain fits of {fits} slides are damaged: run `histopipe stains`")
         known = _known_records(found)
         if found.result.is_structural:
             try:
@@ -155,7 +157,7 @@ def repair(
     left = work.left | _lost(before, known, given, found)
     remaining = []
     if count or work.done:
-        findings = look().result.findings
+        findings = look().findings
         remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
     return RepairResult(
         str(store), count, list(work.done.values()), left, notes + work.notes, remaining
@@ -173,22 +175,17 @@ def _alone(store: Path) -> Iterator[None]:
 
 def _refuse_lost_meta(found: Examination) -> None:
     """Refuse a store whose own settings are damaged: no slide could bring them back."""
-    lost = [f for f in found.result.findings if f.kind is FindingKind.FORMAT]
-    if lost or found.store.spec is None:
+    lost = [f for f in found.findings if f.kind is FindingKind.FORMAT]
+    if lost or found.spec is None:
         raise DamagedStore(
             f"what {found.result.store} says of itself is lost",
-            found=some(f.what for f in lost or found.result.findings),
+            found=some(f.what for f in lost or found.findings),
             todo="take it from a backup, or ingest into a new store",
         )
 
 
-def _stain_notes(findings: Sequence[Finding]) -> list[str]:
-    fits = sum(finding.kind is FindingKind.STAIN for finding in findings)
-    return [f"the stain fits of {fits} slides are damaged: run `histopipe stains`"] if fits else []
-
-
 def _next_number(found: Examination, numbers: Iterable[int]) -> int:
-    return max([found.store.next_number, *(number + 1 for number in numbers)])
+    return max([found.next_number, *(number + 1 for number in numbers)])
 
 
 def _known_records(found: Examination) -> dict[int, SlideRecord]:
@@ -205,13 +202,11 @@ def _known_records(found: Examination) -> dict[int, SlideRecord]:
 
 def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
     """Delete what belongs to no slide, write records that were corrected, and hide slides that have none."""
-    findings = found.result.findings
-    if not findings:
+    if not found.findings:
         return
-    entries = [
-        f.entry for f in findings if f.entry and f.number not in known.keys() - found.records
-    ]
-    hit = {f.number for f in findings if f.number is not None and f.entry is None}
+    hidden = known.keys() - found.records
+    entries = [f.entry for f in found.findings if f.entry and f.number not in hidden]
+    hit = {f.number for f in found.findings if f.number is not None and f.entry is None}
     strays = {n for n in hit if n not in known or known[n].state is SlideState.FAILED}
     changed = {n: record for n, record in known.items() if found.records.get(n) != record}
     with open_for_change(store) as environment, Claims(store) as claims:
@@ -254,7 +249,7 @@ def _lost(
     why = "its record is lost: `histopipe ingest` adds its file again, `histopipe remove` removes what is left"
     placeholders = (r for n, r in known.items() if n not in before.records and not r.path)
     lost = {r.id: why for r in placeholders if r.state is SlideState.PENDING}
-    pages = [f.what for f in before.result.findings if f.kind is FindingKind.STRUCTURE]
+    pages = [f.what for f in before.findings if f.kind is FindingKind.STRUCTURE]
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in found.records.values()}
         missing = "it is not in the store, or its record is lost: `histopipe ingest` adds it"

@@ -26,8 +26,8 @@ from histopipe.store.format import (
     slide_key,
     value_crc,
 )
-from histopipe.store.picture import decode_picture
 from histopipe.store.raw_store import RawStore
+from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import read_fits
 
@@ -66,15 +66,11 @@ class SlideCheck:
 
 
 def check_slides(
-    store: Path, numbers: Sequence[int], *, full: bool = False, records_only: bool = False
+    store: Path, numbers: Sequence[int], *, side: int | None = None, records_only: bool = False
 ) -> list[SlideCheck]:
     """Check slides, each in one transaction. Slides that were removed meanwhile have no result.
 
-    Args:
-        store: the store's folder.
-        numbers: of the slides.
-        full: decode every patch and picture, too.
-        records_only: read no more than the records, of slides whose patches kill a worker.
+    With `side`, in pixels, every patch and picture is decoded, too; with 0, which is unknown, every picture. `records_only` is for slides whose patches kill a worker.
     """
     checks = []
     with RawStore(store) as raw:
@@ -86,7 +82,7 @@ def check_slides(
             checks.append(check)
             record = check.record
             if record and record.state is SlideState.COMPLETE and not records_only:
-                _check_complete(raw, check, record, full)
+                _check_complete(raw, check, record, side)
     return checks
 
 
@@ -104,7 +100,9 @@ def _read_record(raw: RawStore, number: int) -> SlideCheck | None:
     return check
 
 
-def _check_complete(raw: RawStore, check: SlideCheck, record: SlideRecord, full: bool) -> None:
+def _check_complete(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, side: int | None
+) -> None:
     key = slide_key(check.number)
     try:
         block = raw.get(INDEX, key)
@@ -113,10 +111,10 @@ def _check_complete(raw: RawStore, check: SlideCheck, record: SlideRecord, full:
         else:
             columns = decode_index(key, bytes(block), where="index")
             _check_counts(raw, check, record, columns)
-            _check_patches(raw, check, columns, _pixels(raw) if full else None)
+            _check_patches(raw, check, columns, side)
     except DamagedStore as error:
         check.add(FindingKind.INDEX, str(error))
-    _check_thumbnails(raw, check, record, full)
+    _check_thumbnails(raw, check, record, is_full=side is not None)
     try:
         value = raw.get(STAINS, key)
         if value is not None:
@@ -145,13 +143,14 @@ def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns
             )
 
 
-def _check_patches(
-    raw: RawStore, check: SlideCheck, columns: Columns, pixels: NDArray[np.uint8] | None
-) -> None:
-    """Look up every patch as a reader does, compare it with its CRC, and decode it into `pixels`, if given."""
-    if pixels is not None:
+def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int | None) -> None:
+    """Look up every patch as a reader does, and compare it with its CRC. With `side`, decode it, too."""
+    pixels = None
+    if side:
         # Late: otherwise no image library is needed.
         from histopipe.dataset.patch_batches import decode
+
+        pixels = np.empty((side, side, 3), np.uint8)
 
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
     found: set[int] = set()
@@ -195,7 +194,7 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
     """Check that there are no other patches, and that a lookup reaches all that lie in the tree."""
     beyond, unreached = [], []
     try:
-        for key in raw.slide_keys(PATCHES, check.number):
+        for key in raw.keys(PATCHES, slide_key(check.number)):
             if len(key) != 2 * _NUMBER:
                 entry = entry_of(PATCHES, key)
                 check.add(FindingKind.ORPHAN, f"patches: a key {key.hex()}", entry)
@@ -213,10 +212,12 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
         check.add(FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}")
 
 
-def _check_thumbnails(raw: RawStore, check: SlideCheck, record: SlideRecord, full: bool) -> None:
+def _check_thumbnails(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, *, is_full: bool
+) -> None:
     kinds = set()
     try:
-        for key in list(raw.slide_keys(THUMBNAILS, check.number)):
+        for key in list(raw.keys(THUMBNAILS, slide_key(check.number))):
             kind = key[_NUMBER:].decode("utf-8", "replace")
             if not kind:
                 continue  # found among the entries of no slide
@@ -225,7 +226,7 @@ def _check_thumbnails(raw: RawStore, check: SlideCheck, record: SlideRecord, ful
             crc = value_crc(key, value)
             if record.thumbnail_crc.get(kind, crc) != crc:
                 check.add(FindingKind.THUMBNAIL, f"its picture {kind!r} is not what was written")
-            elif full:
+            elif is_full:
                 try:
                     decode_picture(value, "it")
                 except DamagedStore as error:
@@ -235,12 +236,3 @@ def _check_thumbnails(raw: RawStore, check: SlideCheck, record: SlideRecord, ful
         return
     for kind in sorted(record.thumbnail_crc.keys() - kinds):
         check.add(FindingKind.HOLE, f"its picture {kind!r} is missing")
-
-
-def _pixels(raw: RawStore) -> NDArray[np.uint8] | None:
-    """An array to decode patches into; None if their size is unknown, which is found as damage of `meta`."""
-    try:
-        side = json.loads(bytes(raw.get(META, b"spec") or b""))["patch_size"]
-        return np.empty((side, side, 3), np.uint8)
-    except (DamagedStore, ValueError, TypeError, KeyError, MemoryError):
-        return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
-from histopipe.maintenance.findings import Finding, FindingKind, entry_of
+from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, entry_of
 from histopipe.store.format import (
     DATABASES,
     INDEX,
@@ -26,7 +26,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import check_format, entry, read_classes, read_spec
 from histopipe.store.raw_store import RawStore
-from histopipe.store.record import SlideState
+from histopipe.store.record import SlideRecord, SlideState
 
 T = TypeVar("T")
 
@@ -37,28 +37,41 @@ _NO_RECORD = "which has no record"
 
 
 @dataclass(slots=True)
-class StoreCheck:
-    """Settings and slide numbers of a store. Numbers that may be slides', if these cannot be listed."""
+class Examination:
+    """What was found out about a store.
+
+    Attributes:
+        spec, next_number: of `meta`, as far as they can be read.
+        slides: numbers of all slides; numbers that may be slides', if these cannot be listed.
+        records: by slide number, of those that can be read; `damaged_records` has the bytes of the others.
+        without_record: numbers that have entries, but no record.
+        transaction: number of the last transaction before the store was verified.
+    """
 
     spec: Mapping[str, Any] | None = None
     next_number: int = 0
     databases: set[bytes] = field(default_factory=set)
     slides: list[int] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    records: dict[int, SlideRecord] = field(default_factory=dict)
+    damaged_records: dict[int, bytes] = field(default_factory=dict)
+    without_record: set[int] = field(default_factory=set)
+    transaction: int = 0
+    result: VerifyResult = field(init=False)
 
     def add(self, kind: FindingKind, what: str, entry: tuple[str, str] | None = None) -> None:
         """Add a finding."""
         self.findings.append(Finding(kind, what, entry=entry))
 
 
-def check_store(store: Path) -> StoreCheck:
+def check_store(store: Path) -> Examination:
     """Check the databases and the entries of `meta`, and list the slides.
 
     Raises:
         NothingToDo: the store is empty, or the environment of another program.
         UnknownVersion: a later version wrote the store.
     """
-    check = StoreCheck()
+    check = Examination()
     with RawStore(store) as raw:
         check.databases = raw.databases
         if all(_is_empty(raw, name) for name in raw.databases):
@@ -90,7 +103,7 @@ def _is_empty(raw: RawStore, database: bytes) -> bool:
         return False
 
 
-def _check_meta(raw: RawStore, check: StoreCheck, store: Path) -> None:
+def _check_meta(raw: RawStore, check: Examination, store: Path) -> None:
     def stored(key: bytes) -> memoryview | None:
         return raw.get(META, key)
 
@@ -114,7 +127,7 @@ def _check_meta(raw: RawStore, check: StoreCheck, store: Path) -> None:
         check.next_number = 0
 
 
-def _slides(raw: RawStore, check: StoreCheck) -> list[int]:
+def _slides(raw: RawStore, check: Examination) -> list[int]:
     numbers = []
     for key in raw.keys(SLIDES):
         if len(key) == _NUMBER:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from zlib import crc32
@@ -18,12 +18,12 @@ from zlib import crc32
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, some
 from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
-from histopipe.maintenance.store_check import StoreCheck, check_store, find_orphans
-from histopipe.maintenance.worker_tasks import refuse_killed, results_of, silence
+from histopipe.maintenance.store_check import Examination, check_store, find_orphans
+from histopipe.maintenance.worker_tasks import result_of, results_of, silence
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.record import SlideState
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
@@ -90,24 +90,6 @@ def check_untrusted(store: Path, *, progress: Progress | None = None) -> None:
         )
 
 
-@dataclass(slots=True)
-class Examination:
-    """What was found out about a store.
-
-    Attributes:
-        records: by slide number, of those that can be read; `damaged_records` has the bytes of the others.
-        without_record: numbers that have entries, but no record.
-        transaction: number of the last transaction before the store was verified.
-    """
-
-    result: VerifyResult
-    store: StoreCheck = field(default_factory=StoreCheck)
-    records: dict[int, SlideRecord] = field(default_factory=dict)
-    damaged_records: dict[int, bytes] = field(default_factory=dict)
-    without_record: set[int] = field(default_factory=set)
-    transaction: int = 0
-
-
 def examine(
     store: Path,
     *,
@@ -121,70 +103,72 @@ def examine(
     data = store / "data.mdb"
     if not data.is_file() or data.stat().st_size == 0:
         raise no_store(store)
-    size = data.stat().st_size
-    found = Examination(VerifyResult(str(store), full, 0, 0, size, 0.0))
+    size, transaction = data.stat().st_size, 0
     try:
         check_length(data)
-        found.transaction = newest_transaction(data)
+        transaction = newest_transaction(data)
     except DamagedStore as error:
-        findings = [_broken(error)]
+        found = Examination(findings=[_broken(error)])
     else:
         progress = progress or default_progress()
         count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
-        pool = WorkerPool(count, silence)
-        try:
-            with progress.bar(f"verify {store}", unit="bytes", total=size) as bar:
-                findings = _examine(found, pool, store, untrusted=untrusted, bar=bar)
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with (
+            WorkerPool(count, silence) as pool,
+            progress.bar(f"verify {store}", unit="bytes", total=size) as bar,
+        ):
+            found = _examine(store, pool, size, full=full, untrusted=untrusted, bar=bar)
+    found.transaction = transaction
     complete = [r for r in found.records.values() if r.state is SlideState.COMPLETE]
-    found.result = replace(
-        found.result, slides=len(found.records), patches=sum(r.planned for r in complete),
-        findings=findings, seconds=round(time.monotonic() - started, 3),
+    found.result = VerifyResult(
+        str(store), full, len(found.records), sum(record.planned for record in complete),
+        size, round(time.monotonic() - started, 3), found.findings,
     )  # fmt: skip
     return found
 
 
 def _examine(
-    found: Examination, pool: WorkerPool, store: Path, *, untrusted: bool, bar: Bar
-) -> list[Finding]:
-    seconds = _LEAST_SECONDS + found.result.file_bytes / _SLOWEST
+    store: Path, pool: WorkerPool, size: int, *, full: bool, untrusted: bool, bar: Bar
+) -> Examination:
+    seconds = _LEAST_SECONDS + size / _SLOWEST
     pages = pool.submit_within(seconds, page_faults, store, not untrusted)
     if untrusted:
         findings = _links(store) + _page_findings(pages)
         if findings:
-            return findings
+            return Examination(findings=findings)
     try:
-        found.store = pool.submit_within(seconds, check_store, store).result()
+        found = result_of(pool.submit_within(seconds, check_store, store))
     except NothingToDo:
         findings = _page_findings(pages)
         if not findings:
             raise
-        return findings
+        return Examination(findings=findings)
     except UnknownVersion:
         raise
     except (WorkerDied, DamagedStore) as error:
-        refuse_killed(error)
-        return [*_page_findings(pages), _broken(f"LMDB cannot read `meta` and `slides`: {error}")]
-    checks = _check_slides(found, pool, store, seconds=seconds, bar=bar)
+        failure = _broken(f"LMDB cannot read `meta` and `slides`: {error}")
+        return Examination(findings=[*_page_findings(pages), failure])
+    average = max(1, size // max(1, len(found.slides)))
+    batch_size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
+    batches = [found.slides[i : i + batch_size] for i in range(0, len(found.slides), batch_size)]
+    side = (found.spec or {}).get("patch_size", 0) if full else None
+    checks = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
     found.records = {c.number: c.record for c in checks if c.record is not None}
     found.damaged_records = {c.number: c.damaged_record for c in checks if c.record is None}
     complete = {n for n, r in found.records.items() if r.state is SlideState.COMPLETE}
     try:
-        orphans, found.without_record = pool.submit_within(
-            seconds, find_orphans, store, complete
-        ).result()
+        task = pool.submit_within(seconds, find_orphans, store, complete)
+        orphans, found.without_record = result_of(task)
     except (WorkerDied, DamagedStore) as error:
-        refuse_killed(error)
         orphans = [_broken(f"LMDB cannot list the keys: {error}")]
-    return [
+    found.findings = [
         *_page_findings(pages),
-        *found.store.findings,
+        *found.findings,
         *(finding for check in checks for finding in check.findings),
         *_duplicate_ids(found),
         *_wrong_values(found, [value for check in checks for value in check.wrong]),
         *orphans,
     ]
+    return found
 
 
 def _broken(what: object) -> Finding:
@@ -194,9 +178,8 @@ def _broken(what: object) -> Finding:
 def _page_findings(pages: Future[list[str]]) -> list[Finding]:
     """Findings of LMDB's verifier."""
     try:
-        return [_broken(fault) for fault in pages.result()]
+        return [_broken(fault) for fault in result_of(pages)]
     except WorkerDied as error:
-        refuse_killed(error)
         return [_broken(f"LMDB's verifier crashes or hangs: {error}")]
     except DamagedStore as error:
         return [_broken(error)]
@@ -212,23 +195,22 @@ def _links(store: Path) -> list[Finding]:
 
 
 def _check_slides(
-    found: Examination, pool: WorkerPool, store: Path, *, seconds: float, bar: Bar
+    pool: WorkerPool,
+    task: Callable[..., list[SlideCheck]],
+    batches: Iterable[list[int]],
+    seconds: float,
+    bar: Bar,
 ) -> list[SlideCheck]:
-    """Check every slide. A slide that ends its worker is checked by its record only."""
+    """Check slides by number. A slide that ends its worker is checked by its record only."""
     checks: list[SlideCheck] = []
     died: dict[int, WorkerDied] = {}
-    numbers = found.store.slides
-    average = max(1, found.result.file_bytes // max(1, len(numbers)))
-    size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
-    batches = [numbers[i : i + size] for i in range(0, len(numbers), size)]
-    task = partial(check_slides, store, full=found.result.full)
     for batch, result in results_of(pool, seconds, task, batches):
         if isinstance(result, WorkerDied):
             died[batch[0]] = result
             continue
         checks += result
         bar.advance(sum(check.value_bytes for check in result))
-    task = partial(check_slides, store, records_only=True)
+    task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
         check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
         why = f"LMDB crashes or hangs reading this slide: {died[number]}"

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from histopipe.annotations.patch_labels import label_patches
 from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import AnnotationRules, Origin, read_regions, source_text
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides
+from histopipe.measure.columns import SlideColumns, measure_slides
 from histopipe.slides.tables import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, SilentProgress, default_progress
+from histopipe.system.result import Result, exit_code_of
 
 _SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AnnotateResult:
+class AnnotateResult(Result):
     """Result of `annotate`.
 
     Attributes:
@@ -49,11 +48,7 @@ class AnnotateResult:
         """0 if no slide failed, 3 if some did, 4 if all did."""
         return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """Number of slides, and of patches per class."""
         counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
         return (

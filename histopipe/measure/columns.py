@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
-from histopipe.errors import DamagedStore, ExitCode, HistopipeError, SlideError, UsageError
-from histopipe.store.columns import ColumnWriter
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
+from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _TASKS_PER_WORKER = 4
@@ -52,34 +53,21 @@ def measure_slides(
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
     """
     count = min(workers or len(os.sched_getaffinity(0)), max(1, len(measures)))
-    with ColumnWriter(store) as writer:
-        pool = WorkerPool(count)
-        try:
-            waiting = iter(measures.items())
-            running: dict[Future[SlideColumns], int] = {}
-            while True:
-                for slide, measure in waiting:
-                    running[pool.submit_within(seconds, measure, store, slide)] = slide
-                    if len(running) >= _TASKS_PER_WORKER * count:
-                        break
-                if not running:
-                    return
-                done = next(as_completed(running))
-                slide = running.pop(done)
-                yield slide, _stored(writer, slide, done, seconds)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def exit_code_of(failed: int, others: int) -> ExitCode:
-    """Return the exit code of a command by the number of slides that failed, and of those that have results."""
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if others else ExitCode.NOTHING
+    waiting = iter(measures.items())
+    running: dict[Future[SlideColumns], int] = {}
+    with StoreWriter(store) as writer, WorkerPool(count) as pool:
+        while True:
+            for slide, measure in islice(waiting, _TASKS_PER_WORKER * count - len(running)):
+                running[pool.submit_within(seconds, measure, store, slide)] = slide
+            if not running:
+                return
+            done = next(as_completed(running))
+            slide = running.pop(done)
+            yield slide, _stored(writer, slide, done, seconds)
 
 
 def _stored(
-    writer: ColumnWriter, slide: int, future: Future[SlideColumns], seconds: float
+    writer: StoreWriter, slide: int, future: Future[SlideColumns], seconds: float
 ) -> SlideColumns | str:
     """Add the result of a slide to the store, and return it, or why it failed."""
     try:
@@ -88,7 +76,7 @@ def _stored(
         if found.labels is not None:
             numbers = writer.class_numbers(list(found.labels.counts()))
             columns["label"] = found.labels.numbered(numbers)
-        writer.put(slide, columns, crc=found.crc, **found.facts)
+        writer.put_columns(slide, columns, crc=found.crc, **found.facts)
     except (SlideError, UsageError, DamagedStore) as error:
         return str(error)
     except TookTooLong:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -14,11 +12,12 @@ from PIL import Image
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, ExitCode
-from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides
+from histopipe.measure.columns import SlideColumns, measure_slides
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result, exit_code_of
 from histopipe.tiling.quality import (
     ALGORITHMS,
     COLOUR_MPP,
@@ -38,7 +37,7 @@ _JPEG_START = b"\xff\xd8"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class QualityResult:
+class QualityResult(Result):
     """Result of `quality`.
 
     Attributes:
@@ -60,11 +59,7 @@ class QualityResult:
         """0 if no slide failed, 3 if some did, 4 if all did."""
         return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """A table of the medians, then totals."""
         lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
         for name, medians in sorted(self.done.items()):

@@ -18,7 +18,7 @@ from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFo
 from histopipe.runs import folder as run_folder
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
 _IMAGE_SIDE = 1600

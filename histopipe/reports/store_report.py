@@ -29,7 +29,7 @@ from histopipe.reports.html_page import (
     number,
 )
 from histopipe.reports.page_images import SIDE, plan_image, strip
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress

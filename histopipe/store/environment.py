@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +22,13 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import check_length
+from histopipe.store.format import META, SLIDES, slide_key
 from histopipe.store.handle import mapped_errors, open_handle, read_map_size
 from histopipe.system.files import Closing
 
 T = TypeVar("T")
+
+_DELETE_AT_ONCE = 20_000
 
 
 @dataclass(slots=True)
@@ -69,7 +73,10 @@ class Environment(Closing):
 
         Its values are views that must not outlive it. An environment that is closed meanwhile closes when it ends.
         """
-        self._take()
+        with _registry_lock:
+            if self.users == 0:
+                raise UsageError(f"the store {self.path} is closed", todo="open it again")
+            self.users += 1
         try:
             with mapped_errors(self.path):
                 transaction = self._begin_read()
@@ -113,6 +120,11 @@ class Environment(Closing):
             self.databases[name] = self.handle.open_db(name, txn=transaction)
         return self.databases[name]
 
+    def slide_databases(self) -> list[Any]:
+        """Databases with entries of slides besides their records. A later version's keys begin with slide numbers, too."""
+        held = self.databases.items()
+        return [db for name, db in held if db is not None and name not in (META, SLIDES)]
+
     def close(self) -> None:
         """Give it back; the last user's call closes it."""
         with _registry_lock:
@@ -138,12 +150,6 @@ class Environment(Closing):
             return False
         self.handle.close()
         return True
-
-    def _take(self) -> None:
-        with _registry_lock:
-            if self.users == 0:
-                raise UsageError(f"the store {self.path} is closed", todo="open it again")
-            self.users += 1
 
     def _begin_read(self) -> lmdb.Transaction:
         while True:
@@ -259,3 +265,28 @@ def entries_with(
         while found and bytes(cursor.key()).startswith(prefix):
             yield bytes(cursor.key()), bytes(cursor.value())
             found = cursor.next()
+
+
+def delete_entries(environment: Environment, slide: int) -> None:
+    """Delete all that is stored of a slide but its record, in bounded transactions, since nothing of it is visible."""
+    for database in environment.slide_databases():
+        delete = partial(delete_slide, database=database, slide=slide, most=_DELETE_AT_ONCE)
+        while _holds(environment, database, slide):  # mostly not, and looking costs no commit
+            environment.change(delete)
+
+
+def _holds(environment: Environment, database: Any, slide: int) -> bool:
+    with environment.read() as transaction:
+        return any(entries_with(transaction, database, slide_key(slide)))
+
+
+def delete_slide(
+    transaction: lmdb.Transaction, database: Any, slide: int, most: int | None = None
+) -> None:
+    """Delete a slide's entries of a database, or at most so many of them."""
+    prefix = slide_key(slide)
+    with transaction.cursor(db=database) as cursor:
+        found = cursor.set_range(prefix)
+        while found and bytes(cursor.key()).startswith(prefix) and most != 0:
+            found = cursor.delete() and bool(cursor.key())
+            most = most and most - 1

@@ -52,10 +52,8 @@ INDEX_COLUMNS: Mapping[str, str] = {
 }
 """Columns of an index block with their little-endian types, in the order written."""
 
-FURTHER_COLUMNS: Mapping[str, str] = {"covered": "<f4", "pen": "<f4", "dark": "<f4"}
-"""Columns that a block may have besides, once they were measured."""
-
-_KNOWN_COLUMNS = {**INDEX_COLUMNS, **FURTHER_COLUMNS}
+_KNOWN_COLUMNS = {**INDEX_COLUMNS, "covered": "<f4", "pen": "<f4", "dark": "<f4"}
+"""With the columns that a block may have besides, once they were measured."""
 _PLAIN_TYPE = re.compile(r"[<|][biufS]\d{1,4}")
 _SEAL = b',"crc":'
 _NEARLY_SEAL = re.compile(rb',"(?:.rc|c.c|cr.)":(?=\d+\}$)')

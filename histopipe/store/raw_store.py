@@ -9,7 +9,6 @@ import lmdb
 
 from histopipe.errors import DamagedStore
 from histopipe.store.data_file import check_length
-from histopipe.store.format import slide_key
 from histopipe.store.handle import mapped_errors, open_handle
 from histopipe.system.files import Closing
 
@@ -61,16 +60,9 @@ class RawStore(Closing):
         return None if value is None else memoryview(value)
 
     def keys(
-        self,
-        database: bytes,
-        low: bytes = b"",
-        high: bytes | None = None,
-        *,
-        skip: Set[int] = frozenset(),
+        self, database: bytes, prefix: bytes = b"", *, skip: Set[int] = frozenset()
     ) -> Iterator[bytes]:
-        """Iterate over the keys from `low` to before `high`, or to the end.
-
-        The keys of the slides in `skip` are not read.
+        """Iterate over the keys that begin with a prefix. The keys of the slides in `skip` are not read.
 
         Raises:
             DamagedStore: a page on the way is damaged, or keys are out of order. A new transaction may have begun.
@@ -79,11 +71,11 @@ class RawStore(Closing):
             return
         try:
             with self._transaction.cursor(db=self._databases[database]) as cursor:
-                found = cursor.set_range(low) if low else cursor.first()
+                found = cursor.set_range(prefix)
                 before = b""
                 while found:
                     key = bytes(cursor.key())
-                    if high is not None and key >= high:
+                    if not key.startswith(prefix):
                         return
                     if key <= before and before:
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
@@ -96,10 +88,6 @@ class RawStore(Closing):
         except lmdb.Error as error:
             self.refresh()
             raise DamagedStore(f"LMDB: {error}") from error
-
-    def slide_keys(self, database: bytes, slide: int) -> Iterator[bytes]:
-        """Iterate over the keys of a slide, as `keys`."""
-        return self.keys(database, slide_key(slide), slide_key(slide + 1))
 
     def close(self) -> None:
         """Close the store."""

@@ -1,8 +1,9 @@
-"""One read transaction on a store's patches: their values, index columns, and places in the file."""
+"""Reading patches: one transaction on their values, index columns and places in the file; decoding pictures."""
 
 from __future__ import annotations
 
 import ctypes
+import io
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ from histopipe.store.environment import Environment
 from histopipe.store.format import INDEX, PATCHES, decode_index, patch_key, slide_key
 from histopipe.store.record import SlideRecord
 
+LARGEST_SIDE = 1 << 14
+"""Pixels of a picture; thumbnails are of a few thousand, patches of at most 8,192."""
 _NODE_HEADER, _PAGE_HEADER = 8, 16
 _BIG_DATA = 0x01
 """LMDB's flag of a value that has pages of its own."""
@@ -116,11 +119,8 @@ class Reading:
 
         Values that are small enough to be in a page among the keys are left out: finding them has read them.
 
-        Args:
-            keys: slide and row of each patch, best in rising order.
-
-        Returns:
-            (N, 2) offset and length, bytes, rising; neighbours are joined.
+        `keys` are slide and row of each patch, best in rising order. Returns (N, 2) offset and length, bytes, rising; neighbours
+        are joined.
         """
         packed = [patch_key(*key) for key in keys]
         found = sorted(_places(self._transaction, self._patches, packed))
@@ -154,3 +154,40 @@ def _places(
             if flags & _BIG_DATA and length == len(key):
                 page = ctypes.c_uint64.from_address(address + length).value
                 yield page, (high << 16 | low) + _PAGE_HEADER
+
+
+def decode_picture(
+    value: bytes | memoryview,
+    where: str,
+    *,
+    mode: str = "RGB",
+    side: int | None = None,
+    least: int = 0,
+) -> NDArray[np.uint8]:
+    """Decode a JPEG or PNG file to (H, W, 3) uint8, or (H, W) with mode L.
+
+    `side` is the width and height that it must have, pixels; without it, at most 16,384. With `least`, a JPEG may be decoded at
+    a smaller scale whose longer side has so many pixels. `where` is for messages.
+
+    Raises:
+        DamagedStore: it cannot be decoded, or has another size: a file of a few kB may claim gigapixels.
+    """
+    # Late: only looking at single pictures needs it.
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(value), formats=("JPEG", "PNG")) as image:
+            if max(image.size) > LARGEST_SIDE if side is None else image.size != (side, side):
+                raise DamagedStore(  # noqa: TRY301 - before the picture is decoded
+                    f"{where}: its size",
+                    found=f"{image.size[0]} × {image.size[1]} pixels",
+                    expected=f"{side} × {side}" if side else f"at most {LARGEST_SIDE}",
+                )
+            if least:
+                image.draft(mode, (least, least))
+            return np.asarray(image.convert(mode), np.uint8)
+    except DamagedStore:
+        raise
+    # Pillow raises all of these for a broken PNG.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise DamagedStore(f"{where} cannot be decoded", found=str(error)[:200]) from error

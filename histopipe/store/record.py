@@ -34,22 +34,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideRecord:
-    """One slide of a store. Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels.
+    """One slide of a store: the fields that docs/store-format.md describes, and `unknown` ones of a later version, kept as they are.
 
-    Attributes:
-        path: as the user gave it; `resolved_path` is without links.
-        quickhash: OpenSlide's; if it is None, `tile_hash` is used.
-        mpp: at level 0; `patch_mpp` as stored. None if unknown.
-        level, downsample, read_size, stride: what was read, in pixels of that level.
-        error_option: the option that a failure of the file also depends on, as `--max-unreadable 0.01`; another value is a
-            reason to try again.
-        annotations: where the labels of patches come from: the file's name and checksum, and the rules.
-        annotation_notes: what was repaired or left out of that file.
-        patch_labels: number of patches by the class that annotations give them.
-        quality: how focus, pen and darkness of the patches were measured; None if they were not.
-        planned, stored, unreadable: numbers of patches; `planned = stored + unreadable` when complete.
-        thumbnail_crc: CRC-32 of the pictures with their keys, by name.
-        unknown: fields of a later version, kept as they are.
+    Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels; `level`, `downsample`, `read_size` and `stride` are of
+    the level that was read. `planned = stored + unreadable` when complete.
     """
 
     id: str

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.store.folder import open_for_change
-from histopipe.store.format import STAINS, seal, slide_key, unseal
-from histopipe.system.files import Closing
+from histopipe.store.format import slide_key, unseal
 
 ALGORITHM = "stain-1"
 
@@ -61,26 +58,6 @@ class StainFit:
                     f"{where}: {name}", found=entries[name], expected=f"{shape} finite numbers"
                 )
         return fit
-
-
-class StainWriter(Closing):
-    """Puts stain fits into a store. Nothing else of it is touched, and other processes may read or write it meanwhile.
-
-    Open it before any `Store` of the same folder in this process. Raises as `open_for_change`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._environment = open_for_change(path)
-
-    def put(self, slide: int, fit: StainFit) -> None:
-        """Add or replace a slide's fit."""
-        with self._environment.write() as transaction:
-            database = self._environment.databases[STAINS]
-            transaction.put(slide_key(slide), seal(slide_key(slide), fit.to_json()), db=database)
-
-    def close(self) -> None:
-        """Close the store."""
-        self._environment.close()
 
 
 def read_fits(entries: Mapping[int, bytes], *, where: str) -> dict[int, StainFit]:

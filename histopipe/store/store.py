@@ -25,8 +25,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
-from histopipe.store.picture import decode_picture
-from histopipe.store.reading import Columns, Reading
+from histopipe.store.reading import Columns, Reading, decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import StainFit, read_fits
 from histopipe.system.files import Closing

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,22 +12,21 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe._version import __version__
-from histopipe.errors import MachineShort, SpecMismatch, UsageError
-from histopipe.store.columns import add_classes
-from histopipe.store.environment import Environment, open_environment
-from histopipe.store.folder import make_folder, remove_begun
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.store.environment import delete_entries, delete_slide
+from histopipe.store.folder import open_for_change, open_or_make
 from histopipe.store.format import (
-    FORMAT_NAME,
     INDEX,
     MAX_SLIDE_NUMBER,
     META,
     PATCHES,
     SLIDES,
+    STAINS,
     THUMBNAILS,
-    VERSION,
+    decode_index,
     encode_index,
     patch_key,
+    seal,
     slide_key,
     thumbnail_key,
     to_json,
@@ -38,46 +34,42 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import read_meta, read_record, read_records
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.stains import StainFit
 from histopipe.system.files import Closing
-from histopipe.tiling.spec import TilingSpec, differences
-
-_DELETE_AT_ONCE = 20_000
+from histopipe.tiling.spec import TilingSpec
 
 
 class StoreWriter(Closing):
-    """A store open for writing; any number of processes may have one.
+    """A store open for writing; any number of processes may have one. Open it before a `Store` of it in the same process.
 
     Args:
-        path: the store's folder, made if missing.
-        spec: how its patches are made, as a spec or as `meta` holds it.
+        path: the store's folder.
+        spec: how its patches are made, as a spec or as `meta` holds it; a missing store is made. None opens any existing store.
         alone: no other process writes to the store meanwhile, so that its records are read only once.
 
     Raises:
+        NothingToDo: there is no store, and no spec to make it.
         SpecMismatch: the store has another spec.
-        UnknownVersion, DamagedStore: the store cannot be used.
+        UnknownVersion, DamagedStore, MachineShort: the store cannot be used.
         UsageError: the path is something else than a store.
     """
 
     def __init__(
-        self, path: Path, spec: TilingSpec | Mapping[str, Any], *, alone: bool = False
+        self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
     ) -> None:
         self.path = path
         self._held: dict[int, SlideRecord] | None = None
-        wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
-        made = make_folder(path)
-        try:
-            self._environment = open_environment(path, write=True)
-        except MachineShort:
-            if made:
-                remove_begun(path)
-            raise
-        try:
-            self._environment.change(lambda transaction: self._check_or_create(transaction, wanted))
-            if alone:
+        if spec is None:
+            self._environment = open_for_change(path)
+        else:
+            wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
+            self._environment = open_or_make(path, wanted)
+        if alone:
+            try:
                 self._held = self.records()
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def records(self) -> dict[int, SlideRecord]:
         """Return every slide's record by number."""
@@ -115,9 +107,16 @@ class StoreWriter(Closing):
         """Return the number of each class of patches. New classes are added after the known ones."""
         if not names:
             return {}
-        return self._environment.change(
-            lambda transaction: add_classes(transaction, self._db, names, path=self.path)
-        )
+
+        def work(transaction: lmdb.Transaction) -> dict[str, int]:
+            classes = read_meta(transaction, self._db, "classes", list, self.path)
+            new = [name for name in names if name not in classes]
+            if new:
+                classes = [*classes, *new]
+                transaction.put(b"classes", to_json(classes), db=self._db[META])
+            return {name: classes.index(name) for name in names}
+
+        return self._environment.change(work)
 
     def put_patches(
         self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]
@@ -146,12 +145,7 @@ class StoreWriter(Closing):
     ) -> None:
         """Make a slide visible: record, index and all else in one transaction, after its last patch.
 
-        Args:
-            slide: its number.
-            record: what is known of it.
-            columns: (N,) each, of its index.
-            thumbnails: pictures by name.
-            further: values by database and key, of databases that this version may not know.
+        `columns` are (N,) each. `further` are values by database and key, of databases that this version may not know.
         """
         index = encode_index(slide_key(slide), columns)
         pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
@@ -171,6 +165,38 @@ class StoreWriter(Closing):
             self._put_record(transaction, slide, record)
 
         self._environment.change(work)
+
+    def put_columns(
+        self,
+        slide: int,
+        columns: Mapping[str, NDArray[Any]],
+        *,
+        crc: NDArray[np.integer],
+        **facts: Any,
+    ) -> None:
+        """Add or replace columns of a slide's index, (N,) each, and fields of its record, in one transaction.
+
+        Raises:
+            DamagedStore: the store has patches of other checksums than `crc`, (N,), by now.
+        """
+        key, where = slide_key(slide), f"{self.path}, slide {slide}"
+
+        def work(transaction: lmdb.Transaction) -> None:
+            block = transaction.get(key, db=self._db[INDEX])
+            held = decode_index(key, bytes(block), where=where) if block is not None else {}
+            if not np.array_equal(held.get("crc", ()), crc):
+                raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
+            record = read_record(transaction, self._db, slide, self.path)
+            transaction.put(key, encode_index(key, {**held, **columns}), db=self._db[INDEX])
+            self._put_record(transaction, slide, dataclasses.replace(record, **facts))
+
+        self._environment.change(work)
+
+    def put_stain(self, slide: int, fit: StainFit) -> None:
+        """Add or replace a slide's stain fit."""
+        key = slide_key(slide)
+        value = seal(key, fit.to_json())
+        self._environment.change(lambda t: t.put(key, value, db=self._db[STAINS]))
 
     def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
         """Delete what was stored of a slide, then record why it failed."""
@@ -193,8 +219,8 @@ class StoreWriter(Closing):
         """Delete a slide and all that is stored of it, in one transaction. Its number is not used again."""
 
         def work(transaction: lmdb.Transaction) -> None:
-            for name in [*_databases_of_slides(self._environment), SLIDES]:
-                _delete(transaction, self._db[name], slide)
+            for database in [*self._environment.slide_databases(), self._db[SLIDES]]:
+                delete_slide(transaction, database, slide)
 
         self._environment.change(work)
         if self._held is not None:
@@ -244,68 +270,3 @@ class StoreWriter(Closing):
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
         if self._held is not None:  # should the transaction fail, this writer is closed
             self._held[number] = record
-
-    def _check_or_create(self, transaction: lmdb.Transaction, spec: Mapping[str, Any]) -> None:
-        if transaction.stat(self._db[META])["entries"] == 0:
-            for name, value in _new_meta(spec).items():
-                transaction.put(name.encode(), to_json(value), db=self._db[META])
-            return
-        check_spec(read_meta(transaction, self._db, "spec", dict, self.path), spec, self.path)
-
-
-def check_spec(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse to put patches of one spec into a store of another, with SpecMismatch."""
-    if found != wanted:
-        raise SpecMismatch(
-            f"{path} was made with other settings",
-            found="; ".join(differences(found, wanted)),
-            todo="use the store's settings, or another --out",
-        )
-
-
-def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "format": {"name": FORMAT_NAME, "version": VERSION},
-        "required_features": [],
-        "uuid": str(uuid.uuid4()),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "histopipe_version": __version__,
-        "spec": dict(spec),
-        "classes": [],
-        "next_number": 0,
-    }
-
-
-def delete_entries(environment: Environment, slide: int) -> None:
-    """Delete all that is stored of a slide but its record, in bounded transactions, since nothing of it is visible."""
-    for name in _databases_of_slides(environment):
-        database = environment.databases[name]
-        delete = partial(_delete, database=database, slide=slide, most=_DELETE_AT_ONCE)
-        while _holds(environment, database, slide):  # mostly not, and looking costs no commit
-            environment.change(delete)
-
-
-def _databases_of_slides(environment: Environment) -> list[bytes]:
-    """The databases with entries of slides beside their records. A later version's keys begin with slide numbers, too."""
-    held = environment.databases.items()
-    return [n for n, database in held if database is not None and n not in (META, SLIDES)]
-
-
-def _holds(environment: Environment, database: Any, slide: int) -> bool:
-    with environment.read() as transaction, transaction.cursor(db=database) as cursor:
-        return bool(cursor.set_range(slide_key(slide))) and _is_of(cursor, slide)
-
-
-def _is_of(cursor: lmdb.Cursor, slide: int) -> bool:
-    return bytes(cursor.key()).startswith(slide_key(slide))
-
-
-def _delete(
-    transaction: lmdb.Transaction, database: Any, slide: int, most: int | None = None
-) -> None:
-    """Delete a slide's entries, or at most so many of them."""
-    with transaction.cursor(db=database) as cursor:
-        found = cursor.set_range(slide_key(slide))
-        while found and _is_of(cursor, slide) and most != 0:
-            found = cursor.delete() and bool(cursor.key())
-            most = most and most - 1

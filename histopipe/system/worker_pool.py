@@ -101,6 +101,9 @@ class WorkerPool(Executor):
         if wait:
             self._thread.join()
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(cancel_futures=kind is not None)
+
     def _submit(
         self, seconds: float | None, fn: Callable[..., T], args: Any, kwargs: Any
     ) -> Future[T]:

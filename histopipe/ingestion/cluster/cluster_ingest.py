@@ -39,9 +39,10 @@ from histopipe.ingestion.report import (
 )
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog
+from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.store.writer import StoreWriter, check_spec
+from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.locks import locked
 from histopipe.system.progress import LogProgress, Progress, default_progress
