@@ -283,11 +283,11 @@ def test_a_normalized_dataset(fitted: Path, made_store: Path) -> None:
     for method in ("macenko", "reinhard"):
         normal = histopipe.load_dataset(fitted, batch_size=32, seed=1, stain_norm=method)
         with Store(fitted) as store:
-            normalise = StainNormalizer([store], method)
+            normalize = StainNormalizer([store], method)
         for before, after in itertools.islice(zip(plain, normal, strict=True), 3):
             assert after["image"].dtype == tf.uint8
             assert after["image"].shape == before["image"].shape
-            expected = aug.to_uint8(normalise(before["image"], before["key"]))
+            expected = aug.to_uint8(normalize(before["image"], before["key"]))
             np.testing.assert_array_equal(after["image"], expected)
             assert (after["image"].numpy() != before["image"].numpy()).any()
 

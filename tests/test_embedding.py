@@ -23,8 +23,14 @@ from test_reader import a_store, flip_a_byte, jpegs
 
 import histopipe
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
-from histopipe.features.feature_file import read_coords, read_features, read_header, writing
-from histopipe.features.feature_folder import feature_files, feature_path
+from histopipe.features.feature_file import (
+    feature_files,
+    feature_path,
+    read_coords,
+    read_features,
+    read_header,
+    writing,
+)
 from histopipe.store.store import Store
 
 NETWORK = ["--model", "mobilenet", "--weights", "none"]
@@ -351,18 +357,16 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.inference.keras_network import KerasNetwork
+    from histopipe.training.devices import one_per_replica
 
-    whole = KerasNetwork._piece
-
-    def short(self: Any, parts: Any) -> Any:
+    def short(strategy: Any, parts: Any, first: int) -> Any:
         if len(parts[0]) > 3:
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
-        return whole(self, parts)
+        return one_per_replica(strategy, parts, first)
 
     arguments: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 8}
     histopipe.embed(small_store, out=tmp_path / "a", **arguments)
-    monkeypatch.setattr(KerasNetwork, "_piece", short)
+    monkeypatch.setattr("histopipe.inference.keras_network.one_per_replica", short)
     histopipe.embed(small_store, out=tmp_path / "b", **arguments)
     assert "continuing with 2 patches per device at once" in capsys.readouterr().err
     for slide, values in features_of(tmp_path / "a").items():

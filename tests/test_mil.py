@@ -400,9 +400,13 @@ def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
         "part-2",
         "sub/TCGA-AB-1234-02",
     ]
-    assert [record.patient for record in bags.slides] == ["TCGA-AB-1234", "part-2", "TCGA-AB-1234"]
-    assert [record.label for record in bags.slides] == [None, "1", None]
-    assert BagSet(tmp_path, labels=tmp_path / "l.csv").slides[1].label == "b"
+    assert [record.patient for record in bags.records.values()] == [
+        "TCGA-AB-1234",
+        "part-2",
+        "TCGA-AB-1234",
+    ]
+    assert [record.label for record in bags.records.values()] == [None, "1", None]
+    assert BagSet(tmp_path, labels=tmp_path / "l.csv").records[1].label == "b"
     assert [bag.rows for bag in bags.bags.values()] == [9, 4, 5]
     assert len(bags.notes) == 1
 
@@ -486,7 +490,7 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
             label="ab"[i // 2 % 2] if i > 4 else "a", patient=f"P{i // 2}", site=f"site{i % 2}",
         )  # fmt: skip
     bags = BagSet(tmp_path, bag="patient")
-    contents = [record.content for record in bags.slides]
+    contents = [record.content for record in bags.records.values()]
     assert contents[0] == contents[1] == contents[2]
     assert len(set(contents)) == 6
     with pytest.raises(UsageError, match="a site for every slide"):

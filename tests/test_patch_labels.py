@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from test_reader import a_store, jpegs
 
 from histopipe import load_dataset
-from histopipe.dataset.labelling import Labelling
+from histopipe.dataset.labelling import Labelling, PatchFilter
 from histopipe.dataset.options import SIDES, SplitBy
-from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import read_splits, write_splits
 from histopipe.dataset.splitting import make_folds, make_splits

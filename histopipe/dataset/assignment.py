@@ -112,7 +112,7 @@ class AssignByFolds:
     def _tested(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> set[Unit]:
-        # Late: loading it takes a third of a second, and only making a split needs it.
+        # Late: loading it takes a second, and only a cross-validation needs it.
         from sklearn.model_selection import StratifiedKFold
 
         largest = max(strata, key=lambda label: len(strata[label]))
@@ -185,12 +185,9 @@ def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
 
 
 def _drawn(units: list[Unit], size: int, seed: int) -> tuple[list[Unit], list[Unit]]:
-    """Return the rest, and the units drawn."""
-    # Late: loading it takes a third of a second, and only making a split needs it.
-    from sklearn.model_selection import train_test_split
-
-    rest, chosen = train_test_split(units, test_size=size, random_state=seed & _SEEDS)
-    return rest, chosen
+    """Return the rest and the units drawn, as scikit-learn's `train_test_split`, which takes a second to load."""
+    order = np.random.RandomState(seed & _SEEDS).permutation(len(units)).tolist()
+    return [units[i] for i in order[size:]], [units[i] for i in order[:size]]
 
 
 def _too_few(

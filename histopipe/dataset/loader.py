@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from histopipe.dataset.labelling import read_slide_labels
+from histopipe.dataset.labelling import PatchFilter, read_slide_labels
 from histopipe.dataset.options import (
     Balance,
     Column,
@@ -23,7 +23,6 @@ from histopipe.dataset.options import (
 )
 from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.patch_filter import PatchFilter
 from histopipe.dataset.sample_table import UNLABELLED, SampleTable
 from histopipe.dataset.selection import Classes, LabelById, select, store_paths
 from histopipe.dataset.splits import read_splits
@@ -184,7 +183,15 @@ def load_dataset(
             parallel_calls=parallel_calls, prefetch=prefetch, read_ahead=read_ahead,
         )  # fmt: skip
         if stain_norm != "none":
-            dataset = _normalized(dataset, stores, stain_norm)
+            # Late: they load TensorFlow.
+            from histopipe.dataset.augmentation import to_uint8
+            from histopipe.dataset.stain_normalization import StainNormalizer
+
+            normalize = StainNormalizer(stores, stain_norm)
+            dataset = dataset.map(
+                lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
+                num_parallel_calls=_PREFETCH, deterministic=True,
+            ).prefetch(1)  # fmt: skip
         if as_supervised:
             dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
@@ -193,18 +200,3 @@ def load_dataset(
         for store in stores:
             weakref.finalize(feed, store.close_later)
     return dataset
-
-
-def _normalized(
-    dataset: tf.data.Dataset, stores: Sequence[Store], method: StainNorm
-) -> tf.data.Dataset:
-    # Late: they load TensorFlow.
-    from histopipe.dataset.augmentation import to_uint8
-    from histopipe.dataset.stain_normalization import StainNormalizer
-
-    normalize = StainNormalizer(stores, method)
-    dataset = dataset.map(
-        lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
-        num_parallel_calls=_PREFETCH, deterministic=True,
-    )  # fmt: skip
-    return dataset.prefetch(1)

@@ -95,10 +95,7 @@ class Balanced(Order):
     So small groups are repeated within an epoch, and of large ones each epoch shows another part. With `max_per_slide`,
     each epoch starts again, with the samples that were drawn for it.
 
-    Args:
-        table: the samples.
-        groups: (S,) number of the group of each of the table's slides, from 0.
-        seed: seed of the order.
+    `groups` (S,) are the numbers of the groups of the table's slides, from 0.
     """
 
     def __init__(self, table: SampleTable, groups: NDArray[np.int64], seed: int) -> None:

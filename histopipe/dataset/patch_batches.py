@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -21,8 +19,6 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode_picture
 from histopipe.store.store import Store
 
-_log = logging.getLogger("histopipe")
-_WARNINGS = 10
 _ALIGNMENT = 64
 _JPEG_START = b"\xff\xd8"
 
@@ -46,9 +42,6 @@ class PatchBatches(BatchSampler):
     """Batches of a table of patches, in a given order.
 
     With `on_error="skip"`, a damaged patch gets weight 0 and black pixels. `check` compares each value with its CRC.
-
-    Attributes:
-        skipped: reason by key of every patch that has been skipped so far.
 
     Raises:
         UsageError: an option has none of the allowed values.
@@ -82,9 +75,7 @@ class PatchBatches(BatchSampler):
             Field("label", np.int32), Field("weight", np.float32), Field("key", np.int64),
             *(Field(name, _TYPES[name]) for name in self.columns),
         )  # fmt: skip
-        self.skipped: dict[int, str] = {}
         self._skip, self._check = on_error == "skip", check
-        self._lock = threading.Lock()
 
     def load(self, step: int, replica: int = 0) -> Batch:
         """Load a replica's part of a step, counted over all epochs.
@@ -118,7 +109,7 @@ class PatchBatches(BatchSampler):
                         if not self._skip:
                             raise problem from error
                         images[i], weights[i] = 0, 0
-                        self._note(int(keys[i]), str(problem))
+                        self._note_skipped(int(keys[i]), str(problem))
         return Batch(images, located.labels, weights, keys, columns)
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
@@ -147,16 +138,6 @@ class PatchBatches(BatchSampler):
         if self._check and value_crc(patch_key(slide, row), value) != crc:
             raise DamagedStore("it is not what was written")
         decode(value, out)
-
-    def _note(self, key: int, problem: str) -> None:
-        with self._lock:
-            new = key not in self.skipped
-            self.skipped[key] = problem
-            count = len(self.skipped)
-        if new and count <= _WARNINGS:
-            _log.warning("skipped: %s", problem)
-        if new and count == _WARNINGS:
-            _log.warning("further skipped patches are counted, not logged")
 
 
 _TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}

@@ -1,21 +1,54 @@
-"""The samples of a dataset: whole groups (slides, bags) or selected rows of them, one after another."""
+"""The samples of a dataset: whole slides or bags, or selected rows of them, one after another.
+
+A sample is what a model sees once: a patch of a store, or a bag of feature files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.permutation import permuted
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 
 UNLABELLED = -1
 MAX_STORES = 127
 
 _CAP_DRAW = 201
+
+
+class SampleSource(Protocol):
+    """Samples of slides by number: a `Store`, or a `BagSet`, where a bag is a slide with one sample."""
+
+    @property
+    def path(self) -> Path:
+        """File or folder, for messages."""
+
+    @property
+    def uuid(self) -> str:
+        """Identity, which splits record."""
+
+    @property
+    def records(self) -> Mapping[int, SlideRecord]:
+        """Every slide by number."""
+
+    @property
+    def complete(self) -> Mapping[int, SlideRecord]:
+        """The slides that can be read, by number."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes that single samples may have, in the order of their numbers."""
+
+    def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
+        """Columns of a slide, one row per sample; `crc` at least."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.labelling import PatchFilter
 from histopipe.dataset.options import LabelsFrom, Side
-from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.sample_table import MAX_STORES, UNLABELLED, SampleRows
-from histopipe.dataset.samples import SampleGroup, SampleSource
+from histopipe.dataset.sample_table import MAX_STORES, UNLABELLED, SampleRows, SampleSource
 from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.store.catalog import parts_of
+from histopipe.store.record import SlideRecord
 
 Classes = Sequence[str] | Mapping[str, int]
 LabelById = Mapping[str, str | None]
@@ -101,15 +101,13 @@ def select(
             "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
         )
     held = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
-    named = _labels(stores, labels, splits, held)
-    if splits is not None:
-        parts = list(_of_splits(splits, side, named))
-        if classes is None and labels is None:
-            classes = splits.classes
-    elif labels_from == "annotation":
-        parts = list(_by_annotation(stores, held))
-    else:
-        parts = [(key, _readable(stores[key[0]], key[1]), named[key]) for key in held]
+    if labels is not None:
+        _refuse_unknown(labels, stores)
+    elif splits is not None and classes is None:
+        classes = splits.classes
+    parts = list(
+        _parts(stores, held, labels=labels, splits=splits, side=side, labels_from=labels_from)
+    )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}
     chosen = []
@@ -130,56 +128,48 @@ def select(
 
 _Key = tuple[int, int]
 """Store, and number of the slide in it."""
-_Part = tuple[_Key, NDArray[np.int32] | None, str | None]
-"""A slide; its rows, or None for all, which needs no memory; and their class."""
 
 
-def _labels(
+def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
+    known = {record.id for store in stores for record in store.records.values()}
+    unknown = sorted(set(labels) - known)
+    if unknown:
+        raise UsageError(
+            "labels name slides that no store holds",
+            found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if unknown[3:] else ""),
+            expected="slide ids as `histopipe info` shows them",
+        )  # fmt: skip
+
+
+def _parts(
     stores: Sequence[SampleSource],
+    held: Mapping[_Key, SlideRecord],
+    *,
     labels: LabelById | None,
     splits: Splits | None,
-    held: Mapping[_Key, SampleGroup],
-) -> dict[_Key, str | None]:
-    if labels is not None:
-        known = {record.id for store in stores for record in store.slides}
-        unknown = sorted(set(labels) - known)
-        if unknown:
-            raise UsageError(
-                "labels name slides that no store holds",
-                found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if unknown[3:] else ""),
-                expected="slide ids as `histopipe info` shows them",
-            )  # fmt: skip
-        return {key: labels.get(record.id) for key, record in held.items()}
-    if splits is not None:
-        return {(slide.store, slide.slide): slide.label for slide in splits.slides}
-    return {key: record.label for key, record in held.items()}
-
-
-def _readable(store: SampleSource, slide: int) -> NDArray[np.int32] | None:
-    """Return the rows that can be read, or None if all can. Reads the index of slides with unreadable patches only."""
-    record = store.records[slide]
-    if record.stored == record.planned:
-        return None
-    return np.flatnonzero(store.index(slide)["length"]).astype(np.int32)
-
-
-def _by_annotation(stores: Sequence[SampleSource], keys: Iterable[_Key]) -> Iterator[_Part]:
-    """Yield a part for each annotated class of each slide."""
-    for key in keys:
-        store = stores[key[0]]
-        index = store.index(key[1])
-        for number in np.unique(index["label"]).tolist():
-            rows = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
-            name = store.classes[number] if 0 <= number < len(store.classes) else None
-            yield key, rows.astype(np.int32), name
-
-
-def _of_splits(splits: Splits, side: Side, named: Mapping[_Key, str | None]) -> Iterator[_Part]:
-    for slide in splits.slides:
+    side: Side,
+    labels_from: LabelsFrom,
+) -> Iterator[tuple[_Key, NDArray[np.int32] | None, str | None]]:
+    """Yield slides, or the part of each class of a slide: rows, None for all, which needs no memory, and label."""
+    for slide in splits.slides if splits is not None else ():
         key = (slide.store, slide.slide)
-        if slide.labels is None:
-            rows = slide.on(side)
-            yield key, None if len(rows) == slide.count else rows, named.get(key)
-        else:
+        if splits is not None and slide.labels is not None:
             for name, rows in splits.by_class(slide, side).items():
                 yield key, rows, name
+        else:
+            on_side = slide.on(side)
+            label = slide.label if labels is None else labels.get(held[key].id)
+            yield key, None if len(on_side) == slide.count else on_side, label
+    for key, record in held.items() if splits is None else ():
+        store = stores[key[0]]
+        if labels_from == "annotation":
+            index = store.index(key[1])
+            for number in np.unique(index["label"]).tolist():
+                own = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
+                known = 0 <= number < len(store.classes)
+                yield key, own.astype(np.int32), store.classes[number] if known else None
+            continue
+        readable = None
+        if record.stored < record.planned:  # else the index need not be read
+            readable = np.flatnonzero(store.index(key[1])["length"]).astype(np.int32)
+        yield key, readable, record.label if labels is None else labels.get(record.id)

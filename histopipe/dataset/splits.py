@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import SIDES, Side, SplitBy
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.files import appearing, read_json
 

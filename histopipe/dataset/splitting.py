@@ -18,7 +18,7 @@ from histopipe.dataset.assignment import (
 )
 from histopipe.dataset.labelling import Labelling, candidates
 from histopipe.dataset.options import SIDES, Side, SplitBy
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres

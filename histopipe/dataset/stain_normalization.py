@@ -7,12 +7,13 @@ average tissue. `stain_fit` makes the fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.augmentation import from_density, to_density
+from histopipe.dataset.augmentation import from_density, to_density, to_uint8
 from histopipe.dataset.options import StainNorm
 from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
 from histopipe.errors import NothingToDo, UsageError
@@ -32,9 +33,6 @@ Source:
     Mean and deviation: the reference of HistomicsTK (there with natural logarithms), which is of slide TCGA-A2-A3XS.
     Vectors and maxima: those that implementations of Macenko's method have in common.
 """
-
-Change = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
-"""Normalizes (B, H, W, 3) uint8 or float32 images, 0 to 255, by (B, ...) changes: (B, H, W, 3) float32, 0 to 255."""
 
 
 class StainNormalizer:
@@ -65,7 +63,7 @@ class StainNormalizer:
 
 
 def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
-    """Scale and shift each channel of lαβ by (B, 2, 3) factors and shifts; see `Change`."""
+    """Scale and shift each channel of lαβ of (B, H, W, 3) images by (B, 2, 3) factors and shifts; float32, 0 to 255."""
     log10 = np.float32(np.log(10))
     light = tf.matmul(tf.cast(images, tf.float32) + 1, RGB_TO_LMS.T.astype(np.float32))
     lab = tf.matmul(tf.math.log(light) / log10, LMS_TO_LAB.T.astype(np.float32))
@@ -76,7 +74,7 @@ def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
 
 
 def macenko(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
-    """Unmix the slide's two stains, scale their amounts, and mix them again as the reference's; see `Change`.
+    """Unmix two stains of (B, H, W, 3) images, scale them, and mix them as the reference's; float32, 0 to 255.
 
     All of it is one (B, 3, 3) matrix on rows of optical density.
     """
@@ -99,10 +97,32 @@ def macenko_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
 _METHODS = {"reinhard": (reinhard, reinhard_changes), "macenko": (macenko, macenko_changes)}
 
 
-def normalizing_by(fit: StainFit, method: StainNorm) -> tuple[Change, tf.Tensor]:
-    """Return the function that normalizes, and the changes that it takes for a slide of this fit, without the B."""
-    function, change_of = _METHODS[method]
-    return function, tf.constant(change_of(fit, REFERENCE), tf.float32)
+def slide_normalizer(fit: StainFit, method: StainNorm) -> Callable[..., NDArray[np.uint8]]:
+    """Return a function that normalizes (B, H, W, 3) uint8 images of one slide by its stain fit."""
+    change, change_of = _METHODS[method]
+    with tf.device("CPU"):
+        by = tf.constant(change_of(fit, REFERENCE), tf.float32)
+    return _on_cpu(lambda images: change(images, tf.repeat(by[None], len(images), axis=0)))
+
+
+def store_normalizer(
+    stores: Sequence[Store], method: StainNorm
+) -> Callable[..., NDArray[np.uint8]]:
+    """Return a function that normalizes (B, H, W, 3) uint8 images with (B,) keys, as `StainNormalizer` does."""
+    with tf.device("CPU"):
+        normalizer = StainNormalizer(stores, method)
+    return _on_cpu(lambda images, keys: normalizer(images, tf.constant(keys)))
+
+
+def _on_cpu(change: Callable[..., tf.Tensor]) -> Callable[..., NDArray[np.uint8]]:
+    """Return the function over arrays, on the CPU, in the threads that load them."""
+
+    def normalize(*arrays: NDArray[Any]) -> NDArray[np.uint8]:
+        with tf.device("CPU"):
+            pixels: NDArray[np.uint8] = to_uint8(change(*arrays)).numpy()
+        return pixels
+
+    return normalize
 
 
 def _refuse_missing(stores: Sequence[Store], fits: Mapping[tuple[int, int], StainFit]) -> None:

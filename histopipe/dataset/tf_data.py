@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.dataset.batch_sampler import BatchSampler
+from histopipe.dataset.batch_sampler import BatchSampler, replica_rows
 from histopipe.errors import UsageError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class BatchFeed:
 
         _refuse_fork()
         batches, parts = self.batches, len(self.parts)
-        sizes = {len(batches.rows(part)) for part in self.parts}
+        sizes = {len(replica_rows(batches.batch_size, batches.replicas, p)) for p in self.parts}
         rows = sizes.pop() if len(sizes) == 1 else None  # replicas may differ by a row
         names = [field.name for field in batches.fields]
         shapes = [(None if field.ragged else rows, *field.shape) for field in batches.fields]
@@ -144,11 +144,8 @@ class ReadAhead:
     A store in the page cache needs no requests, which would cost a few percent. Major page faults show whether a batch had to
     wait for the disk. `histopipe.store.reading` explains why the kernel cannot do this.
 
-    Args:
-        batches: batches to load.
-        parts: parts of each step that are loaded here.
-        last_step: first step that is not loaded any more.
-        steps: number of steps to request in advance; 0 for none, None for `STEPS_AHEAD` while batches wait for the disk.
+    `last_step` is the first that is not loaded any more. `steps` are requested in advance: 0 for none, None for `STEPS_AHEAD`
+    while batches wait for the disk.
     """
 
     def __init__(

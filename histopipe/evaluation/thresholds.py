@@ -38,8 +38,6 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
     """
-    from sklearn.metrics import roc_curve  # late: takes half a second, too long for `--help`
-
     match = RULE.fullmatch(rule)
     if match is None:
         check_rule(rule)
@@ -49,8 +47,11 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     truth = scores.label == positive
     if truth.all() or not truth.any():
         return EVEN, f"{FALLBACK}: one class only in validation, none could be chosen"
-    passed, found, thresholds = roc_curve(
-        truth, scores.probability[:, positive], drop_intermediate=False
+    thresholds, which = np.unique(-scores.probability[:, positive], return_inverse=True)
+    # The ROC curve: shares of negative and of positive items up to each score, from the highest score on.
+    passed, found = (
+        np.append(0, np.cumsum(np.bincount(which[side], minlength=len(thresholds)))) / side.sum()
+        for side in (~truth, truth)
     )
     if match["of"] is None:
         place = int(np.argmax(found - passed))
@@ -58,7 +59,7 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
         place = int(np.argmax(found >= float(match["least"])))
     else:
         place = int(np.flatnonzero(1 - passed >= float(match["least"]))[-1])
-    return _half_way(thresholds[1:], place), None
+    return _half_way(-thresholds.astype(np.float64), place), None
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,6 @@ from histopipe.features.feature_file import read_features
 from histopipe.system.hashing import combine
 
 _DRAW = 301
-_log = logging.getLogger("histopipe")
 
 
 class BagBatches(BatchSampler):
@@ -28,9 +25,6 @@ class BagBatches(BatchSampler):
 
     With `on_error="skip"`, a damaged bag gets weight 0. If `most` is not 0, an epoch has at most so many patches of a bag,
     others in each epoch, drawn by `seed`.
-
-    Attributes:
-        skipped: reason by key, for every bag that has been skipped so far.
     """
 
     # A bag may have a gigabyte: only the next one is read ahead.
@@ -53,7 +47,6 @@ class BagBatches(BatchSampler):
         super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
         self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
         self.dtype = np.result_type(*(h.dtype for bag in bags.bags.values() for h in bag.headers))
-        self.skipped: dict[int, str] = {}
         self.fields = (
             Field("features", self.dtype, (bags.dimension,), ragged=True),
             Field("end", np.int64), Field("label", np.int32), Field("weight", np.float32),
@@ -80,19 +73,13 @@ class BagBatches(BatchSampler):
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return _joined(parts), ends, located.labels, weights, keys
 
-    def advise(self, steps: range, parts: Sequence[int]) -> int:
-        """Read nothing ahead: a bag is read in one piece, for which the system reads ahead."""
-        return 0
-
     def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
         try:
             return read_bag(self._bags.bags[number], self.dtype, self._drawn(number, epoch))
         except DamagedStore as error:
             if not self._skip:
                 raise
-            if int(key) not in self.skipped:
-                _log.warning("skipped: %s", error)
-            self.skipped[int(key)] = str(error)
+            self._note_skipped(int(key), str(error))
             return None
 
     def _drawn(self, number: int, epoch: int) -> NDArray[np.int64] | None:

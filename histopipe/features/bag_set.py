@@ -7,38 +7,36 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features import BagOf
-from histopipe.features.feature_file import FeatureHeader, read_header
-from histopipe.features.feature_folder import ENCODER, feature_files
+from histopipe.features.feature_file import ENCODER, FeatureHeader, feature_files, read_header
 from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.store.record import SlideRecord
 from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """The patches of a slide, or of all slides of a patient, by whom it is then named: a `SampleGroup` of one sample.
+    """The patches of a slide, or of all slides of a patient, by whom it is then named.
 
-    It has no site if its slides are of several. Bags with copies of one slide share `content`.
+    `record` is that of a slide with one sample. It has no site if the slides are of several. Bags with copies of one slide
+    have the same content.
     """
 
-    planned: ClassVar = 1
-    stored: ClassVar = 1
-    patch_labels: ClassVar[Mapping[str, int]] = {}
-
-    id: str
+    record: SlideRecord
     slides: tuple[str, ...]
     headers: tuple[FeatureHeader, ...]
-    label: str | None
-    patient: str | None
-    site: str | None
-    content: str | None
+
+    @property
+    def id(self) -> str:
+        """Name of the bag."""
+        return self.record.id
 
     @property
     def rows(self) -> int:
@@ -98,14 +96,19 @@ class BagSet:
         # Known bags keep their numbers, so that a new slide in the folder changes none.
         known = numbers or {}
         others = itertools.count(max(known.values(), default=-1) + 1)
-        bags = {
-            known[name] if name in known else next(others): _bag(
-                name, slides, filled, labelled, contents[name]
-            )
-            for name, slides in groups.items()
-        }
-        self.bags = self.records = self.complete = dict(sorted(bags.items()))
-        self.slides = list(self.bags.values())
+        bags = {}
+        for name, slides in groups.items():
+            own = tuple(filled[slide] for slide in slides)
+            sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
+            record = SlideRecord(
+                id=name, path=str(folder), resolved_path=str(folder), label=first.label,
+                patient=first.patient, site=sites.pop() if len(sites) == 1 else None,
+                quickhash=contents[name], planned=1, stored=1,
+            )  # fmt: skip
+            number = known[name] if name in known else next(others)
+            bags[number] = Bag(record, tuple(slides), own)
+        self.bags = dict(sorted(bags.items()))
+        self.records = self.complete = {n: bag.record for n, bag in self.bags.items()}
         empty = len(headers) - len(filled)
         self.notes = (f"{empty} feature files without patches are ignored",) if empty else ()
 
@@ -196,18 +199,3 @@ def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
                 todo="use --bag slide, or one label per patient in --labels",
             )  # fmt: skip
     return dict(sorted(groups.items()))
-
-
-def _bag(
-    name: str,
-    slides: Sequence[str],
-    headers: Mapping[str, FeatureHeader],
-    labels: Mapping[str, SlideLabel],
-    content: str | None,
-) -> Bag:
-    """Create a bag. With slides of several sites it has none: then it can be split by patient only."""
-    sites, first = {labels[slide].site for slide in slides}, labels[slides[0]]
-    return Bag(
-        name, tuple(slides), tuple(headers[slide] for slide in slides), first.label, first.patient,
-        sites.pop() if len(sites) == 1 else None, content,
-    )  # fmt: skip

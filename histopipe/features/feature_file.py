@@ -1,4 +1,4 @@
-"""Features of one slide as an HDF5 file, in the layout of CLAM and TRIDENT.
+"""Feature files: the features of one slide as an HDF5 file, in the layout of CLAM and TRIDENT; and folders of them.
 
 `features` (N, D) float32 or float16; `coords` (N, 2) int64, top left corners of the patches in level-0 pixels. The
 attributes of `coords` are those of TRIDENT; those of the file are our own.
@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import aligned_empty
 from histopipe.errors import DamagedStore, MachineShort, UsageError
-from histopipe.system.files import appearing
+from histopipe.system.files import appearing, path_within, record_or_check
 from histopipe.system.filesystems import is_full_disk
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
+SUFFIX = ".h5"
+ENCODER = "features.json"
+"""Describes the encoder that computed all features of a folder."""
 Precision = Literal["float32", "float16"]
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
@@ -235,3 +238,45 @@ def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
     if len(shape) == 3 and shape[0] == 1:
         shape = shape[1:]
     return (shape[0], shape[1]) if len(shape) == 2 and shape[1] > 0 else None
+
+
+def feature_path(folder: Path, slide_id: str) -> Path:
+    """Return the path of a slide's feature file.
+
+    Raises:
+        DamagedStore: the id leads out of the folder.
+    """
+    return path_within(folder, f"{slide_id}{SUFFIX}")
+
+
+def feature_files(folder: Path) -> dict[str, Path]:
+    """Return the feature files of a folder by slide id, sorted by id.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", expected="a folder of feature files")
+    found = {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for path in folder.rglob(f"*{SUFFIX}")
+        if path.is_file() and not path.name.startswith(".")
+    }
+    return dict(sorted(found.items()))
+
+
+def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
+    """Record all that features depend on, as JSON values, in their folder, or check that it is what is recorded.
+
+    Raises:
+        UsageError: the features in the folder were computed by another encoder or another tool.
+        DamagedStore: the record cannot be read.
+    """
+    foreign = {} if (folder / ENCODER).exists() else feature_files(folder)
+    if foreign:
+        raise UsageError(
+            f"{folder} holds files that were not made by `histopipe embed`",
+            found=", ".join(list(foreign)[:3]), todo="choose another --out",
+        )  # fmt: skip
+    # The file name of an encoder may change: its weights are compared.
+    record_or_check(folder / ENCODER, encoder, ignored=("encoder",), contents="features")

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError
-from histopipe.features.feature_file import read_coords, read_features, read_header
-from histopipe.features.feature_folder import feature_files
+from histopipe.features.feature_file import feature_files, read_coords, read_features, read_header
 from histopipe.ingestion import coords
 from histopipe.system.worker_pool import WorkerPool
 

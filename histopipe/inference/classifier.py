@@ -1,13 +1,13 @@
-"""The model of a finished run on patches, with all settings that its predictions depend on."""
+"""The model of a finished run on patches, with all settings that its predictions depend on, and options of `predict`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import LabelsFrom, StainNorm
+from histopipe.dataset.options import LabelsFrom, OnError, StainNorm
 from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.geometry import Mpp, same_scale
@@ -15,6 +15,7 @@ from histopipe.inference.slide_run import Network
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -40,6 +41,38 @@ class Classifier:
     """Chosen on the validation patches of the run."""
     sha256: str
     """Of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions:
+    """Options of `predict` that decide what is read, and how. `tiling` has those that differ from the training's."""
+
+    batch_size: int = 64
+    labels: str | Path | None = None
+    allow_extra_rows: bool = False
+    on_error: OnError = "raise"
+    tiling: Mapping[str, Any]
+    mpp_csv: str | Path | None = None
+    default_mpp: float | None = None
+    max_unreadable: float = 0.01
+    workers: int | None = None
+
+    def check_for_stores(self) -> None:
+        """Raise a UsageError if an option is given that applies to slide files only."""
+        plain = PredictOptions(tiling={})
+        names = ("mpp_csv", "default_mpp", "max_unreadable", "workers")
+        given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
+        if given:
+            raise UsageError(
+                f"--{given[0].replace('_', '-')}", found="a store", expected="slides",
+                todo="remove the option: the patches of a store are already made",
+            )  # fmt: skip
+
+    def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
+        """Read the labels file, if there is one, for slides of these ids."""
+        if self.labels is None:
+            return None
+        return read_labels(Path(self.labels), SlideNames(ids), allow_extra=self.allow_extra_rows)
 
 
 def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifier:

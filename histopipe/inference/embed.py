@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from histopipe.dataset.options import OnError, StainNorm, check_whole
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.feature_file import Precision, is_ours, read_header, writing
-from histopipe.features.feature_folder import feature_path, record_encoder
+from histopipe.features.feature_file import (
+    Precision,
+    feature_path,
+    is_ours,
+    read_header,
+    record_encoder,
+    writing,
+)
 from histopipe.inference.slide_run import Network, Results, SlideRun, SlideRunResult
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
@@ -104,19 +110,9 @@ def embed(
         return embedding.run(slides)
 
 
-class _Encoder(Network, Protocol):
-    @property
-    def dimension(self) -> int:
-        """Number of features per patch."""
-
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """Everything that the features depend on, as JSON values; equal for equal encoders."""
-
-
 def _load_encoder(
     model: str, weights: str | None, patch_size: int, *, devices: str, batch_size: int
-) -> _Encoder:
+) -> Network:
     path = Path(model)
     is_onnx, is_run = path.suffix == _ONNX, (path / run_folder.CONFIG).exists()
     if weights is not None and (is_onnx or is_run):
@@ -129,7 +125,7 @@ def _load_encoder(
 
         return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=batch_size)
     keras_network = load_quietly("histopipe.inference.keras_network")
-    encoder: _Encoder = keras_network.keras_encoder(
+    encoder: Network = keras_network.keras_encoder(
         path if is_run else model, weights=weights or _DEFAULT_WEIGHTS, patch_size=patch_size,
         devices=devices, batch_size=batch_size,
     )  # fmt: skip
@@ -138,7 +134,7 @@ def _load_encoder(
 
 @dataclass(frozen=True, slots=True)
 class _Embedding:
-    encoder: _Encoder
+    encoder: Network
     folder: Path
     precision: Precision
     on_error: OnError

@@ -17,7 +17,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.inference.slide_run import device_rows
 from histopipe.runs import folder as run_folder
 from histopipe.system.progress import message
-from histopipe.training.devices import make_strategy
+from histopipe.training.devices import make_strategy, one_per_replica
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import LOGITS, build_encoder
 
@@ -26,13 +26,7 @@ _SEED = 1
 
 
 class KerasNetwork:
-    """A Keras model on the devices of a strategy. It computes in smaller pieces where memory runs out.
-
-    Args:
-        make: creates the model; called in the strategy's scope.
-        name: of the model.
-        devices: as for training.
-        batch_size: patches per batch, over all devices.
+    """A Keras model, created by `make`, on all devices. It computes in smaller pieces where memory runs out.
 
     Raises:
         UsageError: no such device, or fewer patches than devices.
@@ -47,7 +41,10 @@ class KerasNetwork:
             self._model = make()
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
-        self.sha256 = _weights_sha256(self._model)
+        digest = hashlib.sha256()
+        for value in self._model.get_weights():
+            digest.update(np.ascontiguousarray(value).tobytes())
+        self.sha256 = digest.hexdigest()
         self.identity: Mapping[str, Any] = {
             "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
             "sha256": self.sha256,
@@ -72,23 +69,16 @@ class KerasNetwork:
         pieces = []
         for first in range(0, max(map(len, self._parts)), size):
             own = [images[part.start : part.stop][first : first + size] for part in self._parts]
-            pieces.append(self._piece(own))
+            batch = one_per_replica(self._strategy, [tf.constant(part) for part in own], 0)
+            pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
-
-    def _piece(self, parts: Sequence[NDArray[np.uint8]]) -> Sequence[tf.Tensor]:
-        def part(context: tf.distribute.ValueContext) -> tf.Tensor:
-            return tf.constant(parts[int(context.replica_id_in_sync_group)])
-
-        batch = self._strategy.experimental_distribute_values_from_function(part)
-        found: Sequence[tf.Tensor] = self._strategy.experimental_local_results(self._step(batch))
-        return found
 
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _step(self, batch: Any) -> Any:
-        return self._strategy.run(self._on_device, args=(batch,))
+        def compute(images: tf.Tensor) -> tf.Tensor:
+            return tf.cast(self._model(images, training=False), tf.float32)
 
-    def _on_device(self, images: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self._model(images, training=False), tf.float32)
+        return self._strategy.run(compute, args=(batch,))
 
 
 def keras_encoder(
@@ -151,13 +141,6 @@ def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
             f"the model of {folder} has no layer {LOGITS!r}",
             expected="the model of a run on patches",
         ) from error
-
-
-def _weights_sha256(model: keras.Model) -> str:
-    digest = hashlib.sha256()
-    for value in model.get_weights():
-        digest.update(np.ascontiguousarray(value).tobytes())
-    return digest.hexdigest()
 
 
 def _report_micro_batch(size: int, why: str) -> None:

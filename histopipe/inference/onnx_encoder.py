@@ -15,7 +15,7 @@ from PIL import Image
 
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
-from histopipe.runs.config import DEVICES
+from histopipe.runs.config import parse_devices
 from histopipe.system.files import read_json
 
 _FILTERS = {
@@ -28,13 +28,9 @@ _MEMORY_SIGNS = ("allocate", "out of memory", "BFCArena")
 
 
 class OnnxEncoder:
-    """An ONNX network: (B, 3, S, S) float32 in, (B, D) out.
+    """An ONNX network, `NAME.onnx`: (B, 3, S, S) float32 in, (B, D) out; one session per device.
 
-    Args:
-        path: the file `NAME.onnx`; `NAME.json` in the same folder describes the preprocessing.
-        patch_size: side of the patches in pixels; they are resized to the input size of the network.
-        devices: one session per device: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        batch_size: patches per batch, over all devices.
+    `NAME.json` in the same folder describes the preprocessing. Patches are resized to the input size of the network.
 
     Raises:
         UsageError: the file or its JSON cannot be used, or there is no such device.
@@ -169,11 +165,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
             "ONNX files need onnxruntime, which is not installed", found=str(error),
             todo="pip install 'histopipe[onnx]', or onnxruntime-gpu for GPUs",
         ) from error  # fmt: skip
-    match = DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
+    match = parse_devices(devices)
     has_gpu = "CUDAExecutionProvider" in ort.get_available_providers()
     if devices.startswith("gpu") and not has_gpu:
         raise UsageError(

@@ -20,8 +20,7 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores
 from histopipe.evaluation.table import evaluation_lines
-from histopipe.inference.classifier import Classifier, load_classifier
-from histopipe.inference.predict_sources import FileSource, PredictOptions, StoreSource
+from histopipe.inference.classifier import Classifier, PredictOptions, load_classifier
 from histopipe.inference.predictions_folder import (
     PATIENTS,
     SETTINGS,
@@ -32,8 +31,8 @@ from histopipe.inference.predictions_folder import (
     write_table,
 )
 from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
-from histopipe.inference.slide_tiler import TiledSlide
-from histopipe.inference.stored_slides import StoredSlide
+from histopipe.inference.slide_tiler import FileSource, TiledSlide
+from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.store.store import Store

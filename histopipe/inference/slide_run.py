@@ -23,6 +23,8 @@ from histopipe.system.progress import Bar, Progress
 _STARTED_BATCHES = 2
 """Batches that may still be on the device: fetching each at once would make the device wait for the host."""
 
+Normalizer = Callable[..., NDArray[np.uint8]]
+"""Normalizes the stain of (B, H, W, 3) uint8 images, with (B,) keys if they are of a store."""
 Results = tuple[NDArray[np.float32], NDArray[np.integer]]
 """(N, D) results of a network, and the (N, 2) top left corners of their patches in level-0 pixels."""
 
@@ -71,6 +73,14 @@ class Network(Protocol):
 
     def finish(self, started: Any) -> NDArray[np.float32]:
         """Wait for the (B, D) results of a batch."""
+
+    @property
+    def dimension(self) -> int:
+        """Number of results per patch, D."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Everything that the results depend on, as JSON values; equal for equal networks."""
 
 
 N = TypeVar("N", bound=_Named)
@@ -239,13 +249,9 @@ class SlideRun:
         steps: int | None = None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute slides.
+        """Compute slides of `steps` batches, if known. `stop` is called first after Ctrl-C.
 
-        Args:
-            slides: the slides.
-            write: takes a slide and its results, writes them, and returns the number of patches and of skipped ones.
-            steps: batches of all slides, if known.
-            stop: called first after Ctrl-C.
+        `write` takes a slide and its results, writes them, and returns the number of patches and of skipped ones.
 
         Raises:
             Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.

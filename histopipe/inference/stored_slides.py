@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.options import Column, OnError, StainNorm
 from histopipe.dataset.orders import Sequential
 from histopipe.dataset.patch_batches import PatchBatches
@@ -16,16 +17,15 @@ from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.predictions_folder import PredictedSlide
-from histopipe.inference.slide_run import PatchBatch
+from histopipe.inference.classifier import Classifier, PredictOptions, check_store
+from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
+from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[Column, ...] = ("x_l0", "y_l0")
-
-Normalizer = Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]
-"""Normalizes the stain of (B, H, W, 3) uint8 images with (B,) keys."""
 
 
 @dataclass(slots=True)
@@ -128,7 +128,7 @@ def stored_slides(
     """
     normalize = None
     if stain_norm != "none":
-        module = load_quietly("histopipe.inference.stain_normalization")
+        module = load_quietly("histopipe.dataset.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
     found = []
     for rows in slides:
@@ -139,3 +139,57 @@ def stored_slides(
         )  # fmt: skip
         found.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize))
     return found
+
+
+class StoreSource:
+    """The slides of open stores.
+
+    Raises:
+        UsageError: the model does not take these patches.
+        NothingToDo: no patch, or stains that have not been measured.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], classifier: Classifier, options: PredictOptions
+    ) -> None:
+        self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
+        rows = slides_with_patches(stores)
+        for store in stores:
+            check_store(store, classifier)
+        slides = stored_slides(
+            stores, rows, batch_size=options.batch_size, on_error=options.on_error,
+            stain_norm=classifier.stain_norm,
+        )  # fmt: skip
+        self._slides = {slide.id: slide for slide in slides}
+        self.count = len(slides)
+        self.settings: Mapping[str, Any] = {}
+
+    def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterable[StoredSlide]:
+        """Return the slides that are not in the folder yet; add the others to `run.kept`."""
+        return run.missing(
+            self._slides.values(), lambda it: folder.complete(it.id, it.source) is not None
+        )
+
+    def current(self, slide: PredictedSlide) -> PredictedSlide:
+        """Return a predicted slide with the label and patient that it has now."""
+        stored = self._slides.get(slide.slide)
+        if stored is None:
+            return slide
+        record = PredictedSlide.of(stored.record, source=slide.source)
+        if self._labels is None:
+            return replace(slide, label=record.label, patient=record.patient)
+        found = self._labels.get(slide.slide, SlideLabel(None))
+        return replace(slide, label=found.label, patient=found.patient or record.patient)
+
+    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """Return the annotated class number of each patch of a slide, or -1, by its corner."""
+        stored = self._slides.get(slide)
+        if stored is None:
+            return {}
+        index = stored.store.index(stored.number)
+        corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+        codes = class_codes(stored.store, stored.number, classes)
+        return dict(zip(corners, codes.tolist(), strict=True))
+
+    def close(self) -> None:
+        """Do nothing: loading a batch of a store takes no time worth saving."""

@@ -14,10 +14,24 @@ if TYPE_CHECKING:
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 
-DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
 OPTIMIZATION, SAMPLING = "Optimization", "Sampling and augmentation"
 EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
+
+
+def parse_devices(devices: str) -> re.Match[str]:
+    """Return the match of a value of `--devices`: group `cpus` has their number, `gpus` their numbers, if it names them.
+
+    Raises:
+        UsageError: it has another form.
+    """
+    match = _DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    return match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +185,13 @@ class TrainConfig:
                 "--fractions", found=self.fractions,
                 expected="train,validation,test that add up to 1, the first two above 0",
             )  # fmt: skip
-        self._check_devices()
+        match = parse_devices(self.devices)
+        count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
+        if self.batch_size < count:
+            raise UsageError(
+                "--batch-size", found=self.batch_size,
+                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
+            )  # fmt: skip
         if self.warmup_steps and self.schedule == "constant":
             raise UsageError(
                 "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
@@ -186,19 +206,6 @@ class TrainConfig:
                 "--balance class and --class-weights balanced even classes out twice",
                 todo="use one of them",
             )
-
-    def _check_devices(self) -> None:
-        match = DEVICES.fullmatch(self.devices)
-        if match is None:
-            raise UsageError(
-                "--devices", found=repr(self.devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-            )
-        count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
-        if self.batch_size < count:
-            raise UsageError(
-                "--batch-size", found=self.batch_size,
-                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
-            )  # fmt: skip
 
     @property
     def unit(self) -> str:

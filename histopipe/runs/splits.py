@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.labelling import Labelling, read_slide_labels
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.dataset.splitting import make_folds, make_splits

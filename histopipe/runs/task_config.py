@@ -20,8 +20,8 @@ from histopipe.runs.config import (
 from histopipe.runs.settings import check_known, declared_settings, flag, read_settings, setting
 
 if TYPE_CHECKING:
+    from histopipe.dataset.labelling import PatchFilter
     from histopipe.dataset.options import Augmentation
-    from histopipe.dataset.patch_filter import PatchFilter
 
 Pooling = Literal["gated", "attention", "mean", "max"]
 
@@ -103,7 +103,7 @@ class PatchTrainConfig(TrainConfig):
     def patch_filter(self) -> PatchFilter:
         """Which patches are used."""
         # Late: NumPy, which `--help` does not need.
-        from histopipe.dataset.patch_filter import PatchFilter
+        from histopipe.dataset.labelling import PatchFilter
 
         return PatchFilter(
             min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,

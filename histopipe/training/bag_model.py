@@ -16,7 +16,7 @@ import tensorflow as tf
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import Pooling
-from histopipe.training.models import LOGITS, SampleDropout
+from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 
 _HIDDEN, _ATTENTION = 512, 256
 """Widths as CLAM's "small" model has them."""
@@ -38,12 +38,8 @@ class BagModel:
         dropout: float,
         precision: Precision = "float32",
     ) -> None:
-        usual = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(precision)
-        try:
+        with dtype_policy(precision):
             self._build(pooling, dimension, classes, dropout)
-        finally:
-            keras.config.set_dtype_policy(usual)
         self.pooling: Pooling = pooling
         self.classes = classes
         self.batch_norms: list[keras.layers.BatchNormalization] = []
@@ -100,13 +96,10 @@ class BagModel:
         rows: tf.Tensor,
         seed: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return hidden features (n, H) and attention scores (n,) of single patches; scores are 0 where there is no attention.
+        """Return hidden features (n, H) and attention scores (n,) of patches; scores are 0 where there is no attention.
 
-        Args:
-            weights: values of `patch_weights`.
-            features: (n, D) of any float type.
-            rows: (n,) int64, their places in the bag.
-            seed: () int64 of the bag in this epoch; None outside of training.
+        Weights are values of `patch_weights`; features (n, D) of any float type; rows (n,) int64, their places in the bag; the
+        seed () int64 is of the bag in this epoch, None outside of training.
         """
         with keras.StatelessScope(zip(self.patch_weights, weights, strict=True)):
             hidden = self._hidden(features)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import sample_seeds
 from histopipe.training.bag_model import BagModel
-from histopipe.training.train_step import TrainStep, cross_entropy, results
+from histopipe.training.train_step import TrainStep, cross_entropy, results, values_of
 
 PIECE = 32_768
 """Patches computed at once: some 300 MB of hidden features and their like, and more would be no faster."""
@@ -40,7 +39,7 @@ class BagTrainStep(TrainStep):
         model = self.model
         features, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
-        own, last = _values(model.patch_weights), _values(model.last_weights)
+        own, last = values_of(model.patch_weights), values_of(model.last_weights)
         pooled = pool(model, own, features, size, seed)
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
@@ -59,14 +58,15 @@ class BagTrainStep(TrainStep):
             sums, _, sum_of_weights = so_far
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
             total += sum_of_weights
-        state = _values(model.training.non_trainable_variables)  # of the stock dropout: never used
+        # Of the stock dropout: never used.
+        state = values_of(model.training.non_trainable_variables)
         return (gradients, state, total), results(tf.nn.softmax(logits), losses, bag["weight"])
 
     def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         model = self.model
         features, bag = self._bag(part, number)
-        pooled = pool(model, _values(model.patch_weights), features, size)
-        logits = model.logits(_values(model.last_weights), pooled.value)
+        pooled = pool(model, values_of(model.patch_weights), features, size)
+        logits = model.logits(values_of(model.last_weights), pooled.value)
         losses = cross_entropy(bag["label"], logits)
         return results(tf.nn.softmax(logits), losses, bag["weight"])
 
@@ -79,10 +79,6 @@ class BagTrainStep(TrainStep):
         bag = {name: part[name][place : place + 1] for name in ("label", "key")}
         weight = tf.where(number < count, self._weight(part)[place : place + 1], 0.0)
         return part["features"][begin:end], {**bag, "weight": weight}
-
-
-def _values(variables: list[keras.Variable]) -> list[tf.Tensor]:
-    return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
 class Pooled(NamedTuple):

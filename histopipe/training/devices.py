@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.runs.config import DEVICES
+from histopipe.runs.config import parse_devices
 from histopipe.runs.workers import Cluster, in_cluster, slurm_tasks_per_node, tf_config
 
 
@@ -23,11 +24,8 @@ def make_strategy(
 ) -> tf.distribute.Strategy:
     """Return the strategy for `--devices`. Call it before TensorFlow uses a device. Waits for the workers of a cluster.
 
-    Args:
-        devices: "auto" (GPUs if there are any), "cpu", "cpu:N" for N logical CPU devices, "gpu" or "gpu:0,1".
-        cluster: the workers, each with such devices; default: this process alone.
-        timeout: seconds after which a step that waits for another worker fails.
-        communication: between workers: "auto", "ring" (gRPC) or "nccl".
+    Each worker has such devices: "auto" (GPUs if there are any), "cpu:N" (N logical CPU devices), "gpu:0,1". A step that waits
+    for another worker fails after `timeout` seconds. Workers communicate by "auto", "ring" (gRPC) or "nccl".
 
     Raises:
         UsageError: not of this form, no such GPU, or TensorFlow already uses other devices.
@@ -51,11 +49,7 @@ def make_strategy(
 
 def _set_up(devices: str) -> list[str]:
     """Configure the devices and return their names."""
-    match = DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
+    match = parse_devices(devices)
     gpus = tf.config.list_physical_devices("GPU")
     try:
         if devices.startswith("cpu") or (devices == "auto" and not gpus):
@@ -127,6 +121,13 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
     return Cluster((*chiefs, *spec.get("worker", [])), place, resolver)
 
 
+def one_per_replica(strategy: tf.distribute.Strategy, parts: Sequence[Any], first: int) -> Any:
+    """Return the parts of this worker's replicas, of which `first` is the first, as one value per replica."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: parts[int(context.replica_id_in_sync_group) - first]
+    )
+
+
 def gathered(
     cluster: Cluster, strategy: tf.distribute.Strategy, values: NDArray[np.float32]
 ) -> NDArray[np.float32]:
@@ -135,9 +136,7 @@ def gathered(
         return values
     own = cluster.own_part(strategy.num_replicas_in_sync)
     parts = [values, *[values[:, :0]] * (len(own) - 1)]
-    each = strategy.experimental_distribute_values_from_function(
-        lambda context: tf.constant(parts[int(context.replica_id_in_sync_group) - own[0]])
-    )
+    each = one_per_replica(strategy, [tf.constant(part) for part in parts], own[0])
     return np.asarray(strategy.gather(each, axis=1))
 
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.progress import default_progress
-from histopipe.training.devices import gathered
+from histopipe.training.devices import gathered, one_per_replica
 from histopipe.training.memory import MicroBatch
 from histopipe.training.predictions import Predictions, StepResults, predictions
 from histopipe.training.train_step import TrainStep
@@ -119,15 +119,10 @@ class EpochLoop:
         requests: Callable[[], Requests] = Requests,
         granted: Callable[[Requests], None] = _nothing,
     ) -> None:
-        """Train one epoch, or the rest of it.
+        """Train one epoch, counted from 0, or the rest of it: results of the steps are appended to those done so far.
 
-        Args:
-            batches: with a part for each replica.
-            epoch: from 0.
-            title: of the progress bar.
-            results: of the steps done so far; the others are appended, as predicted before each step's update.
-            requests: called in each step for what this worker requests.
-            granted: called after a step, on all workers after the same one, with what any of them requested.
+        Results are as predicted before each step's update. `requests` returns what this worker requests before a step;
+        `granted` is called after a step, on all workers after the same one, with what any of them requested.
         """
         number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
         last: Any = None
@@ -247,14 +242,3 @@ class EpochLoop:
             raise
         finally:
             source.settle()
-
-
-def one_per_replica(
-    strategy: tf.distribute.Strategy, parts: Sequence[dict[str, tf.Tensor]], first: int
-) -> Any:
-    """Return the parts of a batch of this worker's replicas, of which `first` is the first, as one value per replica."""
-
-    def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:
-        return parts[int(context.replica_id_in_sync_group) - first]
-
-    return strategy.experimental_distribute_values_from_function(part)

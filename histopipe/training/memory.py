@@ -42,10 +42,7 @@ def peak_bytes() -> tuple[int, int | None]:
 class MicroBatch:
     """The number of patches that a replica computes at once. It is halved when memory runs out.
 
-    Args:
-        size: at first.
-        repeatable: whether a computation can be repeated without the other workers.
-        changed: called with each new size and the reason.
+    Then `changed` is called with the new size and the reason. What is not `repeatable` without other workers fails instead.
     """
 
     def __init__(

@@ -29,6 +29,7 @@ from histopipe.system.files import appearing, path_within
 from histopipe.system.progress import message
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import PIECE
+from histopipe.training.train_step import values_of
 
 _TENSORBOARD = "tensorboard"
 _COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
@@ -90,7 +91,7 @@ def _environment() -> dict[str, object]:
 
 def attention_of(model: BagModel, features: NDArray[np.floating]) -> NDArray[np.float64]:
     """Return the (N,) shares of a bag's (N, D) patches, which add up to 1."""
-    weights = [tf.convert_to_tensor(variable.value) for variable in model.patch_weights]
+    weights = values_of(model.patch_weights)
     pieces = np.split(features, range(PIECE, len(features), PIECE))
     found = [model.patches(weights, piece, np.arange(len(piece)), None)[1] for piece in pieces]
     scores = np.concatenate(found).astype(np.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.batch_sampler import BatchSampler
-from histopipe.dataset.sample_table import unpack_keys
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource, unpack_keys
 from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.scores import Level, PatchScores
@@ -104,25 +104,23 @@ def patch_scores(
     level: Level = "patch",
 ) -> PatchScores:
     """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides."""
-    ordinals, slides, rows = unpack_keys(predictions.key)
-    order = np.lexsort((rows, slides, ordinals))
-    ordinals, slides, rows = ordinals[order], slides[order], rows[order]
+    order = np.argsort(predictions.key, kind="stable")
+    ordinals, slides, rows = unpack_keys(predictions.key[order])
     patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
-    begins = np.flatnonzero(np.diff(ordinals, prepend=-1) | np.diff(slides, prepend=-1))
-    ends = [*begins[1:].tolist(), len(rows)]
+    begins = np.unique(predictions.key[order] >> 32, return_index=True)[1].tolist()
     ids = Counter(slide.id for slide in splits.slides)
     slide_names: dict[str, int] = {}
     patient_names: dict[str, int] = {}
     slide, patient = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
     corners = np.zeros((len(rows), 2), np.int64)
-    for begin, end in zip(begins.tolist(), ends, strict=True):
+    for begin, end in itertools.pairwise([*begins, len(rows)]):
         here, place = slice(begin, end), (int(ordinals[begin]), int(slides[begin]))
         source = sources[place[0]]
         name = source.records[place[1]].id
         # Two stores may each have a slide "1".
         name = name if ids[name] == 1 else f"{name}@{source.uuid[:8]}"
-        slide[here] = _number(slide_names, name)
-        patient[here] = _number(patient_names, patient_of[place])
+        slide[here] = slide_names.setdefault(name, len(slide_names))
+        patient[here] = patient_names.setdefault(patient_of[place], len(patient_names))
         if level == "patch":
             index = source.index(place[1])
             corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
@@ -131,7 +129,3 @@ def patch_scores(
         x_l0=corners[:, 0], y_l0=corners[:, 1], label=predictions.label[order],
         probability=predictions.probability[order], level=level,
     )  # fmt: skip
-
-
-def _number(names: dict[str, int], name: str) -> int:
-    return names.setdefault(name, len(names))

@@ -33,7 +33,7 @@ class StepSettings:
     class_weight: NDArray[np.float32]
     """(C,) weight of each class in the loss."""
     augmentations: Sequence[Augmentation] = ()
-    normalise: StainNormalizer | None = None
+    normalize: StainNormalizer | None = None
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes."""
     clip_norm: float = 0.0
@@ -61,8 +61,8 @@ class TrainStep:
         self.settings = settings
         if settings.xla and self.meets_within_gradients and strategy.num_replicas_in_sync > 1:
             raise UsageError(
-                "--xla cannot compile batch normalisation over several devices",
-                todo="leave it out, or take one device or a --model without batch normalisation",
+                "--xla cannot compile batch normalization over several devices",
+                todo="leave it out, or take one device or a --model without batch normalization",
             )
         self._scale: LossScale | None = None
         self._differentiated = (
@@ -74,7 +74,10 @@ class TrainStep:
             optimizer.build(model.training.trainable_variables)
             if settings.scale_loss:
                 self._scale = LossScale()
-        _take_sums(optimizer)
+        # Else Keras sums the gradients over the replicas again: ours are summed before they are clipped.
+        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+            raise AttributeError("_all_reduce_sum_gradients")
+        optimizer._all_reduce_sum_gradients = list
 
     @property
     def classes(self) -> int:
@@ -102,16 +105,10 @@ class TrainStep:
         return bool(self.model.batch_norms)
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """Compute the gradients of a batch, summed over micro-batches. Nothing changes.
+        """Compute the gradients of a batch with a part per replica, summed over micro-batches of `size` rows. Nothing changes.
 
-        Args:
-            batch: one part per replica.
-            epoch_number: from `epoch_seed`.
-            rows: of the largest part.
-            size: rows to compute at once.
-
-        Returns:
-            The argument of `apply`, and by micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
+        The epoch's number is from `epoch_seed`; `rows` is the size of the largest part. Return the argument of `apply`, and by
+        micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
         """
         so_far, values = None, []
         for piece in self._pieces(rows, size):
@@ -158,14 +155,14 @@ class TrainStep:
     ) -> Any:
         part = _micro_batch(part, start, size)
         seeds = sample_seeds(part["key"], epoch_number)
-        images = to_uint8(augment(self._normalised(part), seeds, self.settings.augmentations))
+        images = to_uint8(augment(self._normalized(part), seeds, self.settings.augmentations))
         weight = self._weight(part)
         model = self.model.training
         if so_far is None:
-            state = [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables]
+            state = values_of(model.non_trainable_variables)
         else:
             sums, state, weights = so_far
-        values = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
+        values = values_of(model.trainable_variables)
         scale = 1.0 if self._scale is None else self._scale.value
         gradients, state, probability, losses = self._differentiated(
             values, state, images, seeds, part["label"], weight, scale
@@ -201,7 +198,7 @@ class TrainStep:
 
     def _predict_replica(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = _micro_batch(part, start, size)
-        probability = self.model.serving(to_uint8(self._normalised(part)), training=False)
+        probability = self.model.serving(to_uint8(self._normalized(part)), training=False)
         losses = cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
         return results(probability, losses, self._weight(part))
 
@@ -229,25 +226,19 @@ class TrainStep:
         for variable, value in zip(model.non_trainable_variables, state, strict=True):
             self.strategy.extended.update(variable.value, _assign, args=(value,))
 
-    def _normalised(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        if self.settings.normalise is None:
+    def _normalized(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
+        if self.settings.normalize is None:
             return part["image"]
-        return self.settings.normalise(part["image"], part["key"])
+        return self.settings.normalize(part["image"], part["key"])
 
     def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
         weights = tf.constant(self.settings.class_weight, tf.float32)
         return part["weight"] * tf.gather(weights, tf.maximum(part["label"], 0))
 
 
-def _take_sums(optimizer: keras.Optimizer) -> None:
-    """Keep Keras from summing the gradients over the replicas again: ours are summed before they are clipped.
-
-    Raises:
-        AttributeError: this version of Keras does that elsewhere.
-    """
-    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-        raise AttributeError("_all_reduce_sum_gradients")
-    optimizer._all_reduce_sum_gradients = list
+def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Return the values of variables."""
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:

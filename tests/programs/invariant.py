@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batch_norm_model(side: int, dropout: float) -> PatchModel:
-    """A shallow network with batch normalisation."""
+    """A shallow network with batch normalization."""
     image = keras.Input((side, side, 3), dtype="uint8")
     seed = keras.Input((), dtype="int64")
     x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)

@@ -162,10 +162,6 @@ def run(code: str) -> NoReturn:
 
 
 if "histopipe.runs.fork_server" in sys.orig_argv:
-    # Every training needs these, and loading them takes a second: here they are loaded once.
-    import sklearn.metrics
-    import sklearn.model_selection  # noqa: F401
-
     from histopipe.training import child
 
     train = child.main
