@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import LabelsFrom
-from histopipe.dataset.sample_table import SampleSource
+from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
-from histopipe.store.record import SlideRecord
 
 NO_CLASS = -1
 
@@ -144,7 +143,7 @@ def _candidate(
 ) -> SlideSplit | None:
     """Return a slide; None if it is unlabelled or empty."""
     record = store.records[number]
-    given: SlideLabel | SlideRecord = record
+    given: SlideLabel | SampleGroup = record
     if labelling.labels is not None:
         given = labelling.labels.get(record.id, SlideLabel(None))
     label = given.label

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.permutation import permuted
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.store.record import SlideRecord
 from histopipe.system.hashing import combine
 
 UNLABELLED = -1
@@ -24,8 +23,44 @@ MAX_STORES = 127
 _CAP_DRAW = 201
 
 
+class SampleGroup(Protocol):
+    """Samples that share an id, a label, a patient and a site: a `SlideRecord`, or a `Bag`."""
+
+    @property
+    def id(self) -> str:
+        """Name, unique in its source."""
+
+    @property
+    def label(self) -> str | None:
+        """Class of the group; None if it is unlabelled."""
+
+    @property
+    def patient(self) -> str | None:
+        """Patient; None if unknown, and the id is used."""
+
+    @property
+    def site(self) -> str | None:
+        """Hospital or scanner; None if unknown."""
+
+    @property
+    def content(self) -> str | None:
+        """Checksum that copies of one slide share; None matches nothing."""
+
+    @property
+    def planned(self) -> int:
+        """Number of samples, with those that could not be read."""
+
+    @property
+    def stored(self) -> int:
+        """Number of samples that can be read."""
+
+    @property
+    def patch_labels(self) -> Mapping[str, int]:
+        """Number of samples by their own class, where samples have one; else empty."""
+
+
 class SampleSource(Protocol):
-    """Samples of slides by number: a `Store`, or a `BagSet`, where a bag is a slide with one sample."""
+    """Groups of samples by number: a `Store` of slides, or a `BagSet`."""
 
     @property
     def path(self) -> Path:
@@ -36,19 +71,19 @@ class SampleSource(Protocol):
         """Identity, which splits record."""
 
     @property
-    def records(self) -> Mapping[int, SlideRecord]:
-        """Every slide by number."""
+    def records(self) -> Mapping[int, SampleGroup]:
+        """Every group by number."""
 
     @property
-    def complete(self) -> Mapping[int, SlideRecord]:
-        """The slides that can be read, by number."""
+    def complete(self) -> Mapping[int, SampleGroup]:
+        """The groups that can be read, by number."""
 
     @property
     def classes(self) -> Sequence[str]:
         """Names of the classes that single samples may have, in the order of their numbers."""
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
-        """Columns of a slide, one row per sample; `crc` at least."""
+        """Columns of a group, one row per sample; `crc` at least."""
 
 
 @dataclass(frozen=True, slots=True)

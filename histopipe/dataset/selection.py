@@ -13,11 +13,16 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.labelling import PatchFilter
 from histopipe.dataset.options import LabelsFrom, Side
-from histopipe.dataset.sample_table import MAX_STORES, UNLABELLED, SampleRows, SampleSource
+from histopipe.dataset.sample_table import (
+    MAX_STORES,
+    UNLABELLED,
+    SampleGroup,
+    SampleRows,
+    SampleSource,
+)
 from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.store.catalog import parts_of
-from histopipe.store.record import SlideRecord
 
 Classes = Sequence[str] | Mapping[str, int]
 LabelById = Mapping[str, str | None]
@@ -143,7 +148,7 @@ def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
 
 def _parts(
     stores: Sequence[SampleSource],
-    held: Mapping[_Key, SlideRecord],
+    held: Mapping[_Key, SampleGroup],
     *,
     labels: LabelById | None,
     splits: Splits | None,

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +17,27 @@ from histopipe.features import BagOf
 from histopipe.features.feature_file import ENCODER, FeatureHeader, feature_files, read_header
 from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
-from histopipe.store.record import SlideRecord
 from histopipe.system.files import read_json
 
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """The patches of a slide, or of all slides of a patient, by whom it is then named.
+    """The patches of a slide, or of all slides of a patient, by whom it is then named: a `SampleGroup` of one sample.
 
-    `record` is that of a slide with one sample. It has no site if the slides are of several. Bags with copies of one slide
-    have the same content.
+    It has no site if its slides are of several. Bags with copies of one slide share `content`.
     """
 
-    record: SlideRecord
+    planned: ClassVar = 1
+    stored: ClassVar = 1
+    patch_labels: ClassVar[Mapping[str, int]] = {}
+
+    id: str
     slides: tuple[str, ...]
     headers: tuple[FeatureHeader, ...]
-
-    @property
-    def id(self) -> str:
-        """Name of the bag."""
-        return self.record.id
+    label: str | None
+    patient: str | None
+    site: str | None
+    content: str | None
 
     @property
     def rows(self) -> int:
@@ -98,17 +99,12 @@ class BagSet:
         others = itertools.count(max(known.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
-            own = tuple(filled[slide] for slide in slides)
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
-            record = SlideRecord(
-                id=name, path=str(folder), resolved_path=str(folder), label=first.label,
-                patient=first.patient, site=sites.pop() if len(sites) == 1 else None,
-                quickhash=contents[name], planned=1, stored=1,
+            bags[known[name] if name in known else next(others)] = Bag(
+                name, tuple(slides), tuple(filled[slide] for slide in slides), first.label, first.patient,
+                sites.pop() if len(sites) == 1 else None, contents[name],
             )  # fmt: skip
-            number = known[name] if name in known else next(others)
-            bags[number] = Bag(record, tuple(slides), own)
-        self.bags = dict(sorted(bags.items()))
-        self.records = self.complete = {n: bag.record for n, bag in self.bags.items()}
+        self.bags = self.records = self.complete = dict(sorted(bags.items()))
         empty = len(headers) - len(filled)
         self.notes = (f"{empty} feature files without patches are ignored",) if empty else ()
 
