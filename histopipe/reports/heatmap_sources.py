@@ -89,7 +89,7 @@ def open_values(
 ) -> tuple[list[str], ReadValues]:
     """Return the ids of the slides for which a folder has values, and the function that reads those of one slide.
 
-    That function raises DamagedStore, and NothingToDo if no store tells the size of the slide's patches.
+    That function raises DamagedStore, and NothingToDo if no store holds the patch size of the slide.
 
     Args:
         folder: folder of predictions, or of a run.

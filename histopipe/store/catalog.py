@@ -1,6 +1,6 @@
 """The catalog of a folder of parts: which part holds which slide of a data set that several machines have ingested.
 
-Only the process that gives out slides writes it. If two parts hold the same slide, for example after a machine was thought
+Only the process that assigns slides writes it. If two parts hold the same slide, for example after a machine was thought
 lost, the catalog names one of them, and readers ignore the slide in the other one.
 """
 
@@ -115,7 +115,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideRecord]:
-    """Leave out the records of a part that the catalog beside it gives to another part."""
+    """Leave out the records of a part that the catalog in its folder assigns to another part."""
     seen = _seen(store.resolve())
     if seen is None:
         return records

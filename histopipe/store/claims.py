@@ -29,7 +29,7 @@ class Claims(Closing):
         self._file = _open(store)
 
     def take(self, slide: int) -> bool:
-        """Claim a slide; False if another run is at it."""
+        """Claim a slide. Return False if another process is ingesting it."""
         return _lock(self._file, fcntl.F_WRLCK, slide)
 
     def release(self, slide: int) -> None:

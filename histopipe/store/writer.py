@@ -125,7 +125,7 @@ class StoreWriter(Closing):
 
         Returns their CRCs with the keys, (N,) uint32, 0 where unreadable.
         """
-        # An empty value tells an unreadable patch from one that is missing.
+        # An empty value marks an unreadable patch; a missing patch has no value.
         items = [(patch_key(slide, r), v or b"") for r, v in zip(rows, values, strict=True)]
 
         def work(transaction: lmdb.Transaction) -> None:
