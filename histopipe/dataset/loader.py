@@ -183,15 +183,7 @@ def load_dataset(
             parallel_calls=parallel_calls, prefetch=prefetch, read_ahead=read_ahead,
         )  # fmt: skip
         if stain_norm != "none":
-            # Late: they load TensorFlow.
-            from histopipe.dataset.augmentation import to_uint8
-            from histopipe.dataset.stain_normalization import StainNormalizer
-
-            normalize = StainNormalizer(stores, stain_norm)
-            dataset = dataset.map(
-                lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
-                num_parallel_calls=_PREFETCH, deterministic=True,
-            ).prefetch(1)  # fmt: skip
+            dataset = _normalized(dataset, stores, stain_norm)
         if as_supervised:
             dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
@@ -200,3 +192,18 @@ def load_dataset(
         for store in stores:
             weakref.finalize(feed, store.close_later)
     return dataset
+
+
+def _normalized(
+    dataset: tf.data.Dataset, stores: Sequence[Store], stain_norm: StainNorm
+) -> tf.data.Dataset:
+    """Normalize the stain of the images of every batch."""
+    # Late: they load TensorFlow.
+    from histopipe.dataset.augmentation import to_uint8
+    from histopipe.dataset.stain_normalization import StainNormalizer
+
+    normalize = StainNormalizer(stores, stain_norm)
+    return dataset.map(
+        lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
+        num_parallel_calls=_PREFETCH, deterministic=True,
+    ).prefetch(1)  # fmt: skip
