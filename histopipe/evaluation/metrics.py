@@ -165,13 +165,14 @@ def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
     Source:
         T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded percentile".
     """
-    from scipy.stats import norm, t  # late: `--help` must not wait for it
+    # Late: `--help` must not wait for it. `scipy.stats` has the same functions, and takes 0.6 s to load.
+    from scipy.special import ndtr, stdtrit
 
     defined = values[np.isfinite(values)]
     if 2 * len(defined) < len(values) or not len(defined):
         return None
-    reach = math.sqrt(patients / (patients - 1)) * t.ppf(1 - _TAIL, patients - 1)
-    low, high = np.quantile(defined, [norm.cdf(-reach), norm.cdf(reach)])
+    reach = math.sqrt(patients / (patients - 1)) * stdtrit(patients - 1, 1 - _TAIL)
+    low, high = np.quantile(defined, [ndtr(-reach), ndtr(reach)])
     return float(low), float(high)
 
 
