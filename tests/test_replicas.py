@@ -85,5 +85,5 @@ def test_two_workers_do_what_one_does(odd_store: Path, one: Found, tmp_path: Pat
 
 def test_deep_networks_agree_in_float64(odd_store: Path, tmp_path: Path) -> None:
     """With 27 layers of batch normalisation, rounding grows tenfold a step: float32 drifts, and the docs say so."""
-    one, many = (train(odd_store, tmp_path / f"{n}.npz", DEEP, n) for n in ("1", "3"))
+    one, many = (train(odd_store, tmp_path / f"{n}.npz", DEEP, n) for n in ("1", "2"))
     assert_same(one, many, DEEP)

@@ -23,7 +23,9 @@ SIDE = 420
 def data_uri(pixels: Pixels) -> str:
     """Return an image as a data URI."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "WEBP", quality=72, method=4)
+    Image.fromarray(pixels).save(
+        buffer, "WEBP", quality=72, method=2
+    )  # half the time of method 4, 2 % larger
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
