@@ -1,23 +1,6 @@
-"""Every error histopipe raises on purpose, with the exit code of each.
+"""All errors that histopipe raises on purpose, with their exit codes. Where a builtin error fits, they are also that.
 
-    HistopipeError                      1   a bug when nothing below fits
-    ├── UsageError (ValueError)         2   the command line, a config or a CSV is wrong
-    │   └── SpecMismatch                2   a store was made with other settings
-    ├── SlideError                      3   one slide cannot be used; the run goes on
-    │   ├── SlideUnreadable (OSError)   3   the file is not a slide, broken, or changed
-    │   ├── ScaleError (ValueError)     3   its scale is unknown or does not fit the options
-    │   ├── RouteUnfit (ValueError)     3   it cannot go by the route that was asked for
-    │   └── AnnotationsUnfit (ValueError) 3 what is drawn on it cannot be used
-    ├── NothingToDo (LookupError)       4   no slides, no store, nothing to train on
-    ├── DamagedStore (ValueError)       5   a store or run is damaged
-    │   └── UnknownVersion              5   a store or run of a version or feature not known here
-    ├── MachineShort (OSError)          6   disk, memory or GPU memory
-    │   ├── OutOfMemory                 6   memory ran out; a fresh process may go on with smaller pieces
-    │   └── OutOfTime (TimeoutError)    6   it took longer than it was given; what was saved stays
-    ├── WorkerLost (ConnectionError)    6   a worker of a cluster died, hangs or never came
-    └── Interrupted                   130   Ctrl-C or SIGTERM
-
-A message says what it is about, what was found, what was expected and what to do next.
+A message says what failed, what was found, what was expected and what to do next.
 """
 
 from __future__ import annotations
@@ -40,12 +23,12 @@ class ExitCode(IntEnum):
 
 
 class HistopipeError(Exception):
-    """Base of all errors.
+    """Base of all errors; an error of this class itself is a bug.
 
     Args:
-        what: the thing (a path, a slide id, a key) and what is wrong with it.
+        what: the object (a path, a slide id, a key) and what is wrong with it.
         found: what was found there.
-        expected: what should have been there.
+        expected: what was expected there.
         todo: what the user can do next.
     """
 
@@ -63,16 +46,12 @@ class HistopipeError(Exception):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        facts = [
-            f"{name} {value}"
-            for name, value in (("found", self.found), ("expected", self.expected))
-            if value is not None
-        ]
-        text = self.what + (": " + ", ".join(facts) if facts else "")
-        return text + (f"; {self.todo}" if self.todo else "")
+        pairs = (("found", self.found), ("expected", self.expected))
+        facts = ", ".join(f"{name} {value}" for name, value in pairs if value is not None)
+        return self.what + (facts and f": {facts}") + (f"; {self.todo}" if self.todo else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Keyword-only arguments are lost by the default pickling, and workers raise across processes.
+        # The default pickling loses keyword-only arguments.
         return (_rebuild, (type(self), self.what, self.found, self.expected, self.todo))
 
 
@@ -99,19 +78,19 @@ class SlideError(HistopipeError):
 
 
 class SlideUnreadable(SlideError, OSError):
-    """The file is no slide, is broken, or changed while it was read."""
+    """The file is not a slide, is damaged, or changed while it was read."""
 
 
 class ScaleError(SlideError, ValueError):
-    """A slide's scale is unknown, implausible, or does not fit the options given."""
+    """The scale of a slide is unknown, implausible, or does not fit the options."""
 
 
 class RouteUnfit(SlideError, ValueError):
-    """A slide's patches cannot be made by the route that was asked for."""
+    """The patches of a slide cannot be made by the requested route."""
 
 
 class AnnotationsUnfit(SlideError, ValueError):
-    """A slide's annotations cannot be read, or are missing where they are needed."""
+    """The annotations of a slide cannot be read, or are required and missing."""
 
 
 class NothingToDo(HistopipeError, LookupError):
@@ -127,7 +106,7 @@ class DamagedStore(HistopipeError, ValueError):
 
 
 class UnknownVersion(DamagedStore):
-    """A store or run was written by a version, or with a feature, that is not known here."""
+    """A store or run was written by an unknown version, or with an unknown feature."""
 
 
 class MachineShort(HistopipeError, OSError):
@@ -137,20 +116,20 @@ class MachineShort(HistopipeError, OSError):
 
 
 class OutOfMemory(MachineShort):
-    """Memory ran out where a process cannot go on. A fresh one may, with smaller micro-batches."""
+    """Memory ran out and the process cannot continue. A new one may, with smaller micro-batches."""
 
 
 class OutOfTime(MachineShort, TimeoutError):
-    """A training took longer than it was given. What was saved stays."""
+    """A training reached its time limit. The saved state stays."""
 
 
 class WorkerLost(HistopipeError, ConnectionError):
-    """Another worker of a cluster died, hangs, or never came."""
+    """Another worker of a cluster died, hangs, or never started."""
 
     exit_code = ExitCode.SHORT
 
 
 class Interrupted(HistopipeError):
-    """The user or the system asked to stop; what was complete stays."""
+    """Ctrl-C or SIGTERM. Completed work stays."""
 
     exit_code = ExitCode.INTERRUPTED

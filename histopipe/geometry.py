@@ -1,11 +1,12 @@
-"""Points, sizes, regions and scales, each frame a type of its own.
+"""Points, sizes, regions and scales. Each frame has its own types, so that mixing frames does not type-check.
 
-Two frames exist: **level 0**, the slide's largest image, in which every stored coordinate is given, and **level**, the
-pixels of the pyramid image that is read. Mixing them up does not type-check.
+There are two frames: **level 0**, the largest image of a slide, in which coordinates are stored, and **level**, the pixels
+of the pyramid image that is read.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -19,7 +20,7 @@ Micrometres = NewType("Micrometres", float)
 SquareMicrometres = NewType("SquareMicrometres", float)
 
 SCALE_TOLERANCE = 0.02
-"""Two scales within 2 % of one another count as the same."""
+"""Scales that differ by no more than 2 % count as the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class RegionL0:
 
 @dataclass(frozen=True, slots=True)
 class RegionLevel:
-    """A rectangle of one level's pixels, origin in that level's own frame."""
+    """A rectangle of pixels of a level, with its origin in the frame of that level."""
 
     x: int
     y: int
@@ -72,11 +73,11 @@ class Level:
     downsample: float
 
     def to_l0(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Level pixels to the nearest level-0 pixels, along either axis."""
+        """Convert coordinates to the nearest level-0 pixels, along either axis."""
         return np.asarray(np.rint(values * self.downsample), np.int64)
 
     def inside(self, region: RegionL0) -> RegionLevel:
-        """The whole pixels of this level that lie in a level-0 region and in the level.
+        """Return the whole pixels of this level that lie in a level-0 region.
 
         Example:
             >>> level = Level(1, Size(50, 40), 2.0)
@@ -91,30 +92,25 @@ class Level:
         return RegionLevel(left, top, Size(max(0, right - left), max(0, bottom - top)))
 
 
-# A level's downsample is rounded in the file, so an edge that should be whole comes out a hair beside it.
-_HAIR = 1e-2
+# The downsample in a file is rounded, so that edges on whole pixels are slightly off.
+_ROUNDING = 1e-2
 
 
 def _ceil(value: float) -> int:
-    return int(np.ceil(value - _HAIR))
+    return math.ceil(value - _ROUNDING)
 
 
 def _floor(value: float) -> int:
-    return int(np.floor(value + _HAIR))
+    return math.floor(value + _ROUNDING)
 
 
 def same_scale(a: Mpp, b: Mpp) -> bool:
-    """Whether two scales are within 2 % of one another.
-
-    Example:
-        >>> same_scale(Mpp(0.499), Mpp(0.5))
-        True
-    """
+    """Return whether two scales differ by no more than 2 %."""
     return abs(a - b) <= SCALE_TOLERANCE * max(a, b)
 
 
 def frozen_array(values: Any, dtype: Any) -> NDArray[Any]:
-    """A read-only copy, so that a frozen dataclass that holds it is frozen in fact."""
+    """Return a read-only copy, for frozen dataclasses."""
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)
     return array

@@ -46,6 +46,20 @@ INTERRUPTIBLE = [sys.executable, "-c", _RESET, *COMMAND]
 settings.register_profile("steady", deadline=None)
 settings.load_profile("steady")
 
+SLOW_FILES = (
+    "test_workers", "test_cluster", "test_memory", "test_tune", "test_reader", "test_resume",
+    "test_replicas", "test_folds", "test_mil", "test_ingest", "test_training", "test_repair",
+    "test_predict", "test_embedding", "test_faults", "test_train_options", "test_maintenance",
+    "test_cluster_jobs", "test_untrusted", "test_compare", "test_report",
+)  # fmt: skip
+"""These come first, so that none of them runs alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {name: number for number, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
+
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 Once = Callable[[str, Callable[[Path], object]], Path]
 T = TypeVar("T")

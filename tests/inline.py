@@ -22,7 +22,6 @@ from histopipe.ingestion import storing
 T = TypeVar("T")
 WITH_POOLS = (
     "histopipe.ingestion.ingest_slides",
-    "histopipe.ingestion.checks",
     "histopipe.ingestion.preview",
     "histopipe.measure.columns",
 )

@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 from inline import in_process
 from numpy.typing import NDArray
 
-from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.outline import Outline, Outlines
 from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_shares
-from histopipe.annotations.read import read_annotations
-from histopipe.annotations.regions import Regions, read_regions, regions_of
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.read import find_annotations, read_annotations
+from histopipe.annotations.regions import AnnotationRules, Regions, read_regions, regions_of
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
 from histopipe.slides.tables import SlideNames

@@ -1,4 +1,4 @@
-"""Augmentation and stain normalisation: the same for a patch wherever it comes up, and equal to an obvious twin in numpy."""
+"""Augmentation and stain normalization: the same for a patch wherever it comes up, and equal to an obvious twin in numpy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import histopipe
 from histopipe.dataset import augmentation as aug
 from histopipe.dataset.options import AUGMENTATIONS
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_pixels, fit_slide
-from histopipe.dataset.stain_normalisation import (
+from histopipe.dataset.stain_normalization import (
     REFERENCE,
-    StainNormaliser,
+    StainNormalizer,
     macenko,
     macenko_changes,
     reinhard,
@@ -30,7 +30,7 @@ from histopipe.dataset.stain_normalisation import (
 )
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.store.record import SlideState
-from histopipe.store.stains import StainFit, StainWriter
+from histopipe.store.stains import StainFit
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 
@@ -182,7 +182,7 @@ def test_no_such_augmentation() -> None:
         aug.augment(IMAGES, SEEDS, ["blur"])  # type: ignore[list-item]
 
 
-# --- stain normalisation ---------------------------------------------------------------------------------------------------
+# --- stain normalization ---------------------------------------------------------------------------------------------------
 
 
 def lab_of(pixels: Pixels) -> Pixels:
@@ -262,9 +262,9 @@ def fitted(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import shutil  # only here
 
     path = Path(shutil.copytree(made_store, tmp_path_factory.mktemp("stain") / "s.lmdb"))
-    with StainWriter(path) as writer, Store(path) as store:
+    with StoreWriter(path) as writer, Store(path) as store:
         for number in store.complete:
-            writer.put(number, fit_slide(store, number))
+            writer.put_stain(number, fit_slide(store, number))
     return path
 
 
@@ -278,16 +278,16 @@ def test_fits_come_back_as_they_were(fitted: Path) -> None:
                 np.testing.assert_array_equal(getattr(fit, name), getattr(again, name))
 
 
-def test_a_normalised_dataset(fitted: Path, made_store: Path) -> None:
+def test_a_normalized_dataset(fitted: Path, made_store: Path) -> None:
     plain = histopipe.load_dataset(made_store, batch_size=32, seed=1)
     for method in ("macenko", "reinhard"):
         normal = histopipe.load_dataset(fitted, batch_size=32, seed=1, stain_norm=method)
         with Store(fitted) as store:
-            normalise = StainNormaliser([store], method)
+            normalize = StainNormalizer([store], method)
         for before, after in itertools.islice(zip(plain, normal, strict=True), 3):
             assert after["image"].dtype == tf.uint8
             assert after["image"].shape == before["image"].shape
-            expected = aug.to_uint8(normalise(before["image"], before["key"]))
+            expected = aug.to_uint8(normalize(before["image"], before["key"]))
             np.testing.assert_array_equal(after["image"], expected)
             assert (after["image"].numpy() != before["image"].numpy()).any()
 
@@ -315,7 +315,7 @@ def test_slides_that_were_not_measured_are_named(made_store: Path) -> None:
     ):
         histopipe.load_dataset(made_store, batch_size=4, seed=1, stain_norm="macenko")
     with Store(made_store) as store, pytest.raises(UsageError, match="found 'vahadane'"):
-        StainNormaliser([store], "vahadane")  # type: ignore[arg-type]
+        StainNormalizer([store], "vahadane")  # type: ignore[arg-type]
 
 
 def test_the_stains_command(tmp_path: Path, run: Run) -> None:

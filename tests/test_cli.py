@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from io import BytesIO, TextIOWrapper
+
+import pytest
 from conftest import PROJECT, Run
 
 from histopipe._version import __version__
 from histopipe.cli import COMMANDS
+from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
 
 
 def test_every_command_has_help_and_a_place_in_the_readme(run: Run) -> None:
     readme = (PROJECT / "README.md").read_text()
     shown = run("--help").stdout
-    for name, summary in COMMANDS.items():
+    for name, (_, summary) in COMMANDS.items():
         assert name in shown
         assert summary in shown
         assert f"histopipe {name}" in readme
@@ -52,3 +59,33 @@ def test_no_address_of_an_index_is_in_a_lock() -> None:
     for lock in (PROJECT / "requirements").glob("*.lock"):
         assert "://" not in lock.read_text()
         assert "--hash=sha256:" in lock.read_text()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_every_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = BytesIO()
+    monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
+    for name in (b"a", "é".encode(), "切片 😀".encode(), b"slide-\xff"):
+        path = os.fsdecode(name)
+        printed.seek(0)
+        printed.truncate()
+        show_json({"path": path})
+        shown = printed.getvalue().decode(encoding)
+        assert json.loads(shown) == {"path": path}
+        printed.seek(0)
+        printed.truncate()
+        show_text(path)
+        shown = printed.getvalue().decode(encoding).rstrip("\n")
+        try:
+            path.encode(encoding)
+        except UnicodeEncodeError:
+            assert shown == path.encode("ascii", "backslashreplace").decode()
+        else:
+            assert shown == path
+
+
+def test_json_keeps_letters_that_standard_output_can_encode(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_json({"label": "Größe"})
+    assert "Größe" in capsys.readouterr().out

@@ -18,12 +18,11 @@ from test_maintenance import contents
 
 import histopipe
 from histopipe.errors import DamagedStore, MachineShort, UnknownVersion, UsageError
+from histopipe.ingestion.cluster.cluster_ingest import parts_locked
 from histopipe.ingestion.cluster.dask_cluster import connected
-from histopipe.ingestion.cluster.part_store import parts_locked
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import CATALOG, Catalog, parts_of, read_catalog
-from histopipe.store.recorded import recorded
-from histopipe.store.store import Store
+from histopipe.store.store import Store, recorded
 from histopipe.system.files import appearing
 
 DASK = [sys.executable, "-m", "dask"]
@@ -77,6 +76,8 @@ class Machines:
 
     def _start_worker(self, number: int) -> subprocess.Popen[bytes]:
         words = ["worker", self.address, "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
+        if number:
+            words.append("--no-nanny")  # one process in place of two
         return self._start([*words, "--local-directory", str(self.folder / f"dask-{number}")])
 
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
@@ -123,6 +124,13 @@ def local(slides: Path) -> Path:
 
 
 Ingest = Callable[[], "subprocess.Popen[str]"]
+IMPATIENT = """
+from histopipe.cli import main
+from histopipe.ingestion.cluster import dask_cluster
+dask_cluster._SECONDS = 10.0
+main()
+"""
+"""The command, which takes a scheduler for lost after 10 seconds, and not after 30."""
 
 
 @pytest.fixture
@@ -132,7 +140,7 @@ def ingest(machines: Machines, slides: Path, tmp_path: Path) -> Ingest:
     def begin() -> subprocess.Popen[str]:
         words = ["ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", machines.address]
         return subprocess.Popen(
-            [*COMMAND, *words, "--scratch", str(tmp_path / "scratch"), "--json"],
+            [sys.executable, "-c", IMPATIENT, *words, "--scratch", str(tmp_path / "scratch"), "--json"],
             cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT,
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import Status
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import read_catalog
-from histopipe.store.recorded import recorded
+from histopipe.store.store import recorded
 from histopipe.system.progress import SilentProgress
 from histopipe.tiling.spec import TilingSpec
 

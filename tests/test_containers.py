@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from histopipe.cli.ingest import command as ingest
-from histopipe.cli.train import command as train
+from histopipe.cli.ingestion import ingest
+from histopipe.cli.training import train
 
 ROOT = Path(__file__).parents[1]
 DOCKER, CLUSTERS = ROOT / "docker", ROOT / "docs" / "clusters"

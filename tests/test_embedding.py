@@ -16,15 +16,21 @@ import numpy as np
 import onnx
 import pytest
 import simplejpeg
-from conftest import COMMAND, INTERRUPTIBLE, Run, two_at_a_time
+from conftest import INTERRUPTIBLE, Run
 from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 from test_reader import a_store, flip_a_byte, jpegs
 
 import histopipe
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
-from histopipe.features.feature_file import read_coords, read_features, read_header, writing
-from histopipe.features.feature_folder import feature_files, feature_path
+from histopipe.features.feature_file import (
+    feature_files,
+    feature_path,
+    read_coords,
+    read_features,
+    read_header,
+    writing,
+)
 from histopipe.store.store import Store
 
 NETWORK = ["--model", "mobilenet", "--weights", "none"]
@@ -113,19 +119,16 @@ def test_they_are_those_of_keras_on_the_same_pixels(
             np.testing.assert_allclose(found[slide], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_devices_do_not_matter(small_store: Path, tmp_path: Path) -> None:
-    devices = ["cpu", "cpu:2", "cpu:3"]
-
-    def embed(name: str) -> subprocess.CompletedProcess[str]:
-        command = [*COMMAND, "embed", str(small_store), *NETWORK, "--out", str(tmp_path / name)]
-        command += ["--devices", name, "--batch-size", "7"]
-        return subprocess.run(command, text=True, capture_output=True, check=True)
-
-    two_at_a_time(embed, devices)
-    one, *others = (features_of(tmp_path / name) for name in devices)
-    for other in others:
-        for slide, values in one.items():
-            np.testing.assert_allclose(other[slide], values, rtol=1e-5, atol=1e-6)
+def test_devices_do_not_matter(run: Run, small_store: Path, tmp_path: Path) -> None:
+    """Three devices do not divide a batch of 7."""
+    devices = ["cpu", "cpu:3"]
+    for name in devices:
+        flags = ["--out", tmp_path / name, "--devices", name, "--batch-size", 7]
+        done = run("embed", small_store, *NETWORK, *flags)
+        assert done.returncode == 0, done.stderr
+    one, three = (features_of(tmp_path / name) for name in devices)
+    for slide, values in one.items():
+        np.testing.assert_allclose(three[slide], values, rtol=1e-5, atol=1e-6)
 
 
 UNTRAINED: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 2}
@@ -354,18 +357,16 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 ) -> None:
     import tensorflow as tf
 
-    from histopipe.inference.keras_network import KerasEncoder
+    from histopipe.training.devices import one_per_replica
 
-    whole = KerasEncoder._piece
-
-    def short(self: Any, parts: Any) -> Any:
+    def short(strategy: Any, parts: Any, first: int) -> Any:
         if len(parts[0]) > 3:
             raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating")
-        return whole(self, parts)
+        return one_per_replica(strategy, parts, first)
 
     arguments: dict[str, Any] = {"model": "mobilenet", "weights": "none", "batch_size": 8}
     histopipe.embed(small_store, out=tmp_path / "a", **arguments)
-    monkeypatch.setattr(KerasEncoder, "_piece", short)
+    monkeypatch.setattr("histopipe.inference.keras_network.one_per_replica", short)
     histopipe.embed(small_store, out=tmp_path / "b", **arguments)
     assert "continuing with 2 patches per device at once" in capsys.readouterr().err
     for slide, values in features_of(tmp_path / "a").items():

@@ -7,7 +7,7 @@ import pytest
 
 from histopipe import errors
 from histopipe.errors import ExitCode, HistopipeError
-from histopipe.store.lmdb_errors import ERRORS
+from histopipe.store.handle import ERRORS
 
 KINDS = [
     kind

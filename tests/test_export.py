@@ -18,7 +18,6 @@ from test_reader import a_store, flip_a_byte, jpegs
 from test_store import RECORD, SPEC
 
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
-from histopipe.exporting import index
 from histopipe.exporting.export import export
 from histopipe.exporting.patches import ExportResult
 from histopipe.store.format import value_crc
@@ -53,7 +52,7 @@ def values_of(path: Path) -> dict[tuple[str, int], bytes]:
 def test_the_index_has_a_row_a_patch(
     store: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index, "_GROUP_ROWS", 10)
+    monkeypatch.setattr("histopipe.exporting.export._GROUP_ROWS", 10)
     other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
     out = tmp_path / f"index.{kind}"
     result = export([store, other], out, index=kind)

@@ -560,9 +560,8 @@ def test_slides_of_one_name_in_two_stores_stay_two(tmp_path: Path) -> None:
         rows = np.repeat(np.arange(4), 2)
         keys = pack_keys(np.tile([0, 1], 4), np.zeros(8, np.int64), rows)
         predicted = Predictions(
-            keys, np.zeros(8, np.int32), np.full((8, 2), 0.5, np.float32), loss=0.0, seconds=1.0,
-            input_wait=0.0,
-        )  # fmt: skip
+            keys, np.zeros(8, np.int32), np.full((8, 2), 0.5, np.float32), loss=0.0
+        )
         found = patch_scores(predicted, [a, b], splits)
         assert found.slides == (f"n1@{a.uuid[:8]}", f"n1@{b.uuid[:8]}")
         assert found.slide.tolist() == [0] * 4 + [1] * 4

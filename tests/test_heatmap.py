@@ -23,14 +23,14 @@ from histopipe.evaluation.predictions_file import write_predictions
 from histopipe.evaluation.scores import PatchScores
 from histopipe.geometry import PointL0
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.reports.heatmap_geojson import write_heatmap_geojson
-from histopipe.reports.heatmap_images import (
+from histopipe.reports.heatmap_files import (
     coloured,
     scale_bar_um,
+    write_heatmap_geojson,
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.patch_values import PatchValues, ranks
+from histopipe.reports.heatmap_sources import PatchValues, ranks
 from histopipe.slides.slide import Slide
 from histopipe.store.store import Store
 

@@ -26,15 +26,13 @@ from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
-from histopipe.ingestion.decisions import Action, PendingSlide, decide
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.progress import IngestProgress
-from histopipe.ingestion.report import Status
+from histopipe.ingestion.records import PendingSlide, outcome_without_ingest
+from histopipe.ingestion.report import IngestProgress, Status
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.storing import close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
-from histopipe.slides.identity import Fingerprint
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -434,9 +432,9 @@ def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
         slide = SlideInput(SlideFile("a", path, (path,)))
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, workers=Meddling(lambda: meddle(path)), spec=spec,
+            writer=writer, submit_within=Meddling(lambda: meddle(path)).submit_within, spec=spec,
             options=IngestOptions(route=route, workers=1), claims=claims,
-            progress=IngestProgress(SilentProgress()),
+            progress=IngestProgress(1, SilentProgress()),
         )  # fmt: skip
         (outcome,) = pipeline.run([PendingSlide(writer.register([record])["a"], slide, record)])
         claims.close()
@@ -777,10 +775,6 @@ def test_claims_exclude_and_end_with_their_owner(tmp_path: Path) -> None:
     theirs.close()
 
 
-SLIDE = SlideFile("a", Path("a.svs"), (Path("a.svs"),))
-AT = Fingerprint(100, 5)
-
-
 def record(state: SlideState, **fields: Any) -> SlideRecord:
     at = {"size_bytes": 100, "mtime_ns": 5}
     return SlideRecord(
@@ -789,50 +783,55 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "action"),
+    ("record", "options", "status"),
     [
-        (None, {}, Action.INGEST),
-        (record(SlideState.PENDING), {}, Action.INGEST),
-        (record(SlideState.COMPLETE), {}, Action.KEEP),
-        (record(SlideState.COMPLETE), {"force": True}, Action.KEEP),
-        (record(SlideState.COMPLETE, size_bytes=99), {}, Action.REFUSE),
-        (record(SlideState.COMPLETE, mtime_ns=4), {}, Action.REFUSE),
-        (record(SlideState.COMPLETE, mtime_ns=4), {"force": True}, Action.INGEST),
+        (record(SlideState.PENDING), {}, None),
+        (record(SlideState.COMPLETE), {}, Status.SKIPPED),
+        (record(SlideState.COMPLETE), {"force": True}, Status.SKIPPED),
+        (record(SlideState.COMPLETE, size_bytes=99), {}, Status.FAILED),
+        (record(SlideState.COMPLETE, mtime_ns=4), {}, Status.FAILED),
+        (record(SlideState.COMPLETE, mtime_ns=4), {"force": True}, None),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"mpp": Mpp(0.5)},
-            Action.KEEP,
+            Status.SKIPPED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"mpp": Mpp(0.25)},
-            Action.REFUSE,
+            Status.FAILED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="properties"),
             {"mpp": Mpp(0.25)},
-            Action.KEEP,
+            Status.SKIPPED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.25, mpp_source="default-mpp"),
             {"mpp": Mpp(0.5)},
-            Action.REFUSE,
+            Status.FAILED,
         ),
         (
             record(SlideState.COMPLETE, mpp=0.5, mpp_source="mpp-csv"),
             {"default_mpp": Mpp(0.25)},
-            Action.KEEP,
+            Status.SKIPPED,
         ),
-        (record(SlideState.FAILED, error_kind=FailureKind.OPTION), {}, Action.INGEST),
-        (record(SlideState.FAILED, error_kind=FailureKind.FILE), {}, Action.STILL_FAILED),
+        (record(SlideState.FAILED, error_kind=FailureKind.OPTION), {}, None),
+        (record(SlideState.FAILED, error_kind=FailureKind.FILE), {}, Status.FAILED),
         (
             record(SlideState.FAILED, error_kind=FailureKind.FILE),
             {"retry_failed": True},
-            Action.INGEST,
+            None,
         ),
-        (record(SlideState.FAILED, error_kind=FailureKind.FILE, mtime_ns=4), {}, Action.INGEST),
+        (record(SlideState.FAILED, error_kind=FailureKind.FILE, mtime_ns=4), {}, None),
     ],
 )
-def test_decisions(before: SlideRecord | None, options: dict[str, Any], action: Action) -> None:
-    slide = SlideInput(SLIDE, mpp=options.pop("mpp", None))
-    assert decide(slide, AT, before, IngestOptions(**options)).action is action
+def test_decisions(
+    tmp_path: Path, record: SlideRecord, options: dict[str, Any], status: Status | None
+) -> None:
+    path = tmp_path / "a.svs"
+    path.write_bytes(bytes(100))
+    os.utime(path, ns=(5, 5))
+    slide = SlideInput(SlideFile("a", path, (path,)), mpp=options.pop("mpp", None))
+    outcome = outcome_without_ingest(slide, record, IngestOptions(**options))
+    assert (outcome and outcome.status) is status

@@ -16,6 +16,7 @@ from conftest import make_slides
 from inline import Run, in_process
 
 from histopipe.cli import COMMANDS
+from histopipe.cli.ingestion import ingest as ingest_command
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import Mpp
 from histopipe.ingestion.ingest import import_coords, ingest
@@ -51,8 +52,9 @@ def test_functions_have_the_options_of_their_commands(
     command: str, function: Any, settings: Any
 ) -> None:
     assert command in COMMANDS
-    module = importlib.import_module(f"histopipe.cli.{command.replace('-', '_')}")
-    flags = {parameter.name for parameter in module.command.params} - NOT_PARAMETERS
+    module = importlib.import_module(f"histopipe.cli.{COMMANDS[command][0]}")
+    parameters = getattr(module, command.replace("-", "_")).params
+    flags = {parameter.name for parameter in parameters} - NOT_PARAMETERS
     names = set(inspect.signature(function).parameters) - {"progress", "settings"}
     assert flags == names | set(settings.__annotations__ if settings else ())
     if settings is IngestSettings:
@@ -60,8 +62,7 @@ def test_functions_have_the_options_of_their_commands(
 
 
 def test_defaults_of_functions_are_those_of_the_commands() -> None:
-    command = importlib.import_module("histopipe.cli.ingest").command
-    flags = {parameter.name: parameter for parameter in command.params}
+    flags = {parameter.name: parameter for parameter in ingest_command.params}
     compared = 0
     for options in (TilingSpec(mpp=Mpp(0.5)), IngestOptions()):
         for field in dataclasses.fields(options):

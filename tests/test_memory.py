@@ -108,6 +108,8 @@ def test_a_process_that_dies_of_memory_is_told_and_resumed_in_smaller_pieces(
     assert f"died of {kind}: probably out of memory" in done.stderr
     assert "which takes micro-batches of 4 patches" in done.stderr
     assert not (tmp_path / "run" / "metrics.json").exists()
+    if kind != DEATHS[0]:
+        return  # what is left to resume from is the same
     again = run("train", "--resume", "--out", "run")
     assert again.returncode == 0, again.stderr
     assert "micro-batches of 4 patches a device, as memory ran out before" in again.stderr
@@ -150,6 +152,6 @@ def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
 
 
 def test_trainings_leave_their_caller_as_it_was(small_store: Path, tmp_path: Path) -> None:
-    assert growth_mb(small_store, tmp_path / "apart", 6, "no") < 3
+    assert growth_mb(small_store, tmp_path / "apart", 4, "no") < 3
     # What this test would see if they ran in the caller's process.
-    assert growth_mb(small_store, tmp_path / "within", 5, "yes") > 5
+    assert growth_mb(small_store, tmp_path / "within", 4, "yes") > 5

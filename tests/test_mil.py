@@ -102,7 +102,7 @@ def test_pieces_give_the_gradients_of_the_whole(
     import tensorflow as tf
 
     from histopipe.training.bag_model import BagModel
-    from histopipe.training.pooling import patch_gradients, pool
+    from histopipe.training.bag_train_step import patch_gradients, pool
 
     keras.utils.set_random_seed(seed)
     model = BagModel(pooling, dimension=4, classes=3, dropout=0.4, precision="float64")
@@ -168,13 +168,13 @@ def made_of_textures(folder: Path, slides: int, patches: int) -> Path:
 
 
 def test_it_finds_the_few_patches_that_matter(tmp_path: Path) -> None:
-    """Sixty slides; a positive one has 5 % of positive patches. About a minute."""
+    """Sixty slides; a positive one has 5 % of positive patches."""
     store = made_of_textures(tmp_path, 60, 100)
     make_onnx(tmp_path / "encoder.onnx")
     histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
     common: dict[str, Any] = {
-        "mil": tmp_path / "features", "fractions": (0.5, 0.2, 0.3), "epochs": 40, "patience": 0,
-        "learning_rate": 1e-3, "resamples": 0,
+        "mil": tmp_path / "features", "fractions": (0.5, 0.2, 0.3), "epochs": 20, "patience": 0,
+        "learning_rate": 2e-3, "resamples": 0,
     }  # fmt: skip
 
     def train(pooling: str) -> Any:
@@ -277,7 +277,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
 
     from histopipe.training.bag_train_step import BagTrainStep
 
-    whole: Callable[..., Any] = BagTrainStep._bag_gradients
+    whole: Callable[..., Any] = BagTrainStep._gradient_step
     calls: list[int] = []
 
     def short(self: Any, *arguments: Any) -> Any:
@@ -290,7 +290,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
         "mil": str(bags), "labels": str(bags / "labels.csv"), "deterministic": False, "epochs": 1,
     }  # fmt: skip
     plain = histopipe.train(out=tmp_path / "a", in_process=True, **settings)
-    monkeypatch.setattr(BagTrainStep, "_bag_gradients", short)
+    monkeypatch.setattr(BagTrainStep, "_gradient_step", short)
     found = histopipe.train(out=tmp_path / "b", in_process=True, **settings)
     assert "going on with micro-batches of 8192 patches" in capsys.readouterr().err
     ours, theirs = plain.metrics["test"].finest, found.metrics["test"].finest
@@ -400,9 +400,13 @@ def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
         "part-2",
         "sub/TCGA-AB-1234-02",
     ]
-    assert [record.patient for record in bags.slides] == ["TCGA-AB-1234", "part-2", "TCGA-AB-1234"]
-    assert [record.label for record in bags.slides] == [None, "1", None]
-    assert BagSet(tmp_path, labels=tmp_path / "l.csv").slides[1].label == "b"
+    assert [record.patient for record in bags.records.values()] == [
+        "TCGA-AB-1234",
+        "part-2",
+        "TCGA-AB-1234",
+    ]
+    assert [record.label for record in bags.records.values()] == [None, "1", None]
+    assert BagSet(tmp_path, labels=tmp_path / "l.csv").records[1].label == "b"
     assert [bag.rows for bag in bags.bags.values()] == [9, 4, 5]
     assert len(bags.notes) == 1
 
@@ -486,7 +490,7 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
             label="ab"[i // 2 % 2] if i > 4 else "a", patient=f"P{i // 2}", site=f"site{i % 2}",
         )  # fmt: skip
     bags = BagSet(tmp_path, bag="patient")
-    contents = [record.content for record in bags.slides]
+    contents = [record.content for record in bags.records.values()]
     assert contents[0] == contents[1] == contents[2]
     assert len(set(contents)) == 6
     with pytest.raises(UsageError, match="a site for every slide"):

@@ -10,21 +10,24 @@ import subprocess
 import time
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
+from conftest import INTERRUPTIBLE, Run, make_slides, with_tensorflow
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.scores import PatchScores, joined_scores
+from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.inference.slide_tiler import SlideTiler
-from histopipe.slides.discovery import discover
+from histopipe.inference.slide_run import SlideRun
+from histopipe.inference.slide_tiler import FileSource
 from histopipe.store.store import Store
+from histopipe.system.progress import default_progress
 from histopipe.tiling.spec import TilingSpec
 
 
@@ -46,11 +49,12 @@ def predicted(
     Two devices need a process of their own: TensorFlow divides the CPU once per process.
     """
     base = tmp_path_factory.mktemp("predicted")
-    two = [*COMMAND, "predict", str(trained), str(made_store), "--out", str(base / "two")]
-    with subprocess.Popen([*two, "--devices", "cpu:2", "--batch-size", "33"]) as process:
-        predict(trained, made_store, out=base / "store")
-        predict(trained, made, out=base / "slides", labels=made / "labels.csv")
-    assert process.returncode == 0
+    command = "from histopipe.cli import main; main()"
+    flags = ("--out", base / "two", "--devices", "cpu:2", "--batch-size", 33)
+    done = with_tensorflow(command, "predict", trained, made_store, *flags)
+    assert done.returncode == 0, done.stderr
+    predict(trained, made_store, out=base / "store")
+    predict(trained, made, out=base / "slides", labels=made / "labels.csv")
     return {name: base / name for name in ("store", "two", "slides")}
 
 
@@ -241,12 +245,15 @@ def test_pixels_are_those_of_a_store_by_every_route(
     spec = TilingSpec(**{"mpp": 0.5, **settings})
     flags = [f"--patch-size={spec.patch_size}", f"--mpp={spec.mpp}", "--default-mpp=0.25"]
     assert run("ingest", folder, *flags).returncode == 0
-    failures: dict[str, str] = {}
+    model: Any = SimpleNamespace(spec=spec.to_json(), stain_norm="none", patch_mpp=None)
+    options = PredictOptions(tiling={}, batch_size=7, default_mpp=0.25, workers=1)
+    network: Any = None
+    slides = SlideRun(network, "predicting", 1, default_progress())
     with (
-        SlideTiler(spec, batch_size=7, stain_norm="none", default_mpp=0.25, workers=1) as files,  # type: ignore[arg-type]
+        FileSource([folder], model, options, default_progress()) as files,
         Store(tmp_path / "patches.lmdb") as store,
     ):
-        (slide,) = files.slides(discover([folder]), failures.__setitem__)
+        (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out"))
         assert store.records[0].route == route
         batches = [slide.load(step) for step in range(slide.steps)]
         pixels = {
@@ -261,7 +268,7 @@ def test_pixels_are_those_of_a_store_by_every_route(
             decode(memoryview(store.value(0, row)), out)
             corner = int(index["x_l0"][row]), int(index["y_l0"][row])
             assert np.array_equal(pixels[corner], out)
-    assert not failures
+    assert not slides.failed
 
 
 def test_a_model_of_one_stain_sees_that_stain(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip

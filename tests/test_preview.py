@@ -13,7 +13,7 @@ from inline import in_process
 from test_ingest import CMU, TCGA, contents
 
 from histopipe.errors import UsageError
-from histopipe.ingestion import checks
+from histopipe.ingestion import ingest_slides
 from histopipe.ingestion.options import IngestOptions
 from histopipe.store.store import Store
 from histopipe.system.filesystems import network_filesystem
@@ -142,8 +142,8 @@ def test_network_filesystems_are_told_by_their_mounts(
 def test_a_store_on_a_network_filesystem_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "network_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr(ingest_slides, "network_filesystem", lambda _: "nfs4")
     spec = TilingSpec(level=0)
     with pytest.raises(UsageError, match=r"network filesystem: found nfs4.*--allow-network"):
-        checks.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions())
-    checks.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions(allow_network=True))
+        ingest_slides.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions())
+    ingest_slides.check_ingest([], tmp_path / "s.lmdb", spec, IngestOptions(allow_network=True))

@@ -25,7 +25,6 @@ from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
-from histopipe.tiling.grid import covered_fractions, covered_squares
 from histopipe.tiling.quality import dark_mask, focus_of, pen_mask, reduction_to
 
 REAL = {"CMU-1-Small-Region.svs": 0.499, "TCGA-CR-7395-01A-01-TS1.svs": 0.25}
@@ -98,17 +97,6 @@ def test_ink_is_found_on_tissue_and_on_glass(colour: str, data: Path) -> None:
     black = np.full((4, 4, 3), 30, np.uint8)
     assert dark_mask(black).all()
     assert not pen_mask(black).any()
-
-
-@given(st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 12))
-def test_shares_of_squares_anywhere_are_those_of_a_grid(seed: int, rows: int, columns: int) -> None:
-    rng = np.random.default_rng(seed)
-    mask = rng.random((rows, columns)) < 0.5
-    side = float(rng.uniform(0.3, 4))
-    xs, ys = rng.uniform(-2, columns, 3), rng.uniform(-2, rows, 4)
-    grid = covered_fractions(mask, xs, ys, side)
-    x, y = np.meshgrid(xs, ys)
-    assert np.allclose(covered_squares(mask, x.ravel(), y.ravel(), side), grid.ravel(), atol=1e-5)
 
 
 @given(st.floats(0.05, 50) | st.none(), st.sampled_from([64, 224, 225, 240, 256, 299, 331, 512]))

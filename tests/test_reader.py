@@ -26,18 +26,19 @@ from hypothesis import strategies as st
 from test_store import RECORD, SPEC, columns_of
 
 import histopipe
-from histopipe.cli.bench import command as bench_command
+from histopipe.cli.machine import bench as bench_command
 from histopipe.dataset.options import Balance
 from histopipe.dataset.orders import BlockShuffled, Sequential, make_order
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.read_ahead import STEPS_AHEAD, ReadAhead
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.dataset.selection import class_numbers, select
 from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
+from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.ingestion.encode import png
+from histopipe.ingestion.patch_source import png
 from histopipe.store import environment, handle
+from histopipe.store.data_file import check_length
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
@@ -240,7 +241,7 @@ def test_any_interleaving_of_restarts_gives_the_same_keys(
             order = make_order(table, seed=9, balance=balance)
             return PatchBatches([store], table, batch_size=size, order=order)
 
-        steps = min(40, 3 * fresh().steps_per_epoch)
+        steps = min(20, 3 * fresh().steps_per_epoch)
         whole = [fresh().locate(step)[0].keys.tolist() for step in range(steps)]
         found: list[list[int]] = []
         while len(found) < steps:
@@ -678,13 +679,12 @@ def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dropped dataset's stores are closed by the garbage collector, which may run while the lock is held."""
-    key = environment._registry_key
 
-    def collecting(path: Path) -> str:
+    def collecting(data: Path) -> None:
         gc.collect()
-        return key(path)
+        check_length(data)
 
-    monkeypatch.setattr(environment, "_registry_key", collecting)
+    monkeypatch.setattr(environment, "check_length", collecting)
     for _ in range(3):
         cycle: list[Any] = [histopipe.load_dataset(two[0], batch_size=4, seed=1)]
         cycle.append(cycle)
@@ -782,7 +782,7 @@ def growth(store, leaking):
     table = SampleTable(select([store]))
     for epoch in range(20):
         batches = PatchBatches([store], table, batch_size=32, order=Shuffled(len(table), 1))
-        feed, steps = BatchFeed(batches), min(20, batches.steps_per_epoch)
+        feed, steps = BatchFeed(batches), min(8, batches.steps_per_epoch)
         first = epoch * batches.steps_per_epoch
         for batch in feed.dataset(first, first + steps):
             if leaking and len(kept) <= epoch:

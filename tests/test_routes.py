@@ -21,16 +21,15 @@ from slide_variants import COPIED, Pixels, Variant, picture, write_slide
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.ingestion.chunks import chunk_of, chunks
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import PatchFile, PatchSource
+from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
 from histopipe.slides.tiles import check as native_check
+from histopipe.slides.tiles.check import find_native
 from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, frame_of
-from histopipe.slides.tiles.locate import find_native
 from histopipe.slides.tiles.native import NativeLevel
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store

@@ -12,7 +12,7 @@ import click
 import pytest
 from conftest import PROJECT, TOOLS
 
-from histopipe.cli.train import command
+from histopipe.cli.training import train as command
 from histopipe.errors import UsageError
 from histopipe.runs.settings import DeclaredSetting, declared_settings, to_toml
 from histopipe.runs.task_config import (

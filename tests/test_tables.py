@@ -67,7 +67,7 @@ def test_labels(table: Path) -> None:
         ("slide,label_1,label_2\na,1,0\n", "multi-label"),
         ("slide,label\na,0.25\nc,0.5\n", "regression is not supported"),
         ("slide,label\nnope,x\n", "line 2: 'nope' names no slide"),
-        ("slide,label\na,x\na,y\n", "a stands in lines 2 and 3"),
+        ("slide,label\na,x\na,y\n", "a is in lines 2 and 3"),
         ("slide,label\na,x,y\n", "line 2: found 3 cells"),
         ("slide,label\nb,x\n", "fits several slides"),
         ("slide,label\na," + "x" * 140_000 + "\n", "field larger than field limit"),
@@ -130,8 +130,8 @@ def test_a_labels_file_rules_out_subfolders(tmp_path: Path) -> None:
         (tmp_path / f"{name}.svs").touch()
 
     def labels() -> dict[str, SlideLabel | None]:
-        request = read_request(tmp_path, tmp_path / "s.lmdb", {}, SilentProgress())
-        return {slide.id: slide.label for slide in request.slides}
+        slides, _, _ = read_request(tmp_path, tmp_path / "s.lmdb", {}, SilentProgress())
+        return {slide.id: slide.label for slide in slides}
 
     assert labels()["x/1"] == SlideLabel("x")
     (tmp_path / "labels.csv").write_text("slide,label,patient,site\nx/1,t,p,s\n")

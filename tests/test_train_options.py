@@ -26,7 +26,7 @@ ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
         ("--precision", "mixed_float16", "--devices", "cpu:2"),
         ("--xla",),
         ("--xla", "--devices", "cpu:3", "--accumulate", "2"),
-        ("--model", "mobilenet", "--devices", "cpu:3"),
+        ("--model", "mobilenet", "--devices", "cpu:2"),
     ],
     ids=" ".join,
 )

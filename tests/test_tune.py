@@ -26,8 +26,7 @@ from test_folds import faulty, processes_in
 from histopipe.errors import MachineShort, UsageError
 from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
 from histopipe.studies.settings import StudySettings
-from histopipe.studies.storage import JOURNAL, open_storage
-from histopipe.studies.study import Study
+from histopipe.studies.study import JOURNAL, Study, open_storage
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }
@@ -101,7 +100,7 @@ def test_no_space_ends_in_anything_but_a_message(space: dict[str, Any]) -> None:
 
 
 def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("histopipe.studies.storage.network_filesystem", lambda _: "nfs4")
+    monkeypatch.setattr("histopipe.studies.study.network_filesystem", lambda _: "nfs4")
     with pytest.raises(UsageError, match=r"SQLite cannot be shared.*on nfs4, where its locks"):
         open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -324,6 +323,25 @@ def test_trials_shared_by_two_processes_one_of_them_killed(
     ]
 
 
+HOUR_LATER = """
+import sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from histopipe.cli import main
+from histopipe.runs import supervision
+
+hanging = Path(sys.argv.pop(1))
+
+def clock():
+    return time.monotonic() + 3600 * hanging.exists()
+
+supervision.time = SimpleNamespace(monotonic=clock, time=time.time)
+supervision._GRACE_SECONDS = 1.0
+main()
+"""
+"""The command, with a clock that is an hour later as soon as a file exists."""
+
+
 def test_trials_that_fail_or_are_pruned_are_told_and_the_others_go_on(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
@@ -331,14 +349,16 @@ def test_trials_that_fail_or_are_pruned_are_told_and_the_others_go_on(
     (tmp_path / "space.toml").write_text(
         'learning_rate = { low = 1e-6, high = 1e-1, log = true }\nprecision = ["float32", "float64"]\nepochs = 4\n'
     )
-    environment = faulty({"trial-0001": "gradients:2:hang"}, tmp_path)
-    done = run(
-        "tune", small_store, "--space", "space.toml", "--out", "search", "--trials", 9,
-        "--trial-timeout", "20s", env=environment,
+    hanging = tmp_path / "hanging"
+    done = subprocess.run(
+        [sys.executable, "-c", HOUR_LATER, str(hanging), "tune", str(small_store), "--space",
+         "space.toml", "--out", "search", "--trials", "9", "--trial-timeout", "600s"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300,
+        env={**os.environ, "HISTOPIPE_TEST_FAULT": f"trial-0001=gradients:2:hang:{hanging}"},
     )  # fmt: skip
     assert done.returncode == 3, done.stderr
     found = rows(tmp_path / "search")
-    assert found[1]["state"] == "failed" and "not done within 20 s" in found[1]["reason"]
+    assert found[1]["state"] == "failed" and "not done within 600 s" in found[1]["reason"]
     assert f"trial 1: {found[1]['reason']}" in done.stdout
     states = [row["state"] for row in found]
     assert states.count("pruned") >= 1 and set(states[:6]) == {"done", "failed"}

@@ -29,7 +29,7 @@ from histopipe.maintenance.findings import FindingKind
 from histopipe.maintenance.verify import check_untrusted, verify
 from histopipe.measure.quality import _measures
 from histopipe.store.format import patch_key
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
 

@@ -49,7 +49,7 @@ from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp
-from histopipe.ingestion.encode import png
+from histopipe.ingestion.patch_source import png
 from histopipe.store.format import INDEX_COLUMNS
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

@@ -28,7 +28,7 @@ from PIL import Image
 from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
 from histopipe.geometry import Mpp
-from histopipe.ingestion.encode import encode
+from histopipe.ingestion.patch_source import encode
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

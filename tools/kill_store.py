@@ -33,6 +33,7 @@ from histopipe.system.progress import SilentProgress
 
 HERE = Path(__file__).parent
 COMMAND = [sys.executable, "-P", "-m", "histopipe"]
+COMMANDS = ("ingest", "merge", "remove", "compact", "repair")
 SLIDES = 12
 
 Slides = dict[str, tuple[bytes, ...]]
@@ -171,11 +172,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--side", type=int, default=3072, help="Of a slide, pixels.")
+    parser.add_argument("--commands", nargs="+", default=COMMANDS, choices=COMMANDS)
     parser.add_argument("--work", type=Path)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as own:
-        commands, whole = victims(arguments.work or Path(own), arguments.side)
+        every, whole = victims(arguments.work or Path(own), arguments.side)
+        commands = {name: every[name] for name in arguments.commands}
         for victim in commands.values():
             victim.prepare()
             victim.seconds = ended_well(*victim.words)

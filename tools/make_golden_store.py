@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from histopipe.geometry import Mpp
-from histopipe.ingestion.encode import encode
+from histopipe.ingestion.patch_source import encode
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.spec import TilingSpec

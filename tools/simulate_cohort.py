@@ -30,8 +30,12 @@ from cohort_model import Cohort, Costs, Site, predict
 
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import Mpp, Size
-from histopipe.ingestion.cluster.part_store import PartFolders
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, ingest_slide, publish
+from histopipe.ingestion.cluster.slide_worker import (
+    ClusterSettings,
+    PartFolders,
+    ingest_slide,
+    publish,
+)
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome
 from histopipe.slides.discovery import discover
@@ -129,9 +133,10 @@ def measure_worker(
     # The first one of either starts processes.
     patches, seconds, busy, stored = np.array(rows[1:], dtype=float).T
     started = time.perf_counter()
-    (part,) = publish(settings)
+    publish(settings)
     publishing = time.perf_counter() - started
-    size = (out / part / "data.mdb").stat().st_size
+    (part,) = out.glob("part-*.lmdb")
+    size = (part / "data.mdb").stat().st_size
     fixed, each = linear(patches, seconds)
     read_fixed, read_each = linear(patches, np.array(read[1:], dtype=float))
     costs = {

@@ -16,38 +16,36 @@ from histopipe.errors import UsageError
 
 _IGNORED = "Ignore*"
 """QuPath's class for what is to be left out of everything."""
+# Detections, cells and tiles are results of QuPath, not outlines that a person drew.
 _OLD_RESULTS = ("PathCellObject", "PathDetectionObject", "PathTileObject")
 _OLD_ANNOTATION = "PathAnnotationObject"
 """What QuPath 0.2 has in place of an id and an object type."""
-_OBJECTS = ("annotation", None)
-"""Detections, cells and tiles are results of QuPath, not outlines that a person drew."""
 
 
-def read_geojson(text: str) -> Outlines:
-    """The outlines of a text.
+def read_geojson(data: bytes) -> Outlines:
+    """Return the outlines of a file.
 
     Raises:
         UsageError: it is no such GeoJSON.
     """
     outlines = Outlines("bounds")
     others = 0
-    for number, feature in enumerate(_features(_parsed(text)), 1):
+    for number, feature in enumerate(_features(_parsed(data)), 1):
         properties = feature.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
         name = feature.get("id", number)
-        name = f"feature {number if name == _OLD_ANNOTATION else name}"
-        if _object_type(properties) not in _OBJECTS or feature.get("id") in _OLD_RESULTS:
+        kind = properties.get("objectType", properties.get("object_type"))
+        if name in _OLD_RESULTS or (isinstance(kind, str) and kind.lower() != "annotation"):
             others += 1
             continue
-        kind = class_name(properties)
-        _add(outlines, name, kind, feature.get("geometry"))
+        name = f"feature {number if name == _OLD_ANNOTATION else name}"
+        _add(outlines, name, _class_name(properties), feature.get("geometry"))
     if others:
         outlines.notes.append(f"{others} detections, cells or tiles left out: annotations are read")
     return outlines
 
 
-def class_name(properties: Mapping[str, Any]) -> str | None:
-    """The class of a feature; None where it has none."""
+def _class_name(properties: Mapping[str, Any]) -> str | None:
     found = properties.get("classification")
     if isinstance(found, Mapping):
         names = found.get("names")
@@ -56,9 +54,11 @@ def class_name(properties: Mapping[str, Any]) -> str | None:
     return found.strip() or None if isinstance(found, str) else None
 
 
-def _parsed(text: str) -> Any:
+def _parsed(data: bytes) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise UsageError("not UTF-8, as JSON is", found=str(error)) from error
     except RecursionError as error:
         raise UsageError("brackets within brackets, too many to be GeoJSON") from error
     except ValueError as error:
@@ -85,11 +85,6 @@ def _features(value: Any) -> Iterator[Mapping[str, Any]]:
                 f"not GeoJSON: entry {number}", found=repr(feature)[:60], expected="a Feature"
             )
         yield feature
-
-
-def _object_type(properties: Mapping[str, Any]) -> str | None:
-    found = properties.get("objectType", properties.get("object_type"))
-    return found.lower() if isinstance(found, str) else None
 
 
 def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> None:

@@ -29,13 +29,9 @@ _SAMPLED, _MOST_MET = 100, 50
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One outlined area.
+    """One outlined area: its name in the file (for messages), its class, and a valid area in level-0 pixels of the file's frame.
 
-    Attributes:
-        feature: what the file calls it, for messages.
-        name: its class; None where it has none.
-        area: a valid polygon or multipolygon, level-0 pixels in the file's frame.
-        excluded: whether what lies in it belongs to no class, whatever else it lies in.
+    What lies in an excluded area belongs to no class, whatever else it lies in.
     """
 
     feature: str
@@ -46,13 +42,7 @@ class Outline:
 
 @dataclass(slots=True)
 class Outlines:
-    """Outlines as they are gathered from a file, and what to tell of those that are not as they should be.
-
-    Attributes:
-        frame: of all their coordinates.
-        found: in the file's order.
-        notes: what was repaired or left out, by feature.
-    """
+    """Outlines of a file, in its order, and notes on what was repaired or left out."""
 
     frame: Frame
     found: list[Outline] = field(default_factory=list)
@@ -66,13 +56,7 @@ class Outlines:
         *,
         excluded: bool = False,
     ) -> None:
-        """Take an outline in; an invalid one is repaired, an empty one left out, and both are noted.
-
-        Args:
-            feature: what the file calls it.
-            name: its class.
-            polygons: each an outer ring and its holes.
-            excluded: see `Outline`.
+        """Take in polygons, each an outer ring and its holes; an invalid one is repaired, an empty one left out, and noted.
 
         Raises:
             UsageError: a coordinate is no number that could be a pixel.
@@ -89,13 +73,11 @@ class Outlines:
                 )
         drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
         if not drawn.is_valid and any(_is_tangled(part) for part in parts):
-            self.notes.append(
-                f"{feature} left out: it crosses itself too often to enclose anything"
-            )
+            self.leave_out(feature, "it crosses itself too often to enclose anything")
             return
         area = polygonal(drawn)
         if area.is_empty:
-            self.notes.append(f"{feature} left out: it has no area")
+            self.leave_out(feature, "it has no area")
             return
         if not drawn.is_valid:
             reason = shapely.is_valid_reason(drawn).split("[")[0].lower()
@@ -110,7 +92,7 @@ class Outlines:
 
 
 def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
-    """A geometry made valid, without what of it is a line or a point."""
+    """Return a geometry made valid, without what of it is a line or a point."""
     if not geometry.is_valid:
         # "structure": a line that crosses itself encloses both of its loops, as people who draw by hand mean it.
         geometry = shapely.make_valid(geometry, method="structure", keep_collapsed=False)
@@ -119,12 +101,12 @@ def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
 
 
 def plain(text: str) -> str:
-    """A text that can be written and shown: halves of characters, which JSON may have, are replaced."""
+    """Return a text that can be written and shown: halves of characters, which JSON may have, are replaced."""
     return shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def _is_tangled(polygon: shapely.Polygon) -> bool:
-    """Whether lines cross so often that repairing would take memory and time by their square, as no one draws."""
+    """Return whether lines cross so often that repairing would take memory and time by their square, as no one draws."""
     for ring in (polygon.exterior, *polygon.interiors):
         points = shapely.get_coordinates(ring)
         lines = np.asarray(shapely.linestrings(np.stack([points[:-1], points[1:]], axis=1)), object)

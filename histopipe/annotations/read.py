@@ -1,15 +1,17 @@
-"""Read a file of annotations: GeoJSON or XML."""
+"""Files of annotations: which is of which slide, and what each holds."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 
 import shapely
 
 from histopipe.annotations.geojson import read_geojson
 from histopipe.annotations.outline import Outlines
-from histopipe.annotations.xml_formats import ASAP, IMAGESCOPE, read_asap, read_imagescope, read_xml
+from histopipe.annotations.xml_formats import read_xml
 from histopipe.errors import UsageError
+from histopipe.slides.tables import SlideNames
 
 GEOJSON, XML = (".geojson", ".json"), (".xml",)
 SUFFIXES = (*GEOJSON, *XML)
@@ -21,15 +23,75 @@ _PARSER_ERRORS = (
 """Errors of parsers for unusual files: unknown encodings, numbers with too many digits."""
 
 
+@dataclass(frozen=True, slots=True)
+class AnnotationFiles:
+    """Files by the id of the slide that they name, and notes on files that name none, or are not taken."""
+
+    by_slide: dict[str, Path]
+    notes: tuple[str, ...]
+
+
+def find_annotations(place: Path, names: SlideNames) -> AnnotationFiles:
+    """Find the files `SLIDE.geojson`, `SLIDE.json` and `SLIDE.xml` of a folder, or of one file.
+
+    `SLIDE.more.xml` is taken where there is no `SLIDE.xml` and the like.
+
+    Raises:
+        UsageError: there is none, none names a slide, or two name the same.
+    """
+    if not place.exists():
+        raise UsageError(f"{place} does not exist", expected="a folder of annotations, or a file")
+    paths = [place] if place.is_file() else sorted(filter(_is_annotation, place.rglob("*")))
+    if not paths:
+        raise UsageError(
+            f"{place} holds no annotations", expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}"
+        )  # fmt: skip
+    root = place.parent if place.is_file() else place
+    exact: dict[str, Path] = {}
+    loose: dict[str, Path] = {}
+    unmatched = []
+    for path in paths:
+        written = path.relative_to(root).with_suffix("").as_posix()
+        shorter = PurePosixPath(written).with_suffix("").as_posix()
+        for found, name in ((exact, written), (loose, shorter)):
+            slide = names.find(name, where=str(path))
+            if slide is None:
+                continue
+            if slide in found:
+                raise UsageError(
+                    f"two files of annotations for slide {slide}", found=f"{found[slide]} and {path}",
+                    todo="keep one, or give it with its own folder",
+                )  # fmt: skip
+            found[slide] = path
+            break
+        else:
+            unmatched.append(path.name)
+    if not exact and not loose:
+        raise UsageError(
+            f"{place}: no file of annotations has the name of a slide", found=unmatched[0],
+            expected=f"such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
+        )  # fmt: skip
+    notes = []
+    if unmatched:
+        listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
+        notes.append(f"{len(unmatched)} files of annotations name no slide: {listed}")
+    notes += [
+        f"{path.name} is not taken: {exact[slide].name} has the name of the slide"
+        for slide, path in loose.items()
+        if slide in exact
+    ]
+    return AnnotationFiles(loose | exact, tuple(notes))
+
+
 def read_annotations(path: Path) -> Outlines:
-    """The outlines of a file: QuPath's GeoJSON, or the XML of ASAP or Aperio ImageScope.
+    """Read the outlines of a file: QuPath's GeoJSON, or the XML of ASAP or Aperio ImageScope.
 
     Raises:
         UsageError: it cannot be read, or is none of these; the file is named.
     """
     try:
         data = file_bytes(path)
-        return read_geojson(_text(data)) if path.suffix.lower() in GEOJSON else _read_xml(data)
+        return read_geojson(data) if path.suffix.lower() in GEOJSON else read_xml(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
     except UsageError as error:
@@ -44,12 +106,7 @@ def read_annotations(path: Path) -> Outlines:
 
 
 def file_bytes(path: Path) -> bytes:
-    """A file's bytes.
-
-    Raises:
-        UsageError: they are too many.
-        OSError: it cannot be read.
-    """
+    """Read a file; raise a `UsageError` if it is too large, or an `OSError`."""
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise UsageError(
@@ -59,20 +116,5 @@ def file_bytes(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def _text(data: bytes) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError("not UTF-8, as JSON is", found=str(error)) from error
-
-
-def _read_xml(data: bytes) -> Outlines:
-    root = read_xml(data)
-    if root.tag == ASAP:
-        return read_asap(root)
-    if root.tag == IMAGESCOPE:
-        return read_imagescope(root)
-    raise UsageError(
-        "XML of another tool", found=f"<{root.tag[:60]}>",
-        expected=f"<{ASAP}> (ASAP) or <{IMAGESCOPE}> (Aperio ImageScope)",
-    )  # fmt: skip
+def _is_annotation(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()

@@ -11,26 +11,59 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import shapely
 from shapely.affinity import translate
 
 from histopipe.annotations.outline import Outline, Outlines
 from histopipe.annotations.read import file_bytes, read_annotations
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.errors import UsageError
 from histopipe.geometry import RegionL0, Size
+
+Origin = Literal["auto", "bounds", "slide"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnnotationRules:
+    """How outlines become labels; `annotate` describes the fields. `roi` is the class that is a region of interest.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+
+    threshold: float = 0.5
+    unclassified: str | None = None
+    origin: Origin = "auto"
+    roi: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold <= 1:
+            raise UsageError(
+                "--annotation-threshold", found=self.threshold, expected="above 0, up to 1"
+            )
+        if self.origin not in get_args(Origin):
+            raise UsageError(
+                "--annotation-origin", found=repr(self.origin), expected=" or ".join(get_args(Origin))
+            )  # fmt: skip
+        for flag, name in (("--unclassified", self.unclassified), ("--roi", self.roi)):
+            if name is not None and not name.strip():
+                raise UsageError(flag, found="an empty name", expected="a class")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what labels depend on besides the file."""
+        return {name: getattr(self, name) for name in ("threshold", "unclassified", "origin")}
+
 
 _MOST_NOTES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """What is drawn on a slide; in level-0 pixels of it.
+    """What is drawn on a slide, in level-0 pixels of it, and notes on what was repaired or left out.
 
-    Attributes:
-        outlines: in the order in which places are given to them: what is excluded first, then the smaller before the larger.
-        roi: of the region of interest, likewise; None where none was asked for.
-        notes: what was repaired or left out, by feature.
+    Outlines are in the order in which places are given to them: what is excluded first, then the smaller before the larger.
+    `roi` has those of the region of interest; None where none was asked for.
     """
 
     outlines: tuple[Outline, ...]
@@ -38,7 +71,7 @@ class Regions:
     notes: tuple[str, ...]
 
     def draws(self, name: str) -> bool:
-        """Whether the region of interest is there, under its name."""
+        """Return whether the region of interest is there, under its name."""
         return any(it.name == name for it in self.roi or ())
 
     @property
@@ -55,24 +88,13 @@ class Regions:
 
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
-    """What labels come from, so that it can be seen whether they would come out as they are.
-
-    Raises:
-        UsageError: the file is too large.
-        OSError: it cannot be read.
-    """
+    """Return what labels come from, which shows whether they would come out as they are; raises as `file_bytes`."""
     facts = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
     return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {facts}"
 
 
 def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
-    """The regions that a file draws on a slide.
-
-    Args:
-        path: the file.
-        rules: how outlines become labels.
-        size: of the slide's level 0.
-        bounds: the part of level 0 that was scanned.
+    """Read the regions that a file draws on a slide with this size of level 0, of which `bounds` were scanned.
 
     Raises:
         UsageError: the file cannot be used; it is named.
@@ -83,7 +105,7 @@ def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: Regi
 def regions_of(
     outlines: Outlines, rules: AnnotationRules, *, size: Size, bounds: RegionL0
 ) -> Regions:
-    """The regions that outlines draw on a slide; see `read_regions`."""
+    """Return the regions that outlines draw on a slide; see `read_regions`."""
     notes = list(outlines.notes)
     origin = outlines.frame if rules.origin == "auto" else rules.origin
     shift = (bounds.origin.x, bounds.origin.y) if origin == "bounds" else (0, 0)
@@ -97,7 +119,7 @@ def regions_of(
 
 
 def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str]) -> list[Outline]:
-    """Outlines that have a class, or are excluded from all."""
+    """Return the outlines that have a class, or are excluded from all."""
     nameless = [it for it in found if it.name is None and not it.excluded]
     if nameless and unclassified is None:
         notes.append(
@@ -114,7 +136,7 @@ def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str])
 def _placed(
     outlines: Sequence[Outline], shift: tuple[int, int], size: Size, notes: list[str]
 ) -> list[Outline]:
-    """Outlines in the slide's frame; outlines outside the slide get a note."""
+    """Return outlines in the slide's frame; those outside the slide get a note."""
     slide = shapely.box(0, 0, size.width, size.height)
     placed = []
     for it in outlines:

@@ -16,24 +16,36 @@ from histopipe.errors import UsageError
 Element = ET.Element
 _MOST_DEPTH = 32
 
-ASAP = "ASAP_Annotations"
+_ASAP = "ASAP_Annotations"
 _AREAS = ("polygon", "spline", "rectangle")
 _CAMELYON = {"_0": "tumor", "_1": "tumor"}
 _EXCLUDED = ("_2", "exclusion")
 _NO_GROUP = ("", "none")
 
-IMAGESCOPE = "Annotations"
+_IMAGESCOPE = "Annotations"
 _ELLIPSE, _ARROW, _RULER = "2", "3", "4"
 _CORNERS = 2
 _ELLIPSE_POINTS = 128
 
 
-def read_xml(data: bytes) -> Element:
-    """Return the root element of a file, which may be hostile: no entities, no document types, no deep nesting.
+def read_xml(data: bytes) -> Outlines:
+    """Return the outlines of a file, which may be hostile: no entities, no document types, no deep nesting.
 
     Raises:
-        UsageError: it is not XML, is truncated, has entities or a document type, or elements nested more than 32 deep.
+        UsageError: it is not such XML, is truncated, or a coordinate is missing or not a number.
     """
+    root = _root_of(data)
+    if root.tag == _ASAP:
+        return _read_asap(root)
+    if root.tag == _IMAGESCOPE:
+        return _read_imagescope(root)
+    raise UsageError(
+        "XML of another tool", found=f"<{root.tag[:60]}>",
+        expected=f"<{_ASAP}> (ASAP) or <{_IMAGESCOPE}> (Aperio ImageScope)",
+    )  # fmt: skip
+
+
+def _root_of(data: bytes) -> Element:
     depth = 0
     root: Element | None = None
     try:
@@ -59,12 +71,7 @@ def read_xml(data: bytes) -> Element:
     return root
 
 
-def coordinate(element: Element, feature: str) -> tuple[float, float]:
-    """Return the attributes X and Y as numbers.
-
-    Raises:
-        UsageError: one is missing or not a number.
-    """
+def _coordinate(element: Element, feature: str) -> Point:
     try:
         return float(element.attrib["X"]), float(element.attrib["Y"])
     except (KeyError, ValueError) as error:
@@ -73,11 +80,8 @@ def coordinate(element: Element, feature: str) -> tuple[float, float]:
         ) from error
 
 
-def read_asap(root: Element) -> Outlines:
+def _read_asap(root: Element) -> Outlines:
     """Return the outlines of an ASAP file, the format of CAMELYON16 and 17. A spline becomes the polygon of its points.
-
-    Raises:
-        UsageError: a coordinate is missing or not a number.
 
     Source:
         ASAP's files; the README of CAMELYON16: groups "_0" and "_1" outline tumour, "_2" what is cut out of these.
@@ -90,7 +94,7 @@ def read_asap(root: Element) -> Outlines:
         if kind not in _AREAS:
             outlines.leave_out(feature, f"{kind or 'no type'} has no area")
             continue
-        points = [coordinate(it, feature) for it in _coordinates_in_order(annotation)]
+        points = [_coordinate(it, feature) for it in _coordinates_in_order(annotation)]
         excluded = group.lower() in _EXCLUDED
         name = None if excluded or group.lower() in _NO_GROUP else _CAMELYON.get(group, group)
         outlines.add(feature, name, [[points]], excluded=excluded)
@@ -105,15 +109,12 @@ def _coordinates_in_order(annotation: Element) -> list[Element]:
         return found  # in the order of the file
 
 
-def read_imagescope(root: Element) -> Outlines:
+def _read_imagescope(root: Element) -> Outlines:
     """Return the outlines of an Aperio ImageScope file.
 
     The class of a layer (`Annotation`) is its name; else the value of its attribute "Description", which ImageScope
     creates for each layer; else the name of its first attribute. Regions with `NegativeROA="1"` are cut out of the other
     regions of their layer.
-
-    Raises:
-        UsageError: a coordinate is missing or not a number.
 
     Source:
         ImageScope's files.
@@ -124,7 +125,7 @@ def read_imagescope(root: Element) -> Outlines:
         for region in layer.iter("Region"):
             feature = f"layer {layer.get('Id', number)}, region {region.get('Id', '?')}"
             into = negative if region.get("NegativeROA") == "1" else positive
-            points = [coordinate(it, feature) for it in region.iter("Vertex")]
+            points = [_coordinate(it, feature) for it in region.iter("Vertex")]
             if region.get("Type") in (_ARROW, _RULER):
                 into.leave_out(feature, "an arrow or a ruler has no area")
                 continue
@@ -159,11 +160,7 @@ def _class_of(layer: Element) -> str | None:
 def _ellipse(first: Point, second: Point) -> list[Point]:
     """Return an ellipse, given by two opposite corners of its bounding rectangle."""
     (left, top), (right, bottom) = first, second
+    x, y = (left + right) / 2, (top + bottom) / 2
+    half_width, half_height = (right - left) / 2, (bottom - top) / 2
     turns = (2 * math.pi * i / _ELLIPSE_POINTS for i in range(_ELLIPSE_POINTS))
-    return [
-        (
-            (left + right) / 2 + (right - left) / 2 * math.cos(turn),
-            (top + bottom) / 2 + (bottom - top) / 2 * math.sin(turn),
-        )
-        for turn in turns
-    ]
+    return [(x + half_width * math.cos(t), y + half_height * math.sin(t)) for t in turns]

@@ -1,6 +1,6 @@
-"""The command line: one module a command, each parses, makes one library call, and prints.
+"""The command line. A command parses its flags, calls one function of the library, and prints.
 
-Commands are imported when they are called, so that `--help` and wrong flags answer at once.
+A command imports that function when it runs, so that `--help` and wrong flags answer at once.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from histopipe.errors import ExitCode, HistopipeError
 
 COMMANDS = MappingProxyType(
     {
-        "ingest": "Tile slides into a store.",
-        "import-coords": "Tile slides where CLAM or TRIDENT chose to.",
-        "info": "Tell what a store holds.",
-        "verify": "Look whether a store is what was written.",
-        "repair": "Ingest again what is damaged in a store.",
-        "merge": "Copy several stores into one.",
-        "remove": "Take slides out of a store.",
-        "split": "Copy a store's slides into one store a side.",
-        "compact": "Give back the room that removals left.",
-        "annotate": "Give patches the classes that are drawn on their slides.",
-        "quality": "Measure focus, pen marks and folds of every patch.",
-        "train": "Train a patch model on a store.",
-        "predict": "Predict stores or slides by a run's model.",
-        "report": "Write a store or a run as one HTML page.",
-        "heatmap": "Draw predictions or attention over their slides.",
-        "embed": "Compute features of every patch of a store.",
-        "tune": "Search for settings that do better on validation.",
-        "export": "Write a store's index or patches for other tools.",
-        "compare": "Hold runs against each other.",
-        "stains": "Measure how each slide of a store is stained.",
-        "demo": "Everything once, on made slides: ends with a report.",
-        "doctor": "Look at this machine and installation.",
-        "bench": "Measure what feeds a training, and name the bottleneck.",
+        "ingest": ("ingestion", "Tile slides into a store."),
+        "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
+        "info": ("maintenance", "Show the contents of a store."),
+        "verify": ("maintenance", "Verify the integrity of a store."),
+        "repair": ("maintenance", "Ingest the damaged slides of a store again."),
+        "merge": ("maintenance", "Copy several stores into one."),
+        "remove": ("maintenance", "Remove slides from a store."),
+        "split": ("maintenance", "Copy a store into one store per side of a split."),
+        "compact": ("maintenance", "Free the disk space of removed slides."),
+        "annotate": ("measure", "Label patches from annotations."),
+        "quality": ("measure", "Measure focus, pen marks and folds of every patch."),
+        "stains": ("measure", "Fit the stain of each slide of a store."),
+        "train": ("training", "Train a model on a store or on features."),
+        "tune": ("training", "Search for settings with a better validation metric."),
+        "compare": ("training", "Compare runs."),
+        "predict": ("inference", "Predict stores or slides with the model of a run."),
+        "embed": ("inference", "Compute features of every patch of a store."),
+        "heatmap": ("reports", "Draw predictions or attention over their slides."),
+        "report": ("reports", "Write a report of a store or a run as one HTML page."),
+        "export": ("reports", "Export the index or the patches of a store for other tools."),
+        "demo": ("machine", "Run the full pipeline on synthetic slides."),
+        "doctor": ("machine", "Check this machine and installation."),
+        "bench": ("machine", "Measure the input of a training, and name the bottleneck."),
     }
 )
-"""Every command with its line in `histopipe --help`. The module of each has its name, with underscores."""
+"""The module and the line in `histopipe --help` of each command."""
 
 
 class _Commands(click.Group):
@@ -53,16 +53,19 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"{__name__}.{cmd_name.replace('-', '_')}").command
-        assert isinstance(command, click.Command)  # noqa: S101 - our own modules, not a user's input
+        module = importlib.import_module(f"{__name__}.{COMMANDS[cmd_name][0]}")
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+# Commands inherit these settings.
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "show_default": True}
+)
 @click.version_option(__version__, prog_name="histopipe")
 def histopipe() -> None:
     """From whole-slide images to a trained patch model.
@@ -97,6 +100,6 @@ def main() -> None:
             err=True,
         )
         sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output went away: nothing to say, nobody to say it to
+    except BrokenPipeError:  # the reader of the output has ended
+        sys.stderr.close()
         sys.exit(ExitCode.DONE)

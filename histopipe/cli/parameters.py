@@ -1,92 +1,191 @@
-"""Values on the command line that are more than a text or a number."""
+"""Types of values, options and output that several commands share."""
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+import sys
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import click
 
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_PATTERN = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
+from histopipe.errors import ExitCode
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DURATION = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
+_DEFAULT_STORE = "patches.lmdb"
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+PATH = click.Path(path_type=Path)
+
+
+def duration(text: str) -> float:
+    """Return the seconds of `2h`, `90m`, `45s`, or of a number of seconds."""
+    match = _DURATION.fullmatch(text)
+    seconds = float(match[1]) * _UNITS[match[2] or "s"] if match else math.inf
+    if not math.isfinite(seconds):
+        raise click.BadParameter(f"{text!r}: write 2h, 90m, 45s or a number of seconds")
+    return seconds
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split `flips,colour`."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def fractions(text: str) -> tuple[float, ...]:
+    """Return the numbers of `0.7,0.15,0.15`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: write 0.7,0.15,0.15") from error
+
+
+def share(text: str) -> float:
+    """Return the number from 0 to 1 of `1%` or `0.01`."""
+    text = text.strip()
+    try:
+        number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise click.BadParameter(f"{text!r} is no share: write 1% or 0.01")
+    return number
 
 
 def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Combine options into one decorator; `--help` lists them in this order."""
+    return lambda command: functools.reduce(lambda it, add: add(it), reversed(options), command)
+
+
+store_argument = click.argument("store", type=PATH, default=_DEFAULT_STORE)
+stores_argument = click.argument("stores", nargs=-1, type=PATH)
+workers_option = click.option(
+    "--workers", type=click.IntRange(1), help="Number of processes.  [default: one per core]"
+)
+batch_size_option = click.option(
+    "--batch-size", type=int, default=64, help="Patches per batch, over all devices."
+)
+devices_option = click.option(
+    "--devices", default="auto", help="Devices: auto, cpu, cpu:N, gpu or gpu:0,1."
+)
+network_option = click.option(
+    "--allow-network",
+    is_flag=True,
+    help="Allow the output to be on a network filesystem, at your own risk.",
+)
+annotation_options = together(
+    click.option(
+        "--annotation-threshold",
+        type=share,
+        default="50%",
+        help="Least share of a patch that its class covers.",
+    ),
+    click.option("--unclassified", help="Class of outlines that have none.  [default: left out]"),
+    click.option(
+        "--annotation-origin",
+        type=click.Choice(["auto", "bounds", "slide"]),
+        default="auto",
+        help="Origin of coordinates: corner of the scanned area, or of level 0; auto chooses by the tool.",
+    ),
+)
+
+
+def json_option(what: str = "the result") -> Callable[[F], F]:
+    """Return the option `--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+
+
+def show(result: Any, *, as_json: bool, notes: Iterable[str] = ()) -> None:
+    """Print a result as JSON, or as text after its notes on standard error."""
+    if as_json:
+        show_json(result.to_json())
+        return
+    for note in notes:
+        click.echo(note, err=True)
+    show_text(str(result))
+
+
+def show_json(value: Any) -> None:
+    """Print a JSON value."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    click.echo(text if _can_print(text) else json.dumps(value, indent=2))
+
+
+def show_text(text: str) -> None:
+    """Print a text; characters that standard output cannot encode are escaped."""
+    click.echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
+
+
+def _can_print(text: str) -> bool:
+    """Return whether standard output can encode a text. UTF-8 cannot encode a path whose bytes are not UTF-8."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def exit_code(failed: Collection[Any], done: Collection[Any]) -> ExitCode:
+    """Return the exit code of a command some of whose slides failed."""
+    if not failed:
+        return ExitCode.DONE
+    return ExitCode.PARTLY if done else ExitCode.NOTHING
+
+
+def untrusted_option(
+    *stores: str, features: str = "", coords: str = "", passed: bool = False
+) -> Callable[[F], F]:
+    """Return a decorator that adds `--untrusted`: the input is verified before the command runs.
+
+    Args:
+        stores: names of parameters with paths, of which those of stores are verified.
+        features, coords: names of parameters with a folder of HDF5 files.
+        passed: pass the flag to the command, too.
+    """
 
     def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
+        @functools.wraps(command)
+        def checked(*args: Any, untrusted: bool, **values: Any) -> Any:
+            if untrusted:
+                for name in stores:
+                    _check_stores(name, values[name])
+                _check_hdf5(values.get(features), values.get(coords))
+            if passed:
+                values["untrusted"] = untrusted
+            return command(*args, **values)
+
+        flag = click.option(
+            "--untrusted",
+            is_flag=True,
+            help="Treat the input as untrusted: verify stores before they are opened, follow no path in them.",
+        )
+        return cast(F, flag(checked))
 
     return decorate
 
 
-class Duration(click.ParamType[float]):
-    """A duration: `2h`, `90m`, `45s`, or seconds; 0 means no limit."""
+def _check_stores(name: str, value: Any) -> None:
+    from histopipe.maintenance.verify import check_untrusted
 
-    name = "duration"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return seconds."""
-        match = _PATTERN.fullmatch(str(value))
-        if match is None or not math.isfinite(seconds := float(match[1]) * _UNITS[match[2] or "s"]):
-            self.fail(f"{value!r}: write 2h, 90m, 45s or a number of seconds", param, ctx)
-        return seconds
+    values = value if isinstance(value, list | tuple) else [value]
+    if name == "stores" and not values:
+        values = [_DEFAULT_STORE]
+    for path in (Path(value) for value in values if value is not None):
+        inside = [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb"))
+        for store in inside:
+            check_untrusted(store)
 
 
-class Names(click.ParamType[tuple[str, ...]]):
-    """Names separated by commas: `flips,colour`."""
+def _check_hdf5(features: str | Path | None, coords: str | Path | None) -> None:
+    from histopipe.features.untrusted import check_coords, check_features
 
-    name = "names"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, ...]:
-        """Return the names."""
-        if isinstance(value, list | tuple):
-            return tuple(value)
-        return tuple(part.strip() for part in str(value).split(","))
-
-
-class Fractions(click.ParamType[tuple[float, ...]]):
-    """Numbers separated by commas: `0.7,0.15,0.15`."""
-
-    name = "fractions"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[float, ...]:
-        """Return the numbers."""
-        if isinstance(value, list | tuple):
-            return tuple(value)
-        try:
-            return tuple(float(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r}: write 0.7,0.15,0.15", param, ctx)
-
-
-class Share(click.ParamType[float]):
-    """A share: `1%` or `0.01`."""
-
-    name = "share"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the share, 0 to 1."""
-        text = str(value).strip()
-        try:
-            share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            share = -1.0
-        if not 0 <= share <= 1:
-            self.fail(f"{text!r} is no share: write 1% or 0.01", param, ctx)
-        return share
+    if features is not None:
+        check_features(Path(features))
+    if coords is not None:
+        check_coords(Path(coords))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from histopipe.cli.parameters import Duration, Fractions, Names, Share, together
+from histopipe.cli.parameters import F, duration, fractions, names, share, together
 from histopipe.runs.settings import DeclaredSetting, declared_settings
 
-F = TypeVar("F", bound=Callable[..., Any])
-_FORMATS: dict[str, Any] = {"path": click.Path(), "share": Share(), "duration": Duration()}
-_SIMPLE = (int, float, str)
+_FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": duration}
 
 
 class SettingOption(click.Option):
@@ -41,18 +39,12 @@ class GroupedCommand(click.Command):
 
 
 def setting_options(*classes: type, skip: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Return a decorator that adds an option for each setting of some classes.
+    """Return a decorator that adds an option for each setting of some classes, except those to skip.
 
-    Args:
-        classes: where several declare a setting, the first of them counts; its default is listed for each.
-        skip: settings without an option.
+    Where several classes declare a setting, the first one counts; `--help` lists the defaults of all.
     """
-    options = [
-        _option(declared, classes)
-        for name, declared in declared_settings(*classes).items()
-        if name not in skip
-    ]
-    return together(*options)
+    declared = declared_settings(*classes)
+    return together(*(_option(it, classes) for name, it in declared.items() if name not in skip))
 
 
 def given_settings(*classes: type) -> dict[str, Any]:
@@ -66,34 +58,23 @@ def given_settings(*classes: type) -> dict[str, Any]:
 
 
 def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F], F]:
-    defaults = _defaults(declared, classes)
-    text = declared.about.help + (f"  [default: {defaults}]" if defaults else "")
-    kind: dict[str, Any] = (
-        {"is_flag": True} if declared.item_type is bool else {"type": _type(declared)}
-    )
+    found = [declared_settings(kind).get(declared.name) for kind in classes]
+    defaults = "; on bags: ".join(dict.fromkeys(default_text(it) for it in found if it is not None))
+    kind: dict[str, Any] = {"is_flag": True}
+    if declared.item_type is not bool:
+        kind = {"type": _type(declared)}
     return click.option(
-        declared.flag, cls=SettingOption, group=declared.about.group, help=text,
-        show_default=False, **kind,
+        declared.flag, cls=SettingOption, group=declared.about.group, show_default=False,
+        help=declared.about.help + (f"  [default: {defaults}]" if defaults else ""), **kind,
     )  # fmt: skip
 
 
 def _type(declared: DeclaredSetting) -> Any:
     if declared.is_list:
-        return Fractions() if declared.item_type is float else Names()
+        return fractions if declared.item_type is float else names
     if declared.about.format:
         return _FORMATS[declared.about.format]
     return click.Choice(declared.choices) if declared.choices else declared.item_type
-
-
-def _defaults(declared: DeclaredSetting, classes: tuple[type, ...]) -> str:
-    """The default, and that of trainings on bags where it is another."""
-    found = [
-        declared_settings(kind)[declared.name]
-        for kind in classes
-        if declared.name in declared_settings(kind)
-    ]
-    texts = list(dict.fromkeys(default_text(it) for it in found))
-    return "; on bags: ".join(texts)
 
 
 def default_text(declared: DeclaredSetting) -> str:

@@ -9,7 +9,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,35 +22,8 @@ from histopipe.system.hashing import combine
 Unit = TypeVar("Unit", bound=Hashable)
 Sortable = TypeVar("Sortable", int, tuple[str, int, int])
 _TRAIN, _VALIDATION, _TEST = range(len(SIDES))
-
-
-class Assignment(Protocol):
-    """A rule that assigns a side to each unit."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of the random assignment."""
-
-    @property
-    def fractions(self) -> tuple[float, float, float]:
-        """Fractions of train, validation and test."""
-
-    def assign(
-        self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
-    ) -> dict[Unit, int]:
-        """Assign a side to each unit, stratum by stratum.
-
-        Args:
-            strata: units by label.
-            kind: what a unit is, for messages.
-            notes: by label, why a stratum has fewer units than expected, for messages.
-
-        Raises:
-            HistopipeError: a stratum has too few units.
-        """
-
-    def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
-        """Assign a side to each patch of one slide: (N,) int8 from a permutation (N,)."""
+_SEEDS = 0x7FFFFFFF
+"""Largest seed for scikit-learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +36,7 @@ class AssignByFractions:
     def assign(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> dict[Unit, int]:
-        """Assign a side to each unit.
+        """Assign a side to each unit of strata by label. Messages name the kind of unit, and have a note by label.
 
         Raises:
             NothingToDo: a stratum has fewer units than sides.
@@ -85,7 +58,7 @@ class AssignByFractions:
         return sides
 
     def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
-        """Assign a side to each patch of one slide: (N,) int8 from a permutation (N,)."""
+        """Return the sides of the patches of one slide, (N,) int8, from a permutation (N,)."""
         ends = np.round(np.cumsum(self.fractions) * len(shuffled)).astype(int)
         sides = np.searchsorted(ends, shuffled, side="right")
         return np.minimum(sides, _TEST).astype(np.int8)
@@ -93,12 +66,9 @@ class AssignByFractions:
 
 @dataclass(frozen=True, slots=True)
 class AssignByFolds:
-    """Assign one fold of a cross-validation: its share of every class to test, some of the others to validation.
+    """Assign one fold, counted from 0: its part of every class to test, some of the others to validation.
 
-    Attributes:
-        fold, folds: number of the fold, from 0, and number of folds.
-        shares: shares of training and validation in the units that are not tested; the third is not used.
-        seed: seed of the random assignment.
+    The first two `shares` are those of training and validation in what is not tested.
     """
 
     fold: int
@@ -108,7 +78,7 @@ class AssignByFolds:
 
     @property
     def fractions(self) -> tuple[float, float, float]:
-        """Fractions of train, validation and test."""
+        """Fractions of train, validation and test, of all units."""
         test = 1 / self.folds
         return (1 - self._validating) * (1 - test), self._validating * (1 - test), test
 
@@ -120,7 +90,7 @@ class AssignByFolds:
     def assign(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> dict[Unit, int]:
-        """Assign a side to each unit. A class of few units may be missing in validation or test, but not in training.
+        """Assign as `AssignByFractions`. A class of few units may be missing in validation or test, not in training.
 
         Raises:
             NothingToDo: a class has a single unit.
@@ -134,8 +104,7 @@ class AssignByFolds:
                 raise _too_few(label, len(strata[label]), kind, 2, notes)
             size = min(max(1, round(self._validating * len(rest))), len(rest) - 1)
             if size:
-                state = int(combine(self.seed, _VALIDATION, self.fold))
-                rest, chosen = _drawn(rest, size, state)
+                rest, chosen = _drawn(rest, size, int(combine(self.seed, _VALIDATION, self.fold)))
                 sides |= dict.fromkeys(chosen, _VALIDATION)
             sides |= dict.fromkeys(rest, _TRAIN)
         return sides | dict.fromkeys(tested, _TEST)
@@ -143,7 +112,7 @@ class AssignByFolds:
     def _tested(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> set[Unit]:
-        # Late: loading it takes a third of a second, and only making a split needs it.
+        # Late: loading it takes a second, and only a cross-validation needs it.
         from sklearn.model_selection import StratifiedKFold
 
         largest = max(strata, key=lambda label: len(strata[label]))
@@ -154,14 +123,14 @@ class AssignByFolds:
             )  # fmt: skip
         units = [unit for label in sorted(strata) for unit in strata[label]]
         labels = [label for label in sorted(strata) for _ in strata[label]]
-        parts = StratifiedKFold(self.folds, shuffle=True, random_state=_state(self.seed))
+        parts = StratifiedKFold(self.folds, shuffle=True, random_state=self.seed & _SEEDS)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             # Of a class with fewer units than folds: the evaluation reports the folds that lack it.
             chosen = list(parts.split(np.zeros(len(units)), labels))[self.fold][1]
         return {units[i] for i in chosen.tolist()}
 
     def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
-        """Assign a side to each patch of one slide: (N,) int8 from a permutation (N,)."""
+        """Assign as `AssignByFractions`."""
         count = len(shuffled)
         # The first fold begins elsewhere in each slide; else slides of few patches would all have theirs in the same folds.
         begin = shuffled[0] / count if count else 0.0
@@ -173,6 +142,9 @@ class AssignByFolds:
         sides[np.argsort(behind, kind="stable")[:validating]] = _VALIDATION
         sides[tested] = _TEST
         return sides
+
+
+Assignment = AssignByFractions | AssignByFolds
 
 
 def merge_small_strata(
@@ -197,12 +169,7 @@ def merge_small_strata(
 
 
 def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
-    """Return a note for messages that names copies of one slide among some slides; empty if there are none.
-
-    Args:
-        own: the slides that have too few units.
-        slides: all slides, among which their copies are.
-    """
+    """Return a note for messages on slides that are too few: which copies they have among all slides; often empty."""
     ids: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
         if slide.content is not None:
@@ -218,23 +185,14 @@ def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
 
 
 def _drawn(units: list[Unit], size: int, seed: int) -> tuple[list[Unit], list[Unit]]:
-    """Draw some units: the rest, and those drawn."""
-    # Late: loading it takes a third of a second, and only making a split needs it.
-    from sklearn.model_selection import train_test_split
-
-    rest, chosen = train_test_split(units, test_size=size, random_state=_state(seed))
-    return rest, chosen
-
-
-def _state(seed: int) -> int:
-    """Return a seed in the range of scikit-learn."""
-    return seed & 0x7FFFFFFF
+    """Return the rest and the units drawn, as scikit-learn's `train_test_split`, which takes a second to load."""
+    order = np.random.RandomState(seed & _SEEDS).permutation(len(units)).tolist()
+    return [units[i] for i in order[size:]], [units[i] for i in order[:size]]
 
 
 def _too_few(
     label: str, count: int, kind: str, needed: int, notes: Mapping[str, str]
 ) -> NothingToDo:
-    """Return the error for a class that cannot be on every side."""
     return NothingToDo(
         f"class {' '.join(label.split())!r} cannot be split", found=f"{count} {kind}{'s' if count != 1 else ''}{notes.get(label, '')}",
         expected=f"at least {needed}, so that every side it must be on has one",

@@ -3,7 +3,8 @@
 Keras' random layers draw per batch and replica, so the same patch would look different on two GPUs or after a restart. Here
 every draw is a hash of (seed, epoch, key), so it does not matter where or when a patch comes up.
 
-Pixels are computed as float32 in the range 0 to 255, and stay float32.
+The functions take (B, H, H, 3) uint8 or float32 images, 0 to 255, and (B,) int64 seeds from `sample_seeds`. Except for
+flips, pixels are computed as float32, and stay so: (B, H, H, 3), 0 to 255.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ Source:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """The number that `sample_seeds` wants for an epoch of a run."""
+    """Return the number of an epoch of a run for `sample_seeds`."""
     return int(combine(seed, epoch)) & _LOW
 
 
 def sample_seeds(keys: tf.Tensor, epoch_number: tf.Tensor | int) -> tf.Tensor:
-    """A random 31-bit number per patch, (B,) int64, from keys (B,) int64 and `epoch_seed`."""
+    """Return a random 31-bit number per patch, (B,) int64, from keys (B,) int64 and `epoch_seed`."""
     return hash31(hash31(keys & _LOW, epoch_number) ^ (_shifted(keys, 31) & _LOW), epoch_number)
 
 
 def hash31(values: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
-    """Scrambles 31-bit numbers held as int64, the integer type whose products and shifts every device has.
+    """Scramble 31-bit numbers held as int64, the integer type whose products and shifts every device has.
 
     Source:
         The multiply and xor-shift construction of C. Wellons' "hash prospector", here with 31 bits so that no product
@@ -52,7 +53,7 @@ def hash31(values: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
 
 
 def uniform(seeds: tf.Tensor, draws: int, salt: int) -> tf.Tensor:
-    """(B, draws) float32 numbers, 0 to below 1, from (B,) seeds; each salt gives others."""
+    """Return (B, draws) float32 numbers, 0 to below 1, from (B,) seeds; each salt gives others."""
     places = hash31(tf.range(draws, dtype=tf.int64), salt)
     # 24 bits: what float32 holds exactly, so that rounding never makes a 1.
     bits = _shifted(hash31(hash31(seeds, salt)[:, None] ^ places[None, :], salt), 7)
@@ -60,15 +61,9 @@ def uniform(seeds: tf.Tensor, draws: int, salt: int) -> tf.Tensor:
 
 
 def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) -> tf.Tensor:
-    """Several of the augmentations below, with their default strengths, always in the order flips, crop, stain, colour.
+    """Apply augmentations with their default strengths, always in the order flips, crop, stain, colour.
 
-    Args:
-        images: (B, H, H, 3) uint8 or float32, 0 to 255.
-        seeds: (B,) int64 from `sample_seeds`.
-        steps: which.
-
-    Returns:
-        (B, H, H, 3): of the same type if only flipped or not at all, else float32.
+    Images and result are as in the functions below; only flipped or not at all, they keep their type.
 
     Raises:
         UsageError: there is no such augmentation.
@@ -90,12 +85,7 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
 
 
 def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """Each square image in one of its eight positions: mirrored or not, turned by a multiple of 90°.
-
-    Args:
-        images: (B, H, H, 3) any type.
-        seeds: (B,) int64 from `sample_seeds`.
-    """
+    """Put each square image, of any type, in one of its eight positions: mirrored or not, turned by a multiple of 90°."""
     draws = hash31(seeds, 1)
     images = tf.where(_bit(draws, 8), tf.reverse(images, axis=[1]), images)
     images = tf.where(_bit(draws, 9), tf.reverse(images, axis=[2]), images)
@@ -103,16 +93,7 @@ def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
 
 
 def random_crop(images: tf.Tensor, seeds: tf.Tensor, least: float = 0.8) -> tf.Tensor:
-    """A square window of each image, brought back to the image's size (bilinear).
-
-    Args:
-        images: (B, H, H, 3) any type.
-        seeds: (B,) int64 from `sample_seeds`.
-        least: side of the smallest window, as a share of the image's, above 0 to 1.
-
-    Returns:
-        (B, H, H, 3) float32.
-    """
+    """Take a square window of each image, with at least a share `least` of its side, and scale it back (bilinear)."""
     draws = uniform(seeds, 3, 5)
     side = least + (1 - least) * draws[:, :1]
     corner = draws[:, 1:] * (1 - side)
@@ -130,17 +111,10 @@ def colour_jitter(
     saturation: float = 0.1,
     hue: float = 0.02,
 ) -> tf.Tensor:
-    """Brightness, contrast, saturation and hue of each image, in this order.
+    """Change brightness, contrast, saturation and hue of each image, in this order.
 
-    Args:
-        images: (B, H, W, 3) uint8 or float32, 0 to 255.
-        seeds: (B,) int64 from `sample_seeds`.
-        brightness, contrast, saturation: factors are drawn from 1 - x to 1 + x. Contrast is about the image's mean,
-            saturation about each pixel's luma (Rec. 601).
-        hue: colours are turned about the grey axis by up to this share of a full turn.
-
-    Returns:
-        (B, H, W, 3) float32, 0 to 255.
+    Factors of the first three are drawn from 1 - x to 1 + x. Contrast is about the image's mean, saturation about each
+    pixel's luma (Rec. 601). Colours are turned about the grey axis by up to a share `hue` of a full turn.
     """
     draws = 2 * uniform(seeds, 4, 6) - 1
     strengths = tf.constant([brightness, contrast, saturation], tf.float32)
@@ -157,16 +131,9 @@ def colour_jitter(
 def stain_jitter(
     images: tf.Tensor, seeds: tf.Tensor, *, factor: float = 0.05, shift: float = 0.05
 ) -> tf.Tensor:
-    """The amounts of haematoxylin, eosin and residual in each image, each scaled and shifted.
+    """Scale and shift the amounts of haematoxylin, eosin and residual in each image.
 
-    Args:
-        images: (B, H, W, 3) uint8 or float32, 0 to 255.
-        seeds: (B,) int64 from `sample_seeds`.
-        factor: amounts are multiplied by 1 - factor to 1 + factor.
-        shift: of the amount of one stain (optical density, natural logarithm), -shift to shift.
-
-    Returns:
-        (B, H, W, 3) float32, 0 to 255.
+    Amounts are multiplied by 1 - factor to 1 + factor; -shift to shift (optical density, natural logarithm) is added.
 
     Source:
         D. Tellez et al., "Whole-slide mitosis detection in H&E breast histology using PHH3 as a reference to train
@@ -183,31 +150,31 @@ def stain_jitter(
 
 
 def to_uint8(images: tf.Tensor) -> tf.Tensor:
-    """Pixels rounded to what an 8-bit image holds."""
+    """Round pixels to what an 8-bit image holds."""
     if images.dtype == tf.uint8:
         return images
     return tf.cast(tf.round(tf.clip_by_value(images, 0, 255)), tf.uint8)
 
 
 def to_density(images: tf.Tensor) -> tf.Tensor:
-    """Optical density of 8-bit light, -ln((I + 1) / 256): 0 for white, finite for black. Float32."""
+    """Return the optical density of 8-bit light, -ln((I + 1) / 256): 0 for white, finite for black; float32."""
     return -tf.math.log((tf.cast(images, tf.float32) + 1) / 256)
 
 
 def from_density(density: tf.Tensor) -> tf.Tensor:
-    """Light of an optical density, float32, 0 to 255."""
+    """Return the light of an optical density, float32, 0 to 255."""
     return tf.clip_by_value(256 * tf.exp(-density) - 1, 0, 255)
 
 
 def _hue_turns(angles: tf.Tensor) -> tf.Tensor:
-    """(B, 3, 3) turns about the grey axis, for rows of RGB on their left (Rodrigues' formula)."""
+    """Return (B, 3, 3) turns about the grey axis, for rows of RGB on their left (Rodrigues' formula)."""
     cos, sin = tf.cos(angles)[:, None, None], tf.sin(angles)[:, None, None]
     cross = tf.constant([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / np.sqrt(np.float32(3))
     return cos * tf.eye(3) + (1 - cos) / 3 * tf.ones((3, 3)) + sin * tf.transpose(cross)
 
 
 def _bit(draws: tf.Tensor, bit: int) -> tf.Tensor:
-    """(B, 1, 1, 1) bool."""
+    """Return whether a bit is set, (B, 1, 1, 1) bool."""
     return ((_shifted(draws, bit) & 1) == 1)[:, None, None, None]
 
 

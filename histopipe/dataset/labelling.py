@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,91 +12,122 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import LabelsFrom
-from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.samples import SampleGroup, SampleSource
+from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
-from histopipe.errors import NothingToDo
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 
 NO_CLASS = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Labelling:
-    """Source of the labels, and filter of the patches.
+class PatchFilter:
+    """Bounds for the columns of a store's index: shares of tissue, pen, and folds and black; focus as measured.
 
-    Attributes:
-        labels: label, patient and site by slide id, in place of the recorded ones.
-        labels_from: "annotation" takes the class of each patch from annotations; "slide" takes that of its slide.
-        patch_filter: bounds for the patches.
+    The defaults leave out nothing.
+
+    Raises:
+        UsageError: a bound is out of range.
     """
+
+    min_tissue: float = 0.0
+    min_focus: float = 0.0
+    exclude_pen: float = 1.0
+    exclude_dark: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            most = sys.float_info.max if name == "min_focus" else 1
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value <= most:
+                expected = "0 or more" if name == "min_focus" else "from 0 to 1"
+                raise UsageError(
+                    f"--{name.replace('_', '-')}", found=repr(value), expected=expected
+                )
+
+    @property
+    def active(self) -> bool:
+        """Whether it leaves anything out."""
+        return self != PatchFilter()
+
+    def fit(self, index: Mapping[str, NDArray[Any]], *, where: str) -> NDArray[np.bool_]:
+        """Return which patches of a slide are within the bounds, (N,) bool, from its columns; messages name `where`.
+
+        Raises:
+            UsageError: a column with a bound has not been measured.
+        """
+        kept = np.ones(len(index["crc"]), np.bool_)
+        for column, bound, off, command in (
+            ("tissue", self.min_tissue, 0.0, "ingest it with --tissue otsu"),
+            ("focus", self.min_focus, 0.0, "run `histopipe quality` on the store"),
+            ("pen", self.exclude_pen, 1.0, "run `histopipe quality` on the store"),
+            ("dark", self.exclude_dark, 1.0, "run `histopipe quality` on the store"),
+        ):
+            if bound == off:
+                continue
+            values = index.get(column)
+            readable = index["length"] > 0
+            if values is None or (np.isnan(values).all() and readable.any()):
+                raise UsageError(f"{where}: {column} has not been measured", todo=command)
+            # NaN, of a damaged patch, is within no bound.
+            kept &= (values >= bound) if off == 0 else (values <= bound)
+        return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelling:
+    """Source of the labels, and filter of the patches. `labels` are by slide id, in place of the recorded ones."""
 
     labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Labelled slides that are not assigned to sides yet.
-
-    Attributes:
-        classes: names of the classes, in the order of their numbers.
-        slides: the slides; all patches are on no side.
-        fit: for each slide (count,) bool, which patches may be used: labelled, readable, and within the bounds.
-    """
-
-    classes: tuple[str, ...]
-    slides: list[SlideSplit]
-    fit: list[NDArray[np.bool_]]
-
-
 def read_slide_labels(
     path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
 ) -> dict[str, SlideLabel]:
-    """Read the labels of slides from a CSV file.
-
-    Args:
-        path: the file.
-        sources: stores that hold the slides.
-        allow_extra: ignore rows that name no slide.
-
-    Returns:
-        Label, patient and site by slide id.
+    """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows that name no slide.
 
     Raises:
         UsageError: the file cannot be read or does not fit the slides.
     """
-    names = SlideNames(record.id for source in sources for record in source.slides)
+    names = SlideNames(record.id for source in sources for record in source.records.values())
     return read_labels(Path(path), names, allow_extra=allow_extra)
 
 
-def candidates(stores: Sequence[SampleSource], labelling: Labelling) -> Candidates:
-    """Find every labelled slide that has patches.
+def candidates(
+    stores: Sequence[SampleSource], labelling: Labelling
+) -> tuple[tuple[str, ...], list[SlideSplit]]:
+    """Return the classes, in the order of their numbers, and every labelled slide that has patches.
+
+    Patches that may not be used are left out: of no class, unreadable, or out of bounds. The others are on side 0 until a
+    split moves them.
 
     Raises:
         NothingToDo: the labels have fewer than two classes.
         UsageError: a bound is on a column that has not been measured.
     """
     by_annotation = labelling.labels_from == "annotation"
-    classes = _drawn_classes(stores) if by_annotation else ()
-    found = [
-        candidate
+    classes: tuple[str, ...] = ()
+    if by_annotation:
+        records = (record for store in stores for record in store.complete.values())
+        classes = tuple(sorted({name for record in records for name in record.patch_labels}))
+    slides = [
+        slide
         for ordinal, store in enumerate(stores)
         for number in store.complete
-        if (candidate := _candidate(ordinal, store, number, labelling, classes)) is not None
+        if (slide := _candidate(ordinal, store, number, labelling, classes)) is not None
     ]
-    slides = [slide for slide, _ in found]
     if not by_annotation:
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2:
         raise _nothing_to_tell_apart(classes, labelling.labels_from)
-    if not any(fit.any() for _, fit in found):
+    if not any((slide.sides != DROPPED).any() for slide in slides):
         raise NothingToDo(
             "no labelled patch is fit to be used", found=str(labelling.patch_filter),
             todo="lower these bounds: `histopipe report STORE` shows what was measured",
         )  # fmt: skip
-    return Candidates(classes, slides, [fit for _, fit in found])
+    return classes, slides
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
@@ -106,17 +138,10 @@ def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDAr
     return table[np.where((label >= 0) & (label < len(store.classes)), label, -1)]
 
 
-def _drawn_classes(stores: Sequence[SampleSource]) -> tuple[str, ...]:
-    """Return the classes that patches have, sorted."""
-    return tuple(
-        sorted({name for store in stores for r in store.complete.values() for name in r.patch_labels})
-    )  # fmt: skip
-
-
 def _candidate(
     ordinal: int, store: SampleSource, number: int, labelling: Labelling, classes: Sequence[str]
-) -> tuple[SlideSplit, NDArray[np.bool_]] | None:
-    """Return a slide and its usable patches; None if it is unlabelled or empty."""
+) -> SlideSplit | None:
+    """Return a slide; None if it is unlabelled or empty."""
     record = store.records[number]
     given: SlideLabel | SampleGroup = record
     if labelling.labels is not None:
@@ -129,45 +154,30 @@ def _candidate(
         codes = class_codes(store, number, classes) if label is not None else None
     if not label or not record.stored:
         return None
-    slide = SlideSplit(
-        ordinal, number, record.id, label, given.patient or record.patient or record.id,
-        given.site or record.site, record.content, record.planned, patches_crc(store, number),
-        np.full(record.planned, DROPPED, np.int8), codes,
-    )  # fmt: skip
-    return slide, _fit(store, number, record, labelling.patch_filter, codes)
-
-
-def _fit(
-    store: SampleSource,
-    number: int,
-    record: SampleGroup,
-    patch_filter: PatchFilter,
-    codes: NDArray[np.int16] | None,
-) -> NDArray[np.bool_]:
     fit = np.ones(record.planned, np.bool_)
     if codes is not None:
         fit &= codes != NO_CLASS
     if record.stored < record.planned:
         fit &= store.index(number)["length"] > 0
-    if patch_filter.active:
-        fit &= patch_filter.fit(store.index(number), where=f"{store.path}, slide {record.id}")
-    return fit
+    if labelling.patch_filter.active:
+        where = f"{store.path}, slide {record.id}"
+        fit &= labelling.patch_filter.fit(store.index(number), where=where)
+    return SlideSplit(
+        ordinal, number, record.id, label, given.patient or record.patient or record.id,
+        given.site or record.site, record.content, record.planned, patches_crc(store, number),
+        np.where(fit, 0, DROPPED).astype(np.int8), codes,
+    )  # fmt: skip
 
 
 def _nothing_to_tell_apart(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
-    by: dict[str, Any] = {
-        "slide": (
-            "labelled slides of two classes or more",
+    if labels_from == "annotation":
+        expected = "patches of two classes or more, drawn on their slides"
+        todo = "run `histopipe annotate STORE ANNOTATIONS` first"
+    else:
+        expected = "labelled slides of two classes or more"
+        todo = (
             "give a labels.csv (columns slide,label) with --labels, or put the slides of each class in a folder "
-            "of its name and ingest again; classes that are drawn on slides: --labels-from annotation",
-        ),
-        "annotation": (
-            "patches of two classes or more, drawn on their slides",
-            "run `histopipe annotate STORE ANNOTATIONS` first",
-        ),
-    }
-    expected, todo = by[labels_from]
-    return NothingToDo(
-        "nothing to tell apart", found=f"labels {', '.join(classes) or 'none'}", expected=expected,
-        todo=todo,
-    )  # fmt: skip
+            "of its name and ingest again; classes that are drawn on slides: --labels-from annotation"
+        )
+    found = f"labels {', '.join(classes) or 'none'}"
+    return NothingToDo("nothing to tell apart", found=found, expected=expected, todo=todo)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from histopipe.dataset.labelling import read_slide_labels
+from histopipe.dataset.labelling import PatchFilter, read_slide_labels
 from histopipe.dataset.options import (
     Balance,
     Column,
@@ -23,8 +23,7 @@ from histopipe.dataset.options import (
 )
 from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.patch_filter import PatchFilter
-from histopipe.dataset.sample_table import UNLABELLED, SampleRows, SampleTable
+from histopipe.dataset.sample_table import UNLABELLED, SampleTable
 from histopipe.dataset.selection import Classes, LabelById, select, store_paths
 from histopipe.dataset.splits import read_splits
 from histopipe.dataset.tf_data import BatchFeed
@@ -99,7 +98,7 @@ def load_dataset(
         columns: further fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
         as_supervised: yield tuples (image, label, weight), as `keras.Model.fit` takes them, in place of dictionaries. Every
             patch must have a label.
-        stain_norm: "reinhard" or "macenko" normalises the stain of every slide to one reference; see `histopipe stains`.
+        stain_norm: "reinhard" or "macenko" normalizes the stain of every slide to one reference; see `histopipe stains`.
         on_error: "raise" stops at a damaged patch. "skip" gives it weight 0, logs it, and records it in the dataset's
             attribute `skipped`, a dictionary of reasons by key.
         parallel_calls: batches decoded at the same time; the number of cores, if not given.
@@ -152,72 +151,59 @@ def load_dataset(
         )
     if as_supervised and columns:
         raise UsageError("columns", found=repr(columns), expected="none, with as_supervised=True")
-    paths = store_paths(path)
     seed = seed if shuffle else None
     with ExitStack() as stack:
-        stores = [stack.enter_context(Store(part)) for part in paths]
+        stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
+        if isinstance(labels, str | Path):
+            labels = {slide: row.label for slide, row in read_slide_labels(labels, stores).items()}
         chosen = select(
-            stores, classes=classes, labels=_labels(labels, stores), labelled_only=labelled_only,
-            splits=read_splits(Path(splits), stores) if splits is not None else None, side=side,
+            stores, classes=classes, labels=labels, labelled_only=labelled_only, side=side,
+            splits=None if splits is None else read_splits(Path(splits), stores),
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
-        if as_supervised:
-            _check_labelled(chosen)
+        unlabelled = sum(slide.label == UNLABELLED for slide in chosen)
+        if as_supervised and unlabelled:  # a loss function takes no label -1, even of weight 0
+            raise UsageError(
+                "as_supervised", found=f"{unlabelled} slides without a label of the classes",
+                expected="a label for every patch", todo="leave them out (labelled_only=True), or label them",
+            )  # fmt: skip
         table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = PatchBatches(
             stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
             order=make_order(table, seed=seed, balance=balance, shuffle_block=shuffle_block),
             columns=columns,
         )  # fmt: skip
-        source = BatchFeed(batches, parts=(index,))
         last_step = epochs * batches.steps_per_epoch
         if start_step > last_step:
             raise UsageError("start_step", found=start_step, expected=f"0 to {last_step}")
-        dataset = source.dataset(
+        feed = BatchFeed(batches, parts=(index,))
+        dataset = feed.dataset(
             start_step, last_step,
             parallel_calls=parallel_calls, prefetch=prefetch, read_ahead=read_ahead,
         )  # fmt: skip
         if stain_norm != "none":
-            dataset = _normalised(dataset, stores, stain_norm)
+            dataset = _normalized(dataset, stores, stain_norm)
         if as_supervised:
             dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
         # They stay open for as long as anything can load a batch.
         for store in stores:
-            weakref.finalize(source, store.close_later)
+            weakref.finalize(feed, store.close_later)
     return dataset
 
 
-def _check_labelled(slides: Sequence[SampleRows]) -> None:
-    """Check that every slide has a label: a loss function takes no label -1, even of weight 0."""
-    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
-    if unlabelled:
-        raise UsageError(
-            "as_supervised", found=f"{unlabelled} slides without a label of the classes",
-            expected="a label for every patch", todo="leave them out (labelled_only=True), or label them",
-        )  # fmt: skip
-
-
-def _normalised(
-    dataset: tf.data.Dataset, stores: Sequence[Store], method: StainNorm
+def _normalized(
+    dataset: tf.data.Dataset, stores: Sequence[Store], stain_norm: StainNorm
 ) -> tf.data.Dataset:
+    """Normalize the stain of the images of every batch."""
     # Late: they load TensorFlow.
     from histopipe.dataset.augmentation import to_uint8
-    from histopipe.dataset.stain_normalisation import StainNormaliser
+    from histopipe.dataset.stain_normalization import StainNormalizer
 
-    normalise = StainNormaliser(stores, method)
-    dataset = dataset.map(
-        lambda b: {**b, "image": to_uint8(normalise(b["image"], b["key"]))},
+    normalize = StainNormalizer(stores, stain_norm)
+    return dataset.map(
+        lambda b: {**b, "image": to_uint8(normalize(b["image"], b["key"]))},
         num_parallel_calls=_PREFETCH, deterministic=True,
-    )  # fmt: skip
-    return dataset.prefetch(1)
-
-
-def _labels(
-    labels: str | Path | LabelById | None, stores: Sequence[Store]
-) -> Mapping[str, str | None] | None:
-    if not isinstance(labels, str | Path):
-        return labels
-    return {name: row.label for name, row in read_slide_labels(labels, stores).items()}
+    ).prefetch(1)  # fmt: skip

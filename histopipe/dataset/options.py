@@ -1,4 +1,7 @@
-"""Choices and checks of the options of a dataset. Imports nothing heavy, so that `--help` can list the choices."""
+"""Choices and checks of the options of a dataset; checks raise a `UsageError`.
+
+Imports nothing heavy, so that `--help` can list the choices.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,7 @@ _MAX_SEED = (1 << 63) - 1
 
 
 def check_whole(least: int, **values: Any) -> None:
-    """Check that arguments are whole numbers.
-
-    Args:
-        least: smallest number allowed.
-        values: the arguments by name; a `seed` may be larger than other numbers.
-
-    Raises:
-        UsageError: an argument is not a whole number, or out of range.
-    """
+    """Check that arguments are whole numbers, `least` or more; a `seed` may be larger than others."""
     for name, value in values.items():
         most = _MAX_SEED if name == "seed" else _MAX_COUNT
         if type(value) is not int or not least <= value <= most:
@@ -46,11 +41,7 @@ def check_whole_or_none(least: int, **values: Any) -> None:
 
 
 def check_choice(choices: Any, **values: Any) -> None:
-    """Check that arguments are among the choices of a `Literal`.
-
-    Raises:
-        UsageError: an argument is not.
-    """
+    """Check that arguments are among the choices of a `Literal`."""
     for name, value in values.items():
         if value not in get_args(choices):
             expected = " or ".join(map(repr, get_args(choices)))
@@ -58,11 +49,7 @@ def check_choice(choices: Any, **values: Any) -> None:
 
 
 def check_shard(shard: Any) -> tuple[int, int]:
-    """Return index and count of a shard.
-
-    Raises:
-        UsageError: it is not (index, count) with an index from 0 to count - 1.
-    """
+    """Return index and count of a shard after a check."""
     match shard:
         case (int(index), int(count)) if 0 <= index < count and bool not in map(type, shard):
             return index, count

@@ -1,13 +1,13 @@
 """Orders of the samples in the epochs of a dataset.
 
-An order is a pure function from (epoch, position) to the number of a sample in its table, in memory that does not grow with
-the samples. So any step can be computed directly, and workers and restarts agree.
+An order is a pure function from (epoch, position) to the number of a sample in its table, in memory that does not grow
+with the samples. So any step can be computed directly, and workers and restarts agree.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,80 +25,55 @@ _BLOCKS_AT_ONCE = 16
 _GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
 
-class Order(Protocol):
-    """Order of the samples in each epoch."""
+class Order(ABC):
+    """An order of the samples in each epoch."""
 
-    window: int
+    window = 0
     """Number of positions that are best read from disk together; 0 for none."""
 
-    def __len__(self) -> int:
-        """Return the number of positions of an epoch."""
-
-    def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return the sample numbers (N,) at positions (N,) of an epoch, 0 to the length - 1."""
-
-
-class Sequential:
-    """The order of the table, in every epoch."""
-
-    window = 0
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return sample numbers, see `Order`."""
-        return places
-
-
-class Shuffled:
-    """Every sample once per epoch, in another order in each epoch.
-
-    Example:
-        >>> order = Shuffled(10, seed=1)
-        >>> order(0, np.arange(10)).tolist()
-        [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
-    """
-
-    window = 0
-
-    def __init__(self, count: int, seed: int) -> None:
+    def __init__(self, count: int, seed: int = 0) -> None:
         self._count, self._seed = count, seed
 
     def __len__(self) -> int:
         return self._count
 
+    @abstractmethod
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return sample numbers, see `Order`."""
+        """Return the (N,) sample numbers at (N,) positions of an epoch, both from 0 to the length - 1."""
+
+
+class Sequential(Order):
+    """The order of the table, in every epoch."""
+
+    def __call__(self, epoch: int, places: Numbers) -> Numbers:
+        """Return sample numbers; see `Order`."""
+        return places
+
+
+class Shuffled(Order):
+    """Every sample once per epoch, in another order in each epoch."""
+
+    def __call__(self, epoch: int, places: Numbers) -> Numbers:
+        """Return sample numbers; see `Order`."""
         return permuted(places, self._count, combine(self._seed, epoch))
 
 
-class BlockShuffled:
-    """Every sample once per epoch, read in blocks of neighbours: for hard disks and network filesystems.
+class BlockShuffled(Order):
+    """Every sample once per epoch, read in blocks of neighbours on disk: for hard disks and network filesystems.
 
-    The samples form a ring, which is cut into blocks at a position drawn for each epoch. Blocks are shuffled, and samples are
-    shuffled within every 16 consecutive blocks.
-
-    Args:
-        count: number of samples.
-        seed: seed of the order.
-        block: samples per block, neighbours on disk.
+    The samples form a ring, which is cut into blocks at a position drawn for each epoch. Blocks are shuffled, and samples
+    are shuffled within every 16 consecutive blocks.
     """
 
     def __init__(self, count: int, seed: int, block: int) -> None:
         if block < 1:
             raise UsageError("shuffle_block", found=block, expected="1 patch or more")
-        self._count, self._seed, self._block = count, seed, min(block, count)
+        super().__init__(count, seed)
+        self._block = min(block, count)
         self.window = self._block * _BLOCKS_AT_ONCE
 
-    def __len__(self) -> int:
-        return self._count
-
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return sample numbers, see `Order`."""
+        """Return sample numbers; see `Order`."""
         windows = places // self.window
         first = windows * self.window
         sizes = np.minimum(self.window, self._count - first)
@@ -112,38 +87,31 @@ class BlockShuffled:
         return (block * self._block + offset + rotation) % self._count
 
 
-class Balanced:
-    """The same number of samples of every class, slide or patient per epoch.
+class Balanced(Order):
+    """The same number of samples of every group (class, slide or patient) per epoch.
 
-    An epoch is as long as the table, rounded up to the same whole number for each class (slide, patient). The samples of a class are
-    drawn without repetition until all have been drawn, then in a new order; the next epoch continues where this one stopped.
-    So small classes are repeated within an epoch, and of large ones each epoch shows another part. With `max_per_slide`, each
-    epoch starts again, with the samples that were drawn for it.
+    An epoch is as long as the table, rounded up to a multiple of the number of groups. The samples of a group are drawn
+    without repetition until all have been drawn, then in a new order; the next epoch continues where this one stopped.
+    So small groups are repeated within an epoch, and of large ones each epoch shows another part. With `max_per_slide`,
+    each epoch starts again, with the samples that were drawn for it.
 
-    Args:
-        table: the samples.
-        groups: (S,) number of the class (slide, patient) of each of the table's slides, from 0.
-        seed: seed of the order.
+    `groups` (S,) are the numbers of the groups of the table's slides, from 0.
     """
 
-    window = 0
-
     def __init__(self, table: SampleTable, groups: NDArray[np.int64], seed: int) -> None:
-        self._seed, self._capped = seed, table.capped
-        self._slides = np.argsort(groups, kind="stable")
-        counts = table.counts[self._slides]
-        self._ends = np.cumsum(counts)
-        # Converts a position among slides sorted by group into a sample number of the table.
-        self._shifts = table.starts[self._slides] - (self._ends - counts)
         self._sizes = np.bincount(groups, weights=table.counts).astype(np.int64)
         self._firsts = np.cumsum(self._sizes) - self._sizes
         self._draws = -(-len(table) // len(self._sizes))
-
-    def __len__(self) -> int:
-        return self._draws * len(self._sizes)
+        super().__init__(self._draws * len(self._sizes), seed)
+        self._capped = table.capped
+        slides = np.argsort(groups, kind="stable")
+        counts = table.counts[slides]
+        self._ends = np.cumsum(counts)
+        # Converts a position among slides sorted by group into a sample number of the table.
+        self._shifts = table.starts[slides] - (self._ends - counts)
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
-        """Return sample numbers, see `Order`."""
+        """Return sample numbers; see `Order`."""
         mixed = permuted(places, len(self), combine(self._seed, epoch))
         draw, group = np.divmod(mixed, len(self._sizes))
         sizes = self._sizes[group]
@@ -164,13 +132,7 @@ def make_order(
     balance: Balance = "none",
     shuffle_block: int | None = None,
 ) -> Order:
-    """Make the order of a dataset.
-
-    Args:
-        table: the samples.
-        seed: seed of the order; None reads in the order of the table.
-        balance: draw classes, slides or patients equally often.
-        shuffle_block: shuffle blocks of this many neighbours instead of single samples.
+    """Return the order of a table's samples; a seed of None is the order of the table.
 
     Raises:
         UsageError: the settings contradict each other, or a slide has no label and `balance` is "class".

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
@@ -18,12 +16,9 @@ from histopipe.dataset.orders import Order
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
-from histopipe.store.picture import decode_picture
-from histopipe.store.reading import Reading
+from histopipe.store.reading import Reading, decode_picture
 from histopipe.store.store import Store
 
-_log = logging.getLogger("histopipe")
-_WARNINGS = 10
 _ALIGNMENT = 64
 _JPEG_START = b"\xff\xd8"
 
@@ -32,12 +27,8 @@ _JPEG_START = b"\xff\xd8"
 class Batch:
     """A batch, or a replica's part of it.
 
-    Attributes:
-        image: (B, H, W, 3) uint8 RGB.
-        label: (B,) int32, -1 for none.
-        weight: (B,) float32, 0 for rows that only fill up the batch, and for skipped patches.
-        key: (B,) int64.
-        columns: (B,) each, the requested ones: `x_l0` and `y_l0` int32, `slide` the ids.
+    `image` is (B, H, W, 3) RGB, the others (B,): class numbers, -1 for none; weights, 0 for rows that only fill up the batch
+    and for skipped patches; keys; and the requested columns: `x_l0` and `y_l0` int32, `slide` ids as bytes.
     """
 
     image: NDArray[np.uint8]
@@ -50,26 +41,10 @@ class Batch:
 class PatchBatches(BatchSampler):
     """Batches of a table of patches, in a given order.
 
-    Args:
-        stores: stores of the patches.
-        table: the patches.
-        batch_size: patches per step, over all replicas.
-        order: order of the patches in each epoch.
-        replicas: number of parts of each step.
-        on_error: "skip" gives a damaged patch weight 0 and black pixels; "raise" stops.
-        columns: further fields of each patch.
-        check: whether each value is compared with its CRC.
-
-    Attributes:
-        skipped: reason by key of every patch that has been skipped so far.
+    With `on_error="skip"`, a damaged patch gets weight 0 and black pixels. `check` compares each value with its CRC.
 
     Raises:
         UsageError: an option has none of the allowed values.
-
-    Example:
-        >>> batches = PatchBatches(stores, table, batch_size=64, order=Sequential(len(table)))  # doctest: +SKIP
-        >>> batches.load(step=0).image.shape  # doctest: +SKIP
-        (64, 256, 256, 3)
     """
 
     parallel_calls: int | None = None
@@ -100,16 +75,10 @@ class PatchBatches(BatchSampler):
             Field("label", np.int32), Field("weight", np.float32), Field("key", np.int64),
             *(Field(name, _TYPES[name]) for name in self.columns),
         )  # fmt: skip
-        self.skipped: dict[int, str] = {}
         self._skip, self._check = on_error == "skip", check
-        self._lock = threading.Lock()
 
     def load(self, step: int, replica: int = 0) -> Batch:
-        """Load the batch of a step.
-
-        Args:
-            step: number of the step, from the first step of the first epoch.
-            replica: number of the part.
+        """Load a replica's part of a step, counted over all epochs.
 
         Raises:
             DamagedStore: a patch is missing, differs from its CRC or cannot be decoded, and `on_error` is "raise".
@@ -130,22 +99,27 @@ class PatchBatches(BatchSampler):
                         else _gathered(reading, slides, rows, name)
                     )
                 crcs = _gathered(reading, slides, rows, "crc").tolist()
-                patches = zip(slides.tolist(), rows.tolist(), crcs, strict=True)
-                for i, (slide, row, crc) in zip(places.tolist(), patches, strict=True):
-                    problem = self._read(reading, slide, row, crc, images[i])
-                    if problem is not None:
+                for i, slide, row, crc in zip(
+                    places.tolist(), slides.tolist(), rows.tolist(), crcs, strict=True
+                ):
+                    try:
+                        self._read(reading, slide, row, crc, images[i])
+                    except DamagedStore as error:
+                        problem = _placed(error, reading.where(slide), row)
+                        if not self._skip:
+                            raise problem from error
                         images[i], weights[i] = 0, 0
-                        self._note(int(keys[i]), str(problem))
+                        self._note_skipped(int(keys[i]), str(problem))
         return Batch(images, located.labels, weights, keys, columns)
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
         """Load the fields of a replica's part of a step."""
         batch = self.load(step, replica)
         columns = (batch.columns[name] for name in self.columns)
-        return batch.image, batch.label, batch.weight, np.asarray(batch.key), *columns
+        return batch.image, batch.label, batch.weight, batch.key, *columns
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
-        """Request some parts of steps from the disk, and return the number of bytes requested, without waiting."""
+        """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""
         keys = np.unique(
             np.concatenate([self.locate(step, part)[0].keys for step in steps for part in parts])
         )
@@ -159,29 +133,11 @@ class PatchBatches(BatchSampler):
 
     def _read(
         self, reading: Reading, slide: int, row: int, crc: int, out: NDArray[np.uint8]
-    ) -> DamagedStore | None:
-        """Read, check and decode one patch; return its error if damaged patches are skipped."""
-        try:
-            value = reading.value(slide, row)
-            if self._check:
-                _check_crc(value, slide, row, crc)
-            decode(value, out)
-        except DamagedStore as error:
-            problem = _named(error, reading.where(slide), row)
-            if not self._skip:
-                raise problem from error
-            return problem
-        return None
-
-    def _note(self, key: int, problem: str) -> None:
-        with self._lock:
-            new = key not in self.skipped
-            self.skipped[key] = problem
-            count = len(self.skipped)
-        if new and count <= _WARNINGS:
-            _log.warning("skipped: %s", problem)
-        if new and count == _WARNINGS:
-            _log.warning("further skipped patches are counted, not logged")
+    ) -> None:
+        value = reading.value(slide, row)
+        if self._check and value_crc(patch_key(slide, row), value) != crc:
+            raise DamagedStore("it is not what was written")
+        decode(value, out)
 
 
 _TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}
@@ -204,11 +160,6 @@ def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return buffer[start : start + size].reshape(shape)
 
 
-def _check_crc(value: memoryview, slide: int, row: int, expected: int) -> None:
-    if value_crc(patch_key(slide, row), value) != expected:
-        raise DamagedStore("it is not what was written")
-
-
 def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
     if value[:2] != _JPEG_START:
@@ -225,7 +176,7 @@ def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
         raise DamagedStore("its size", found=size, expected=out.shape)
 
 
-def _named(error: DamagedStore, where: str, row: int) -> DamagedStore:
+def _placed(error: DamagedStore, where: str, row: int) -> DamagedStore:
     """Return the error with store, slide and patch in front."""
     what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
     return DamagedStore(

@@ -1,6 +1,6 @@
 """Permutations that are computed, not stored.
 
-A generalised Feistel network maps positions to numbers one to one, so any step of any epoch is computed directly.
+A generalized Feistel network maps positions to numbers one to one, so any step of any epoch is computed directly.
 """
 
 from __future__ import annotations
@@ -26,49 +26,29 @@ def permuted(
     sizes: int | NDArray[np.integer],
     keys: NDArray[np.uint64],
 ) -> NDArray[np.int64]:
-    """Return the values of random permutations at some positions, in O(1) memory and time each.
+    """Return the values of random permutations at (N,) positions, as (N,) int64, in O(1) memory and time each.
 
-    Args:
-        places: (N,) positions, each from 0 to its size - 1.
-        sizes: sizes of the permutations, 1 or more; one for all, or (N,).
-        keys: seeds of the permutations, from `combine`; one for all, or (N,).
-
-    Returns:
-        (N,) int64, from 0 to the sizes - 1.
+    Sizes (1 or more) and keys (from `combine`) are of one permutation for all positions, or (N,).
 
     Source:
         J. Black and P. Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on Z_a × Z_b, with
         cycle walking where a·b exceeds n.
-
-    Example:
-        >>> sorted(permuted(np.arange(5), 5, combine(1, 0)).tolist())
-        [0, 1, 2, 3, 4]
     """
     if np.ndim(sizes) == np.ndim(keys) == 0:
-        return _permuted(places, np.asarray(sizes), keys, small=bool(sizes <= SMALL))
+        if sizes <= SMALL:
+            return np.asarray(_sorted_permutation(int(sizes), int(keys))[places], np.int64)
+        return _feistel(places.astype(np.uint64), np.asarray(sizes, np.uint64), keys)
     places, sizes, keys = np.broadcast_arrays(places, sizes, keys)
     result = np.empty(places.shape, np.int64)
-    for small in (True, False):
-        which = (sizes <= SMALL) == small
-        if which.any():
-            result[which] = _permuted(places[which], sizes[which], keys[which], small=small)
+    large = sizes > SMALL
+    if large.any():
+        result[large] = _feistel(
+            places[large].astype(np.uint64), sizes[large].astype(np.uint64), keys[large]
+        )
+    small = ~large
+    each = zip(places[small].tolist(), sizes[small].tolist(), keys[small].tolist(), strict=True)
+    result[small] = [_sorted_permutation(size, key)[place] for place, size, key in each]
     return result
-
-
-def _permuted(
-    places: NDArray[np.integer],
-    sizes: NDArray[np.integer],
-    keys: NDArray[np.uint64],
-    *,
-    small: bool,
-) -> NDArray[np.int64]:
-    if not small:
-        return _feistel(places.astype(np.uint64), sizes.astype(np.uint64), keys)
-    if sizes.ndim == 0:
-        return np.asarray(_sorted_permutation(int(sizes), int(keys))[places], np.int64)
-    each = zip(places.tolist(), sizes.tolist(), keys.tolist(), strict=True)
-    found = [_sorted_permutation(size, key)[place] for place, size, key in each]
-    return np.array(found, np.int64)
 
 
 def _feistel(

@@ -1,9 +1,14 @@
-"""The samples of a dataset: whole groups (slides, bags) or selected rows of them, one after another."""
+"""The samples of a dataset: whole slides or bags, or selected rows of them, one after another.
+
+A sample is what a model sees once: a patch of a store, or a bag of feature files.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +23,75 @@ MAX_STORES = 127
 _CAP_DRAW = 201
 
 
+class SampleGroup(Protocol):
+    """Samples that share an id, a label, a patient and a site: a `SlideRecord`, or a `Bag`."""
+
+    @property
+    def id(self) -> str:
+        """Name, unique in its source."""
+
+    @property
+    def label(self) -> str | None:
+        """Class of the group; None if it is unlabelled."""
+
+    @property
+    def patient(self) -> str | None:
+        """Patient; None if unknown, and the id is used."""
+
+    @property
+    def site(self) -> str | None:
+        """Hospital or scanner; None if unknown."""
+
+    @property
+    def content(self) -> str | None:
+        """Checksum that copies of one slide share; None matches nothing."""
+
+    @property
+    def planned(self) -> int:
+        """Number of samples, with those that could not be read."""
+
+    @property
+    def stored(self) -> int:
+        """Number of samples that can be read."""
+
+    @property
+    def patch_labels(self) -> Mapping[str, int]:
+        """Number of samples by their own class, where samples have one; else empty."""
+
+
+class SampleSource(Protocol):
+    """Groups of samples by number: a `Store` of slides, or a `BagSet`."""
+
+    @property
+    def path(self) -> Path:
+        """File or folder, for messages."""
+
+    @property
+    def uuid(self) -> str:
+        """Identity, which splits record."""
+
+    @property
+    def records(self) -> Mapping[int, SampleGroup]:
+        """Every group by number."""
+
+    @property
+    def complete(self) -> Mapping[int, SampleGroup]:
+        """The groups that can be read, by number."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Names of the classes that single samples may have, in the order of their numbers."""
+
+    def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
+        """Columns of a group, one row per sample; `crc` at least."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
 
-    Attributes:
-        store: index of the store in the list of stores.
-        slide: number of the slide in its store.
-        count: number of samples.
-        label: class number, `UNLABELLED` for none.
-        rows: (N,) int32 selected rows; None for all of `count`.
-        patient: patient of the slide.
+    `store` is a place in the list of stores, `label` a class number or `UNLABELLED`; `rows` are (N,) int32, None for all
+    of `count`.
     """
 
     store: int
@@ -41,12 +104,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleLocations:
-    """Locations of samples, (N,) each.
-
-    Attributes:
-        stores, slides, rows: index of the store, number of the slide, row in the slide.
-        labels: class numbers, int32.
-    """
+    """Locations of samples, (N,) each: place in the list of stores, number of the slide, row in it; and class numbers."""
 
     stores: NDArray[np.int64]
     slides: NDArray[np.int64]
@@ -62,14 +120,10 @@ class SampleLocations:
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
-    Args:
-        slides: rows of each slide.
-        max_per_slide: maximum number of samples of a slide per epoch. With a seed, each epoch draws others, so that all are
-            drawn within the fewest epochs; without, they are spread evenly over the slide.
-        seed: seed of the draw.
+    With `max_per_slide`, an epoch has at most so many samples of a slide. With a seed, each epoch draws others, so that all
+    are drawn within the fewest epochs; without, they are spread evenly over the slide.
 
     Attributes:
-        capped: whether `max_per_slide` is set.
         counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.
 
     Raises:
@@ -100,7 +154,8 @@ class SampleTable:
         self._stores = np.array([slide.store for slide in self.slides], np.int64)
         self._numbers = np.array([slide.slide for slide in self.slides], np.int64)
         self._labels = np.array([slide.label for slide in self.slides], np.int32)
-        self._chosen = np.array([slide.rows is not None for slide in self.slides])
+        chosen = ((i, slide.rows) for i, slide in enumerate(self.slides))
+        self._chosen = {i: rows for i, rows in chosen if rows is not None}
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -111,10 +166,9 @@ class SampleTable:
         rows = numbers - self.starts[place]
         if self._cap is not None:
             rows = self._drawn(place, rows, epoch)
-        for i in np.unique(place[self._chosen[place]]):
-            chosen, here = self.slides[i].rows, place == i
-            assert chosen is not None  # noqa: S101 - `_chosen` says so
-            rows[here] = chosen[rows[here]]
+        for i in self._chosen.keys() & place.tolist():
+            here = place == i
+            rows[here] = self._chosen[i][rows[here]]
         return SampleLocations(self._stores[place], self._numbers[place], rows, self._labels[place])
 
     def _drawn(

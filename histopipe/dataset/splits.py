@@ -19,30 +19,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import SIDES, Side, SplitBy
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.files import appearing, read_json
 
 DROPPED = -1
 _MOST_PATCHES = 10**8
 """Maximum number of patches of a slide in a file: it may be damaged."""
+_FIELDS = ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
 _KINDS = {
     ("store", "slide", "count", "crc"): (int,),
     ("id", "label", "patient"): (str,),
     ("site", "content"): (str, type(None)),
 }
 _NAME = "histopipe-splits"
-_PLAIN, _WITH_LABELS = _VERSIONS = (1, 2)
-"""Version 2 has classes of patches, which a reader of version 1 would mistake for those of slides."""
+_PLAIN, _WITH_LABELS = 1, 2
+"""Versions: the second has classes of patches, which a reader of the first would mistake for those of slides."""
+_DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error)
+"""Errors of reading a damaged file."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlideSplit:
-    """A slide in a split.
+    """A slide in a split; copies of one slide share `content`.
 
     Attributes:
-        store, slide: index of the store, number of the slide.
-        id, label, patient, site, content: as recorded; copies of one slide share `content`.
+        store, slide: place in the list of stores, number of the slide.
         count, crc: patches planned, and CRC-32 over their CRCs.
         sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
         labels: (count,) int16 annotated class numbers of the patches, -1 for none; `label` is then the most frequent
@@ -68,14 +70,7 @@ class SlideSplit:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """A split of labelled slides.
-
-    Attributes:
-        split_by, seed, fractions: options of the split; fractions of train, validation and test.
-        uuids: uuids of the stores, in their order.
-        classes: names of the classes, in the order of their numbers.
-        slides: every labelled slide.
-    """
+    """A split of labelled slides of stores with `uuids`; fractions are of train, validation and test."""
 
     split_by: SplitBy
     seed: int
@@ -155,18 +150,13 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
         UnknownVersion: the file is of a later version.
     """
     try:
-        value = read_json(path)
-        found = value["format"], value["version"]
-        known = found[0] == _NAME and found[1] in _VERSIONS
-        splits = _from_json(value) if known else None
+        splits = _from_json(read_json(path), path)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error) as error:
+    except UnknownVersion:
+        raise
+    except _DAMAGE as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
-    if splits is None:
-        raise UnknownVersion(
-            str(path), found=f"{found[0]} version {found[1]}", expected=f"{_NAME} version 1 or 2"
-        )
     _check_against_stores(splits, stores, path)
     return splits
 
@@ -176,7 +166,7 @@ def recorded_numbers(path: Path) -> dict[str, int]:
     try:
         slides = read_json(path)["slides"]
         return {str(slide["id"]): int(slide["slide"]) for slide in slides}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except _DAMAGE:
         return {}
 
 
@@ -186,7 +176,7 @@ def trained_on(path: Path) -> set[str]:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
         return {slide.id for slide in slides if np.isin(slide.sides, seen).any()}
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error):
+    except _DAMAGE:
         return set()
 
 
@@ -195,7 +185,12 @@ def patches_crc(store: SampleSource, slide: int) -> int:
     return zlib.crc32(np.ascontiguousarray(store.index(slide)["crc"]).tobytes())
 
 
-def _from_json(value: Mapping[str, Any]) -> Splits:
+def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
+    name, version = value["format"], value["version"]
+    if name != _NAME or version not in (_PLAIN, _WITH_LABELS):
+        raise UnknownVersion(
+            str(path), found=f"{name} version {version}", expected=f"{_NAME} version 1 or 2"
+        )
     splits = Splits(
         split_by=value["split_by"],
         seed=value["seed"],
@@ -226,11 +221,8 @@ def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: 
     for slide in splits.slides:
         store = stores[slide.store]
         record = store.complete.get(slide.slide)
-        if (
-            record is None
-            or record.planned != slide.count
-            or patches_crc(store, slide.slide) != slide.crc
-        ):
+        found = record and (record.planned, patches_crc(store, slide.slide))
+        if found != (slide.count, slide.crc):
             raise DamagedStore(
                 f"slide {slide.id} of {store.path} is not what {path} was made for",
                 found="other patches" if record else "no such complete slide",
@@ -239,10 +231,7 @@ def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: 
 
 
 def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
-    value: dict[str, Any] = {
-        name: getattr(slide, name)
-        for name in ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
-    }
+    value: dict[str, Any] = {name: getattr(slide, name) for name in _FIELDS}
     if slide.labels is not None:
         value["labels"] = _packed(slide.labels)
     sides = set(slide.sides.tolist())
@@ -264,10 +253,7 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     else:
         sides = _unpacked(value["sides"], np.int8, count)
     labels = _unpacked(value["labels"], np.int16, count) if "labels" in value else None
-    names = ("store", "slide", "id", "label", "patient", "site", "content", "crc")
-    return SlideSplit(
-        **{name: value[name] for name in names}, count=count, sides=sides, labels=labels
-    )
+    return SlideSplit(**{name: value[name] for name in _FIELDS}, sides=sides, labels=labels)
 
 
 def _packed(values: NDArray[Any]) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.dataset.assignment import (
     AssignByFolds,
@@ -15,13 +16,13 @@ from histopipe.dataset.assignment import (
     copies_note,
     merge_small_strata,
 )
-from histopipe.dataset.labelling import Candidates, Labelling, candidates
+from histopipe.dataset.labelling import Labelling, candidates
 from histopipe.dataset.options import SIDES, Side, SplitBy
-from histopipe.dataset.region_splitting import split_by_region
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.store.record import SlideRecord
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
@@ -38,25 +39,18 @@ def make_splits(
 ) -> Splits:
     """Split the labelled slides of stores, the same way for the same seed.
 
-    Args:
-        stores: stores of the slides.
-        split_by: unit that stays together.
-        seed: seed of the random assignment.
-        labelling: where labels come from; the recorded labels, if not given.
-        fractions: fractions of train, validation and test, in units, not patches.
-        region: side of the squares for "region".
+    The fractions are of units, not of patches; `region` is the side of the squares of "region".
 
     Raises:
         NothingToDo: fewer than two classes, or a class too small to be on every side.
         UsageError: splitting by site without sites, or by region without a scale.
     """
-    found = candidates(stores, labelling or Labelling())
-    splits = divide(
-        found, stores, AssignByFractions(fractions, seed), split_by=split_by, region=region
-    )
+    classes, slides = candidates(stores, labelling or Labelling())
+    assignment = AssignByFractions(fractions, seed)
+    splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
     for side, fraction in zip(SIDES, fractions, strict=True):
         if fraction:
-            _refuse_missing(splits, side, splits.classes)
+            _refuse_missing(splits, side)
     return splits
 
 
@@ -72,103 +66,95 @@ def make_folds(
 ) -> tuple[Splits, ...]:
     """Split as `make_splits`, once for each fold of a cross-validation: every patch that is not left out is in one test set.
 
-    Args:
-        stores, split_by, seed, labelling, region: as for `make_splits`.
-        folds: number of folds.
-        fractions: the first two are the shares of training and validation in what is not tested.
+    The first two fractions are the shares of training and validation in what is not tested.
 
     Raises:
         NothingToDo: a class is too small to be trained on and tested.
         UsageError: there are fewer units than folds.
     """
-    found = candidates(stores, labelling or Labelling())
+    classes, slides = candidates(stores, labelling or Labelling())
     made = []
     for fold in range(folds):
         assignment = AssignByFolds(fold, folds, fractions, seed)
-        splits = divide(found, stores, assignment, split_by=split_by, region=region)
-        _refuse_missing(splits, "train", splits.classes)
+        splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
+        _refuse_missing(splits, "train")
         for side in SIDES[1:]:
             if not splits.count()[side].total():
-                _refuse_missing(splits, side, splits.classes)
+                _refuse_missing(splits, side)
         made.append(splits)
     return tuple(made)
 
 
-def divide(
-    found: Candidates,
+def _divide(
+    classes: tuple[str, ...],
+    slides: Sequence[SlideSplit],
     stores: Sequence[SampleSource],
     assignment: Assignment,
     *,
     split_by: SplitBy,
     region: Micrometres,
 ) -> Splits:
-    """Assign the patches of candidates to the sides."""
     if split_by == "region":
-        divided = split_by_region(found, stores, assignment, region)
+        sides = _by_region(slides, classes, stores, assignment, region)
     elif split_by == "patch":
-        divided = _by_patch(found.slides, assignment)
+        sides = _by_patch(slides, assignment)
     else:
-        divided = _by_group(found.slides, found.classes, split_by, assignment)
-    fit_only = (
-        slide if fit.all() else replace(slide, sides=np.where(fit, slide.sides, DROPPED).astype(np.int8))
-        for slide, fit in zip(divided, found.fit, strict=True)
-    )  # fmt: skip
-    uuids = tuple(store.uuid for store in stores)
-    return Splits(
-        split_by, assignment.seed, assignment.fractions, uuids, found.classes, tuple(fit_only)
+        sides = _by_group(slides, classes, split_by, assignment)
+    divided = tuple(
+        replace(slide, sides=np.where(slide.sides == DROPPED, DROPPED, side).astype(np.int8))
+        for slide, side in zip(slides, sides, strict=True)
     )
+    uuids = tuple(store.uuid for store in stores)
+    return Splits(split_by, assignment.seed, assignment.fractions, uuids, classes, divided)
 
 
-def _refuse_missing(splits: Splits, side: Side, classes: Sequence[str]) -> None:
-    """Check that a side has patches of every class: a unit may have too few, or all too near another side's.
-
-    Raises:
-        NothingToDo: a class is missing.
-    """
+def _refuse_missing(splits: Splits, side: Side) -> None:
+    """Check that a side has patches of every class: a unit may have too few, or all too near another side's."""
     counts = splits.count()[side]
-    for name in classes:
+    for name in splits.classes:
         if not counts[name]:
             own = [slide for slide in splits.slides if slide.label == name]
+            note = copies_note(own, splits.slides)
             raise NothingToDo(
-                f"splitting by {splits.split_by} leaves no {name!r} patch for {side}{copies_note(own, splits.slides)}",
+                f"splitting by {splits.split_by} leaves no {name!r} patch for {side}{note}",
                 todo="add slides, take smaller patches, or split otherwise"
                 + (" (a larger --region-um)" if splits.split_by == "region" else ""),
             )
 
 
 def _by_group(
-    slides: list[SlideSplit], classes: Sequence[str], split_by: SplitBy, assignment: Assignment
-) -> list[SlideSplit]:
-    keys: dict[SplitBy, Callable[[SlideSplit], str | None]] = {
-        "patient": lambda slide: slide.patient,
-        "site": lambda slide: slide.site,
-        "slide": lambda slide: f"{slide.store}/{slide.id}",
-    }
-    missing = [slide.id for slide in slides if keys[split_by](slide) is None]
-    if missing:
-        raise UsageError(
-            f"--split-by {split_by}", found=f"{len(missing)} slides without one, such as {missing[0]}",
-            expected=f"a {split_by} for every slide",
-            todo=f"give the labels file a column {split_by}",
-        )  # fmt: skip
-    units = _units(slides, [keys[split_by]] + ([keys["patient"]] if split_by == "site" else []))
-    members: dict[int, list[SlideSplit]] = defaultdict(list)
-    for slide, unit in zip(slides, units, strict=True):
-        members[unit].append(slide)
+    slides: Sequence[SlideSplit], classes: Sequence[str], split_by: SplitBy, assignment: Assignment
+) -> list[NDArray[np.int8]]:
+    """Return the sides of the patches of each slide: all on the side of its patient, site or slide."""
+    patients = [slide.patient for slide in slides]
+    if split_by == "patient":
+        names = patients
+    elif split_by == "slide":
+        names = [f"{slide.store}/{slide.id}" for slide in slides]
+    else:
+        missing = [slide.id for slide in slides if slide.site is None]
+        if missing:
+            raise UsageError(
+                "--split-by site", found=f"{len(missing)} slides without one, such as {missing[0]}",
+                expected="a site for every slide", todo="give the labels file a column site",
+            )  # fmt: skip
+        names = [str(slide.site) for slide in slides]
+    contents = [slide.content for slide in slides]
+    units = _units(names, *([patients] if split_by == "site" else []), contents)
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, unit in enumerate(units):
+        members[unit].append(i)
     strata: dict[str, list[int]] = defaultdict(list)
-    joined: dict[int, list[SlideSplit]] = {}
     for unit, inside in members.items():
-        strata[_stratum(inside, classes)].append(unit)
-        if len({keys[split_by](slide) for slide in inside}) > 1:
-            joined[unit] = inside
+        strata[_stratum([slides[i] for i in inside], classes)].append(unit)
     merged = merge_small_strata(strata, slides)
-    notes = {
-        label: copies_note([slide for unit in found for slide in joined.get(unit, ())], slides)
-        for label, found in merged.items()
-    }
+    notes = {}
+    for label, found in merged.items():
+        joined = [members[unit] for unit in found if len({names[i] for i in members[unit]}) > 1]
+        notes[label] = copies_note([slides[i] for inside in joined for i in inside], slides)
     sides = assignment.assign(merged, split_by, notes)
     return [
-        replace(slide, sides=np.full(slide.count, sides[unit], np.int8))
+        np.full(slide.count, sides[unit], np.int8)
         for slide, unit in zip(slides, units, strict=True)
     ]
 
@@ -181,11 +167,9 @@ def _stratum(slides: Sequence[SlideSplit], classes: Sequence[str]) -> str:
     return " and\n".join(classes[code] for code in sorted(found - {-1}))
 
 
-def _units(
-    slides: list[SlideSplit], keys: Sequence[Callable[[SlideSplit], str | None]]
-) -> list[int]:
-    """Return a unit number for each slide: slides that share a key are one unit, and so are copies of one slide."""
-    parent = list(range(len(slides)))
+def _units(*names: Sequence[str | None]) -> list[int]:
+    """Return a unit number for each slide: slides that share a name in any of the lists are one unit."""
+    parent = list(range(len(names[0])))
 
     def root(i: int) -> int:
         while parent[i] != i:
@@ -193,25 +177,110 @@ def _units(
             i = parent[i]
         return i
 
-    def content(slide: SlideSplit) -> str | None:
-        return slide.content
-
-    for key in (*keys, content):
+    for column in names:
         first: dict[str, int] = {}
-        for i, slide in enumerate(slides):
-            value = key(slide)
-            if value is not None:
-                parent[root(i)] = root(first.setdefault(value, i))
-    return [root(i) for i in range(len(slides))]
+        for i, name in enumerate(column):
+            if name is not None:
+                parent[root(i)] = root(first.setdefault(name, i))
+    return [root(i) for i in range(len(parent))]
 
 
-def _by_patch(slides: list[SlideSplit], assignment: Assignment) -> list[SlideSplit]:
-    """Assign the patches of each slide at random; copies of one slide are assigned alike."""
-    divided = []
+def _by_patch(slides: Sequence[SlideSplit], assignment: Assignment) -> list[NDArray[np.int8]]:
+    """Return random sides of the patches of each slide; copies of one slide have the same."""
+    sides = []
     for slide in slides:
         name = slide.content or slide.id
         rng = np.random.default_rng([assignment.seed, *name.encode()])
-        divided.append(
-            replace(slide, sides=assignment.assign_patches(rng.permutation(slide.count)))
+        sides.append(assignment.assign_patches(rng.permutation(slide.count)))
+    return sides
+
+
+def _by_region(
+    slides: Sequence[SlideSplit],
+    classes: Sequence[str],
+    stores: Sequence[SampleSource],
+    assignment: Assignment,
+    region: Micrometres,
+) -> list[NDArray[np.int8]]:
+    """Return the sides of the patches of each slide by the square that they lie in.
+
+    Patches within a patch width of another side are left out.
+    """
+    squares = [_squares(slide, stores[slide.store], region) for slide in slides]
+    # Copies of one slide share their squares.
+    keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
+    strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
+    for slide, key, (place, _) in zip(slides, keys, squares, strict=True):
+        for name, x, y in _labelled_squares(slide, place, classes):
+            strata[name].add((key, x, y))
+    merged = merge_small_strata(strata, slides)
+    notes = {}
+    for name, units in merged.items():
+        used = {key for key, _, _ in units}
+        own = [slide for slide, key in zip(slides, keys, strict=True) if key in used]
+        notes[name] = copies_note(own, slides)
+    sides = assignment.assign(merged, "region", notes)
+    found_sides = []
+    for key, (place, near) in zip(keys, squares, strict=True):
+        own_sides = _sides_of(place, key, sides)
+        others = [_sides_of(points, key, sides) for points in near]
+        # A square without patches is on no side, and no neighbour to keep away from.
+        mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
+        found_sides.append(np.where(mixed, DROPPED, own_sides).astype(np.int8))
+    return found_sides
+
+
+def _labelled_squares(
+    slide: SlideSplit, place: NDArray[np.int64], classes: Sequence[str]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the class and the coordinates of each square that has patches; the class is that of most of them."""
+    fit = slide.sides != DROPPED
+    squares, square = np.unique(place[fit], axis=0, return_inverse=True)
+    if slide.labels is None:
+        names = [slide.label] * len(squares)
+    else:
+        votes = np.zeros((len(squares), len(classes)), np.int64)
+        np.add.at(votes, (square.ravel(), slide.labels[fit]), 1)
+        names = [classes[n] for n in votes.argmax(axis=1).tolist()]
+    for name, (x, y) in zip(names, squares.tolist(), strict=True):
+        yield name, x, y
+
+
+def _sides_of(
+    squares: NDArray[np.int64], key: str, sides: Mapping[tuple[str, int, int], int]
+) -> NDArray[np.int8]:
+    """Return the side of each of (N, 2) squares: (N,) int8, `DROPPED` for those without patches."""
+    return np.array([sides.get((key, x, y), DROPPED) for x, y in squares.tolist()], np.int8)
+
+
+def _squares(
+    slide: SlideSplit, store: SampleSource, region: Micrometres
+) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return the square of each patch's centre, (N, 2), and the squares of points within a patch width of the patch.
+
+    A patch and its margin are three patch widths wide. A grid of points over it, a patch width apart or closer where squares
+    are smaller, meets every square that it touches.
+    """
+    record = store.records[slide.slide]
+    if (
+        not isinstance(record, SlideRecord)  # bags have no place on a slide
+        or not record.mpp
+        or not record.read_size
+        or not record.downsample
+    ):
+        raise UsageError(
+            f"slide {slide.id} has no mpp", todo="ingest it with one, or split by something else"
         )
-    return divided
+    index = store.index(slide.slide)
+    side = region / record.mpp  # level-0 pixels
+    width = record.read_size * record.downsample
+    corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
+    place = np.floor((corners + width / 2) / side).astype(np.int64)
+    points = max(4, int(np.ceil(3 * width / side)) + 1)
+    offsets = np.linspace(-width, 2 * width, points)
+    near = [
+        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
+        for dx in offsets
+        for dy in offsets
+    ]
+    return place, near

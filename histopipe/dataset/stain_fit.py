@@ -1,4 +1,4 @@
-"""How a slide is stained, measured on a sample of its patches, in numpy. `stain` normalises batches by it.
+"""How a slide is stained, measured on a sample of its patches, in numpy. `stain_normalization` uses it.
 
 Both fits look at tissue only: pixels whose optical density is above 0.15 in every channel.
 """
@@ -17,10 +17,9 @@ from histopipe.store.store import Store
 from histopipe.system.hashing import combine
 
 PATCHES = 64
-"""Patches that a slide's fit looks at."""
-
 PIXELS_A_PATCH = 4096
-"""What is taken of each."""
+"""What a slide's fit looks at."""
+
 _LEAST_PIXELS = 1000
 _TISSUE_DENSITY = 0.15
 _PERCENTILE = 1.0
@@ -39,20 +38,15 @@ class TooLittleTissue(SlideError):
     """A slide's sample shows too little stained tissue to measure a stain on."""
 
 
-def fit_slide(store: Store, slide: int, *, patches: int = PATCHES) -> StainFit:
-    """Measure a slide's stain on patches drawn from all over it; the same ones each time.
-
-    Args:
-        store: open for reading.
-        slide: number of a complete slide.
-        patches: how many to look at.
+def fit_slide(store: Store, slide: int) -> StainFit:
+    """Measure a slide's stain on patches drawn from all over it, the same ones each time; damaged ones are skipped.
 
     Raises:
         TooLittleTissue: fewer than 1,000 pixels of tissue were among them.
-        DamagedStore: the slide's index is damaged. Damaged patches are passed over.
+        DamagedStore: the slide's index is damaged.
     """
     record = store.records[slide]
-    count = min(patches, record.planned)
+    count = min(PATCHES, record.planned)
     rows = permuted(np.arange(count), max(1, record.planned), combine(_SEED, slide))
     found = [np.empty((0, 3), np.uint8)]
     for row in np.sort(rows).tolist():
@@ -63,7 +57,7 @@ def fit_slide(store: Store, slide: int, *, patches: int = PATCHES) -> StainFit:
 
 
 def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
-    """Measure the stain of pixels, (N, 3) uint8 RGB, glass among them or not.
+    """Measure the stain of pixels, (N, 3) uint8 RGB; those of glass are ignored.
 
     Raises:
         TooLittleTissue: fewer than 1,000 of them are tissue.
@@ -79,20 +73,15 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
             f"{where}: pixels of stained tissue", found=int(tissue.sum()),
             expected=f"at least {_LEAST_PIXELS:,}",
         )  # fmt: skip
-    lab = to_lab(pixels[tissue])
+    light = (pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T
+    lab = np.log10(light) @ LMS_TO_LAB.T
     stains, maximum = _macenko(density[tissue])
     values = (lab.mean(axis=0), lab.std(axis=0), stains, maximum)
     return StainFit(int(tissue.sum()), *(value.astype(np.float32) for value in values))
 
 
-def to_lab(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """(N, 3) lαβ of (N, 3) uint8 RGB."""
-    light = (pixels.astype(np.float64) + 1) @ RGB_TO_LMS.T
-    return np.asarray(np.log10(light) @ LMS_TO_LAB.T)
-
-
 def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Stain vectors (2, 3) and the amounts that hardly a pixel exceeds (2,)."""
+    """Return stain vectors (2, 3) and the amounts that hardly a pixel exceeds (2,)."""
     _, vectors = np.linalg.eigh(np.cov(density.T))
     plane = vectors[:, 1:]  # of the two largest eigenvalues
     plane = plane * np.where(plane.sum(axis=0) < 0, -1, 1)  # so that angles are around tissue's

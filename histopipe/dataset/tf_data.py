@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import resource
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.dataset.batch_sampler import BatchLoader
-from histopipe.dataset.read_ahead import ReadAhead
+from histopipe.dataset.batch_sampler import BatchSampler, replica_rows
 from histopipe.errors import UsageError
 
 if TYPE_CHECKING:
     import tensorflow as tf
+
+STEPS_AHEAD = 16
+_KEPT_UP = 256
+"""Number of steps for which requests continue after a step had to wait for the disk."""
 
 _feeds: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
 
@@ -28,17 +34,13 @@ def _settle_all() -> None:
 
 
 class BatchFeed:
-    """Loads batches for tf.data and keeps the first failure.
+    """Loads some parts of each step for tf.data, all if not given, and keeps the first failure.
 
     An exception in a tf.data function loses its type, and the iterator would continue after it with a batch missing. So the
     first failure is kept in `failure`, and every later batch fails with it too.
-
-    Args:
-        batches: batches to load.
-        parts: parts of each step, in turn; all if not given.
     """
 
-    def __init__(self, batches: BatchLoader, parts: Sequence[int] | None = None) -> None:
+    def __init__(self, batches: BatchSampler, parts: Sequence[int] | None = None) -> None:
         self.batches = batches
         self.parts = tuple(parts if parts is not None else range(batches.replicas))
         self.failure: Exception | None = None
@@ -58,12 +60,7 @@ class BatchFeed:
     ) -> tf.data.Dataset:
         """Return a dataset of steps `first_step` to `last_step` - 1, one element per step and part.
 
-        Args:
-            first_step: first step.
-            last_step: first step that is not included.
-            parallel_calls: batches loaded at the same time.
-            prefetch: steps kept ready.
-            read_ahead: steps requested from the disk in advance, see `ReadAhead`. The batches have the defaults of all three.
+        The batches have the defaults of the other arguments, and describe them.
 
         Raises:
             UsageError: this process was forked after TensorFlow had run.
@@ -73,7 +70,7 @@ class BatchFeed:
 
         _refuse_fork()
         batches, parts = self.batches, len(self.parts)
-        sizes = {len(batches.rows(part)) for part in self.parts}
+        sizes = {len(replica_rows(batches.batch_size, batches.replicas, p)) for p in self.parts}
         rows = sizes.pop() if len(sizes) == 1 else None  # replicas may differ by a row
         names = [field.name for field in batches.fields]
         shapes = [(None if field.ragged else rows, *field.shape) for field in batches.fields]
@@ -99,9 +96,8 @@ class BatchFeed:
         calls = parallel_calls or batches.parallel_calls or len(os.sched_getaffinity(0))
         dataset = tf.data.Dataset.range(first_step * parts, last_step * parts)
         dataset = dataset.map(load, num_parallel_calls=calls, deterministic=True)
-        dataset.feed = (
-            self  # keeps it alive as long as the dataset, its iterators and derived datasets
-        )
+        # Keeps the feed alive as long as the dataset, its iterators and derived datasets.
+        dataset.feed = self
         ready = batches.prefetch if prefetch is None else prefetch
         if ready:
             dataset = dataset.prefetch(ready * parts)
@@ -125,11 +121,7 @@ class BatchFeed:
             time.sleep(0.01)
 
     def load(self, element: int) -> tuple[Any, ...]:
-        """Load the fields of one element of `dataset`.
-
-        Raises:
-            Exception: the failure of this load or of an earlier one.
-        """
+        """Load the fields of one element of `dataset`, or raise the failure of this load or of an earlier one."""
         if self.failure is not None or self._ahead is None:
             raise self.failure or RuntimeError("no dataset has been made")
         with self._lock:
@@ -144,6 +136,74 @@ class BatchFeed:
         finally:
             with self._lock:
                 self._running -= 1
+
+
+class ReadAhead:
+    """Loads batches, and requests the values of the following ones from the disk while it decodes.
+
+    A store in the page cache needs no requests, which would cost a few percent. Major page faults show whether a batch had to
+    wait for the disk. `histopipe.store.reading` explains why the kernel cannot do this.
+
+    `last_step` is the first that is not loaded any more. `steps` are requested in advance: 0 for none, None for `STEPS_AHEAD`
+    while batches wait for the disk.
+    """
+
+    def __init__(
+        self, batches: BatchSampler, parts: Sequence[int], last_step: int, steps: int | None = None
+    ) -> None:
+        self._batches, self._parts, self._last = batches, parts, last_step
+        self._distance = STEPS_AHEAD if steps is None else steps
+        self._wanted_until = 0 if steps is None else (1 << 62)
+        self._next = 0
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "histopipe-read-ahead") if self._distance else None
+        self._window_steps = -(-batches.order.window // batches.batch_size) + 1
+
+    def load(self, step: int, part: int) -> tuple[Any, ...]:
+        """Return the fields of a step's part."""
+        if self._thread is None:
+            return self._batches.values(step, part)
+        if step < self._wanted_until:
+            self._request_from(step + 1, self._thread)
+        before = _major_faults()
+        values = self._batches.values(step, part)
+        if _major_faults() > before:
+            self._wanted_until = max(self._wanted_until, step + _KEPT_UP)
+        return values
+
+    def close(self) -> None:
+        """Stop the requests."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _request_from(self, first: int, thread: ThreadPoolExecutor) -> None:
+        with self._lock:
+            if first + self._distance < self._next - self._window_steps:
+                self._next = first  # a new iteration
+            begin, end = max(first, self._next), first + self._distance
+            if begin >= end:
+                return
+            end = min(self._last, max(end, self._end_of_window(begin)))
+            self._next = end
+        if begin < end:
+            with contextlib.suppress(RuntimeError):  # closed meanwhile: nothing more is wanted
+                # An error in the thread is raised again when the step is loaded.
+                thread.submit(self._batches.advise, range(begin, end), self._parts)
+
+    def _end_of_window(self, step: int) -> int:
+        """Return the first step after a step's window: neighbours on disk are requested together."""
+        window = self._batches.order.window
+        if not window:
+            return 0
+        epoch, step = divmod(step, self._batches.steps_per_epoch)
+        end = (step * self._batches.batch_size // window + 1) * window
+        steps = -(-end // self._batches.batch_size)
+        return epoch * self._batches.steps_per_epoch + min(steps, self._batches.steps_per_epoch)
+
+
+def _major_faults() -> int:
+    """Return the number of page faults of this thread that waited for a disk."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
 
 
 def _refuse_fork() -> None:

@@ -1,1 +1,1 @@
-"""Slides that never were, to try everything on."""
+"""Synthetic slides, and the full pipeline on them."""

@@ -15,7 +15,7 @@ from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.roc import Roc, roc_of
 from histopipe.evaluation.scores import scores_of
-from histopipe.evaluation.table import evaluation_lines
+from histopipe.evaluation.table import split_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict
 from histopipe.ingestion.ingest import ingest
@@ -27,7 +27,7 @@ from histopipe.reports.report import report
 from histopipe.reports.run_data import read_run
 from histopipe.runs.result import TrainResult
 from histopipe.runs.train import train
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.progress import Progress, default_progress
@@ -36,21 +36,14 @@ _SIZE = Size(3072, 3072)
 _NODULES = 2
 _NEW_SLIDES = 2
 _LEAST_SLIDES = 6
-_EPOCHS = 6
-_PATCH_SIZE, _MPP = 128, 0.5
-_STEPS = 6
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DemoResult:
     """Results of `demo`.
 
-    Attributes:
-        slides, new_slides: folders of slides with outlines, and of two without, which are not used for training.
-        store, run, predictions, heatmaps: results of the steps with these names.
-        reports: pages of the store and of the run.
-        pictures: folder with pictures of the tiles of a slide, the ROC curve, and a heatmap.
-        result: of the training.
+    `slides` have outlines, `new_slides` have none and are not used for training; `reports` are of the store and of the run;
+    `pictures` is a folder with the tiles of a slide, the ROC curve, and a heatmap.
     """
 
     slides: Path
@@ -70,12 +63,8 @@ class DemoResult:
         return {**paths, "reports": [str(path) for path in self.reports]}
 
     def __repr__(self) -> str:
-        """The metrics, and where heatmaps and reports are."""
-        lines = []
-        for side, evaluation in self.result.metrics.items():
-            title = "test (held out)" if side == "test" else side
-            lines += evaluation_lines(title, evaluation)
-        lines += [
+        lines = [
+            *split_lines(self.result.metrics),
             f"heatmaps of new slides: {self.heatmaps}",
             f"open in a browser: {self.reports[0]}",
             f"                   {self.reports[1]}",
@@ -91,7 +80,7 @@ def demo(
     Args:
         out: folder for all results; it must not exist, or be empty.
         slides: number of slides to train on, 6 or more.
-        progress: where progress is shown; None chooses bars or lines.
+        progress: shows the progress; `default_progress()` if None.
 
     Raises:
         UsageError: the folder is not empty, or there are too few slides.
@@ -101,54 +90,43 @@ def demo(
         >>> demo("demo").reports  # doctest: +SKIP
     """
     if slides < _LEAST_SLIDES:
-        raise UsageError(
-            "--slides", found=slides, expected="6 or more: two for each side of the split"
-        )
+        expected = f"{_LEAST_SLIDES} or more: two for each side of the split"
+        raise UsageError("--slides", found=slides, expected=expected)
     if importlib.util.find_spec("tensorflow") is None:
-        raise MachineShort(
-            "the demo trains a model, which needs TensorFlow", todo="pip install 'histopipe[train]'"
-        )
+        needs = "the demo trains a model, which needs TensorFlow"
+        raise MachineShort(needs, todo="pip install 'histopipe[train]'")
     out, shown = Path(out), progress or default_progress()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(
-            f"{out} exists and is not empty", todo="remove it, or choose another --out"
-        )
-    labelled, new, store, run = (
-        out / name for name in ("slides", "new-slides", "patches.lmdb", "run")
-    )
+        todo = "remove it, or choose another --out"
+        raise UsageError(f"{out} exists and is not empty", todo=todo)
+    labelled, new = out / "slides", out / "new-slides"
+    store, run = out / "patches.lmdb", out / "run"
+    predictions, heatmaps, pictures = out / "predictions", out / "heatmaps", out / "pictures"
 
     def step(number: int, text: str) -> None:
-        shown.message(f"{number}/{_STEPS} {text}")
+        shown.message(f"{number}/6 {text}")
 
     step(1, f"make {slides} slides, and {_NEW_SLIDES} that are not used for training")
     _make(labelled, new, slides)
     step(2, "ingest them, with patch labels from their outlines")
-    _ingest(labelled, store, shown)
+    ingested = ingest(
+        labelled, store, patch_size=128, mpp=0.5, annotations=labelled, progress=shown
+    )
+    for name, reason in ingested.failed.items():
+        raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
     step(3, "measure focus, pen marks and folds of every patch")
     quality(store, progress=shown)
     step(4, "train on the patch labels, split by slide")
     result = train(
-        store, out=run, labels_from="annotation", split_by="slide", epochs=_EPOCHS, max_per_slide=300,
-    )  # fmt: skip
-    step(5, "predict the new slides from their files")
-    predict(run, new, out=out / "predictions")
-    heatmap(
-        out / "predictions", out=out / "heatmaps", slides=[new], formats=["png", "tiff", "geojson"]
+        store, out=run, labels_from="annotation", split_by="slide", epochs=6, max_per_slide=300
     )
+    step(5, "predict the new slides from their files")
+    predict(run, new, out=predictions)
+    heatmap(predictions, out=heatmaps, slides=[new], formats=["png", "tiff", "geojson"])
     step(6, "write reports")
     reports = report(store).file, report(run).file
-    _pictures(out / "pictures", store, run, out / "heatmaps")
-    return DemoResult(
-        slides=labelled,
-        new_slides=new,
-        store=store,
-        run=run,
-        predictions=out / "predictions",
-        heatmaps=out / "heatmaps",
-        reports=reports,
-        pictures=out / "pictures",
-        result=result,
-    )
+    _pictures(pictures, store, run, heatmaps)
+    return DemoResult(labelled, new, store, run, predictions, heatmaps, reports, pictures, result)
 
 
 def _make(labelled: Path, new: Path, count: int) -> None:
@@ -162,14 +140,6 @@ def _make(labelled: Path, new: Path, count: int) -> None:
             path.with_suffix(".geojson").unlink()
 
 
-def _ingest(slides: Path, store: Path, progress: Progress) -> None:
-    found = ingest(
-        slides, store, patch_size=_PATCH_SIZE, mpp=_MPP, annotations=slides, progress=progress
-    )
-    for name, reason in found.failed.items():
-        raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
-
-
 def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
     """Write three small pictures of the results."""
     folder.mkdir(exist_ok=True)
@@ -181,10 +151,7 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
         side = (record.read_size or 0) * (record.downsample or 0)
     tissue = None if mask is None else decode_picture(mask, record.id, mode="L")
     picture = plan_image(thumbnail, tissue, corners, side, record.bounds)
-    with appearing(folder / "ingest.png") as part:
-        Image.fromarray(picture).convert("P", palette=Image.Palette.ADAPTIVE).save(
-            part, "PNG", optimize=True
-        )
+    _write_png(folder / "ingest.png", Image.fromarray(picture))
     with ExitStack() as stack:
         facts = read_run(run, [], stack)
         curves: dict[str, Roc] = {}
@@ -194,9 +161,11 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
             if roc is not None:
                 curves[name] = roc
     charts.write_roc_png(folder / "roc.png", "ROC of patches", curves)
-    drawn = sorted(heatmaps.rglob("*.png"))[0]
-    with Image.open(drawn) as image, appearing(folder / "heatmap.png") as part:
+    with Image.open(min(heatmaps.rglob("*.png"))) as image:
         image.thumbnail((520, 520))
-        image.convert("RGB").convert("P", palette=Image.Palette.ADAPTIVE).save(
-            part, "PNG", optimize=True
-        )
+        _write_png(folder / "heatmap.png", image.convert("RGB"))
+
+
+def _write_png(path: Path, image: Image.Image) -> None:
+    with appearing(path) as part:
+        image.convert("P", palette=Image.Palette.ADAPTIVE).save(part, "PNG", optimize=True)

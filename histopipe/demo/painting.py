@@ -1,4 +1,4 @@
-"""Drawing slides that never were: smooth outlines of tissue on glass, nodules of another tissue within, textures of all of it."""
+"""Draw synthetic slides: smooth outlines of tissue on glass, nodules of tumour in them, and their textures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from histopipe.slides.slide import Slide
 Pixels = NDArray[np.uint8]
 
 BANK = 2048
-"""Side of the picture that texture is cut from."""
+"""Side of textures."""
 
 GLASS = (243, 242, 244)
 STROMA = np.array([222, 160, 196], np.float32)
@@ -37,32 +37,36 @@ class PaintedOutline:
     waves: NDArray[np.float64]  # (K, 2) amplitude and phase
 
     def radii(self, angles: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Radius at each angle, pixels."""
+        """Return the radius at each angle, in pixels."""
         total = np.ones_like(angles)
         for k, (amplitude, phase) in enumerate(self.waves, start=2):
             total += amplitude * np.cos(k * angles + phase)
         return self.radius * total
 
     def depth(self, x: float, y: float) -> float:
-        """How far towards the centre a point lies from the curve, along its ray; negative outside."""
+        """Return the distance of a point from the curve, along its ray from the centre; negative outside."""
         dx, dy = x - self.x, y - self.y
         return float(self.radii(np.array([np.arctan2(dy, dx)]))[0] - np.hypot(dx, dy))
 
     def inside(self, xs: NDArray[np.floating], ys: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """(len(ys), len(xs)) bool: which pixel centres lie within."""
+        """Return (len(ys), len(xs)) bool: which points are inside."""
         dx, dy = xs[None, :] - self.x, ys[:, None] - self.y
         return np.asarray(np.hypot(dx, dy) < self.radii(np.arctan2(dy, dx)))
 
     def polygon(self, points: int = 180) -> list[list[float]]:
-        """A closed ring of level-0 points."""
+        """Return a closed ring of level-0 points."""
         angles = np.linspace(0, 2 * np.pi, points + 1)
         radii = self.radii(angles)
         xs, ys = self.x + radii * np.cos(angles), self.y + radii * np.sin(angles)
         return [[float(x), float(y)] for x, y in zip(xs, ys, strict=True)]
 
 
+def _waves(rng: np.random.Generator) -> NDArray[np.float64]:
+    return np.stack([rng.uniform(0, 0.09, 5), rng.uniform(0, 2 * np.pi, 5)], axis=1)
+
+
 def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[PaintedOutline]:
-    """Pieces of tissue that cover about 40 % of a slide."""
+    """Return pieces of tissue that cover about 40 % of a slide."""
     radius = np.sqrt(0.4 * size.width * size.height / (count * np.pi))
     radius = min(radius, 0.42 * min(size.width, size.height))
     return [
@@ -70,7 +74,7 @@ def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Pa
             x=float(size.width * (i + 0.5) / count + rng.uniform(-0.03, 0.03) * size.width),
             y=float(size.height * rng.uniform(0.45, 0.55)),
             radius=float(radius * rng.uniform(0.85, 1.0)),
-            waves=np.stack([rng.uniform(0, 0.09, 5), rng.uniform(0, 2 * np.pi, 5)], axis=1),
+            waves=_waves(rng),
         )
         for i in range(count)
     ]
@@ -79,20 +83,20 @@ def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Pa
 def random_nodules(
     rng: np.random.Generator, tissue: PaintedOutline, count: int
 ) -> list[PaintedOutline]:
-    """Round areas within a piece of tissue, each about a third as wide."""
+    """Return round areas within a piece of tissue, each about a third as wide."""
     return [
         PaintedOutline(
             x=float(tissue.x + 0.45 * tissue.radius * np.cos(turn)),
             y=float(tissue.y + 0.45 * tissue.radius * np.sin(turn)),
             radius=float(tissue.radius * rng.uniform(0.28, 0.38)),
-            waves=np.stack([rng.uniform(0, 0.09, 5), rng.uniform(0, 2 * np.pi, 5)], axis=1),
+            waves=_waves(rng),
         )
         for turn in rng.uniform(0, 2 * np.pi) + np.arange(count) * 2 * np.pi / max(1, count)
     ]
 
 
 def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels:
-    """H&E-like tissue: wavy pink stroma with purple nuclei. (BANK, BANK, 3) uint8."""
+    """Return H&E-like tissue, wavy pink stroma with purple nuclei, as (BANK, BANK, 3) uint8."""
     density, radius = NUCLEI[kind]
     scale = 0.5 / mpp
     coarse = Image.fromarray(rng.integers(0, 255, (BANK // 16, BANK // 16), np.uint8))
@@ -104,9 +108,8 @@ def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels
         r = radius * scale * rng.uniform(0.7, 1.3)
         reach = min(24, int(r * 1.5) + 1)
         y, x = rng.integers(24, BANK - 25, 2)
-        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[
-            24 - reach : 25 + reach, 24 - reach : 25 + reach
-        ]
+        window = slice(24 - reach, 25 + reach)
+        near = np.hypot(ys * rng.uniform(0.7, 1.3), xs)[window, window]
         alpha = np.clip(r - near, 0, 1)[..., None] * 0.85
         area = tissue[y - reach : y + reach + 1, x - reach : x + reach + 1]
         area += alpha * (NUCLEUS + rng.normal(0, 10) - area)
@@ -114,7 +117,7 @@ def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels
 
 
 def slide_texture(path: Path) -> Pixels:
-    """The most colourful square of a real slide, mirrored up to the bank's size if it is small."""
+    """Return the most colourful square of a real slide, mirrored to the side of textures if it is smaller."""
     with Slide(path) as slide:
         size = slide.info.size
         side = min(BANK, size.width, size.height)
@@ -132,7 +135,7 @@ def slide_texture(path: Path) -> Pixels:
 
 @dataclass(frozen=True)
 class Area:
-    """Outlines of one class, and what is seen in them. `texture` goes on without a seam."""
+    """Outlines of one class, and their texture from `endless`."""
 
     kind: str
     outlines: Sequence[PaintedOutline]
@@ -140,13 +143,13 @@ class Area:
 
 
 def endless(texture: Pixels, tile: int) -> Pixels:
-    """A texture mirrored twice over, so that it goes on without a seam; and a tile more, so that none must be wrapped."""
+    """Return a texture mirrored so that it repeats without a seam, and a tile larger, so that no tile is wrapped."""
     return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
 
 
 @dataclass(frozen=True)
 class Painter:
-    """Draws any part of one slide's level 0, always the same."""
+    """Draws level 0 of a slide."""
 
     size: Size
     tile: int
@@ -154,24 +157,19 @@ class Painter:
     glass: Pixels
 
     def tile_row(self, top: int) -> Pixels:
-        """A row of tiles, (tile, width rounded up to tiles, 3) uint8, glass beyond the slide's edge."""
-        columns = -(-self.size.width // self.tile)
-        row = np.empty((self.tile, columns * self.tile, 3), np.uint8)
-        for column in range(columns):
-            left = column * self.tile
-            row[:, left : left + self.tile] = self._tile(left, top)
-        return row
-
-    def _tile(self, left: int, top: int) -> Pixels:
-        picture = self.glass
-        for area in self.areas:
-            picture = self._laid_on(picture, area, left, top)
-        return picture
+        """Return a row of tiles, (tile, width rounded up to tiles, 3) uint8, with glass beyond the slide's edge."""
+        tiles = []
+        for left in range(0, self.size.width, self.tile):
+            tile = self.glass
+            for area in self.areas:
+                tile = self._laid_on(tile, area, left, top)
+            tiles.append(tile)
+        return np.hstack(tiles)
 
     def _laid_on(self, below: Pixels, area: Area, left: int, top: int) -> Pixels:
         t = self.tile
         depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
-        # Far from every edge, as nearly all tiles are, no pixel has to be asked.
+        # Most tiles are far from every edge, so that pixels need not be tested.
         clear = 2.0 * t
         if max(depths, default=-np.inf) < -clear:
             return below

@@ -1,7 +1,7 @@
-"""Writes pyramidal TIFF files of JPEG tiles that are already compressed, one tile in memory at a time.
+"""Write pyramidal TIFF files of compressed JPEG tiles, with one tile in memory at a time.
 
-tifffile takes compressed tiles only where it could have compressed them itself, and so would need imagecodecs. The tags are
-those of TIFF 6.0 and of the BigTIFF design, which has 64-bit offsets.
+tifffile would need imagecodecs for that, although the tiles are already compressed. The tags are those of TIFF 6.0 and of
+BigTIFF, which has 64-bit offsets.
 """
 
 from __future__ import annotations
@@ -13,24 +13,22 @@ from pathlib import Path
 from typing import BinaryIO
 
 from histopipe.geometry import Size
+from histopipe.system.files import appearing
 
 JpegTiles = Iterable[bytes]
 
 _SHORT, _LONG, _RATIONAL, _LONG8, _ASCII, _BYTES = 3, 4, 5, 16, 2, 7
 _FORMATS = {_SHORT: "H", _LONG: "I", _LONG8: "Q"}
-_JPEG = 7
 _PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
 
 
 @dataclass(frozen=True)
 class TiffPage:
-    """One image of the pyramid.
+    """An image of the pyramid, with sizes of the image and of a tile.
 
     Attributes:
-        size, tile: of the image, and of each of its tiles.
         tiles: JPEG files row by row; an empty one is a tile that was never written.
-        subsampling: of chroma, as the header will say.
-        colour: what the header will say that the components are: `ycbcr`, `rgb` or `grey`.
+        subsampling, colour: for the header, such as "420", and `ycbcr`, `rgb` or `grey`.
         tables: JPEG tables that the tiles leave out.
         compression: TIFF's number; 7 is JPEG.
     """
@@ -43,18 +41,16 @@ class TiffPage:
     mpp: float
     colour: str = "ycbcr"
     tables: bytes = b""
-    compression: int = _JPEG
+    compression: int = 7
 
 
 def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
-    """Write the pages in order, as BigTIFF. The file appears under its name when it is whole."""
-    part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
+    """Write the pages in order, as BigTIFF, by one rename."""
+    with appearing(path, hidden=True) as part, part.open("wb") as file:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
         link = 8  # where the offset of the next directory is to be written
         for page in pages:
             link = _write_page(file, page, link)
-    part.rename(path)
 
 
 def _write_page(file: BinaryIO, page: TiffPage, link: int) -> int:
@@ -63,9 +59,7 @@ def _write_page(file: BinaryIO, page: TiffPage, link: int) -> int:
         offsets.append(file.tell() if tile else 0)
         counts.append(len(tile))
         file.write(tile)
-    horizontal, vertical = {"444": (1, 1), "422": (2, 1), "420": (2, 2), "440": (1, 2)}[
-        page.subsampling
-    ]
+    factors = {"444": [1, 1], "422": [2, 1], "420": [2, 2], "440": [1, 2]}[page.subsampling]
     samples = 1 if page.colour == "grey" else 3
     per_centimetre = round(1e8 / page.mpp), 10_000
     tags: list[tuple[int, int, list[int] | bytes]] = [
@@ -86,7 +80,7 @@ def _write_page(file: BinaryIO, page: TiffPage, link: int) -> int:
         (325, _LONG8, counts),
     ]
     if page.colour == "ycbcr":
-        tags.append((530, _SHORT, [horizontal, vertical]))
+        tags.append((530, _SHORT, factors))
     if page.tables:
         tags.append((347, _BYTES, page.tables))
     if page.description is not None:
@@ -99,11 +93,9 @@ def _write_directory(
 ) -> int:
     entries = []
     for tag, kind, values in tags:
-        data = (
-            values
-            if isinstance(values, bytes)
-            else struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
-        )
+        data = values
+        if not isinstance(data, bytes):
+            data = struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
         count = len(data) // 8 if kind == _RATIONAL else len(values)
         if len(data) > 8:
             data = struct.pack("<Q", _append(file, data))
@@ -117,7 +109,7 @@ def _write_directory(
 
 
 def _append(file: BinaryIO, data: bytes) -> int:
-    """Write at the next even offset, as TIFF asks, and return it."""
+    """Write at the next even offset, as TIFF requires, and return it."""
     if file.tell() % 2:
         file.write(b"\0")
     start = file.tell()

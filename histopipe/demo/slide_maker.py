@@ -1,4 +1,4 @@
-"""Making slides: pyramids of what a painter draws, in the dialects of TIFF that scanners write, one row of tiles in memory."""
+"""Make synthetic slides: pyramids in the TIFF formats of scanners, with one row of tiles in memory."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class SlideSettings:
-    """How a slide is made.
+    """Settings of a synthetic slide.
 
     Attributes:
-        size: of level 0.
-        mpp: of level 0.
+        size, mpp: of level 0.
         levels: downsamples, 1 first.
         tile: side of the native tiles.
-        quality, subsampling: of the tiles' JPEG.
+        quality, subsampling: of the JPEG tiles.
         format: "svs" (Aperio), "tiff", or "scn" (Leica).
-        bounds: scn only: x, y, width and height of the area that it lies on.
-        pieces: of tissue.
-        nodules: of tumour in each piece.
-        texture: a slide whose texture is taken.
-        seed: decides everything that is drawn.
+        bounds: for scn only, x, y, width and height of the area around the slide.
+        pieces, nodules: number of pieces of tissue, and of nodules of tumour in each.
+        texture: a slide that the texture is taken from.
+        seed: seed of all that is drawn.
     """
 
     size: Size = field(default_factory=lambda: Size(4096, 4096))
@@ -62,20 +60,15 @@ class SlideSettings:
 
 
 def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> None:
-    """Write a slide, and beside it `NAME.geojson` with the outlines of what is on it, level-0 pixels.
+    """Write a slide in the format of its suffix, and `NAME.geojson` with its outlines in level-0 pixels.
 
-    Args:
-        path: the slide; its suffix must be that of the format.
-        kind: of its tissue.
-        number: each draws another one.
-        settings: the rest.
+    `kind` is that of its tissue; each `number` gives another slide.
     """
     rng = np.random.default_rng((settings.seed, number))
-    texture = (
-        slide_texture(settings.texture)
-        if settings.texture
-        else synthetic_texture(rng, kind, settings.mpp)
-    )
+    if settings.texture:
+        texture = slide_texture(settings.texture)
+    else:
+        texture = synthetic_texture(rng, kind, settings.mpp)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
     areas = [Area(kind, outlines, endless(texture, settings.tile))]
@@ -89,7 +82,7 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
 
 
 def write_labels(path: Path, labels: Sequence[tuple[str, str]]) -> None:
-    """`labels.csv`: slides and their classes."""
+    """Write `labels.csv` with slides and their classes."""
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([("slide", "label"), *labels])
 
@@ -97,8 +90,9 @@ def write_labels(path: Path, labels: Sequence[tuple[str, str]]) -> None:
 def pyramid(
     painter: Painter, downsamples: Sequence[int], quality: int, subsampling: str
 ) -> Iterator[JpegTiles]:
-    """The compressed tiles of every level. Level 0 is drawn as it is consumed; coarser levels are averaged from it on
-    the way, and only their compressed tiles are kept.
+    """Yield the compressed tiles of every level.
+
+    Level 0 is drawn while it is consumed; coarser levels are averaged from it meanwhile, and kept as compressed tiles.
     """
     tile = painter.tile
     coarse: dict[int, list[bytes]] = {d: [] for d in downsamples[1:]}
@@ -139,23 +133,18 @@ def pyramid(
 
 
 def _write_slide(path: Path, painter: Painter, options: SlideSettings) -> None:
-    """One slide, in the format that the path's suffix asks for."""
     levels = [Size(painter.size.width // d, painter.size.height // d) for d in options.levels]
     describe = {".svs": _aperio_description, ".scn": leica_description}.get(path.suffix)
-    description = describe(levels, options) if describe else None
     tiles = pyramid(painter, options.levels, options.quality, options.subsampling)
-    pages = (
-        TiffPage(
-            size=size,
-            tile=Size(painter.tile, painter.tile),
-            tiles=compressed,
-            subsampling=options.subsampling,
-            description=description if number == 0 or path.suffix == ".svs" else None,
-            mpp=options.mpp * options.levels[number],
-        )
-        for number, (size, compressed) in enumerate(zip(levels, tiles, strict=True))
-    )
-    write_pyramid(path, pages)
+    tile = Size(painter.tile, painter.tile)
+
+    def pages() -> Iterator[TiffPage]:
+        text = describe(levels, options) if describe else None
+        for size, scale, compressed in zip(levels, options.levels, tiles, strict=True):
+            yield TiffPage(size, tile, compressed, options.subsampling, text, options.mpp * scale)
+            text = text if path.suffix == ".svs" else None  # other formats describe the first only
+
+    write_pyramid(path, pages())
 
 
 def _aperio_description(levels: list[Size], options: SlideSettings) -> str:
@@ -168,7 +157,7 @@ def _aperio_description(levels: list[Size], options: SlideSettings) -> str:
 
 
 def leica_description(levels: list[Size], options: SlideSettings) -> str:
-    """Leica's XML, the TIFF dialect in which a slide can say where on a larger area it lies."""
+    """Return Leica's XML, which can place the slide on a larger area."""
     nm = options.mpp * 1000
     # OpenSlide takes an image that fills its whole area for the macro, so the area is a tile larger.
     whole = levels[0].width + options.tile, levels[0].height + options.tile

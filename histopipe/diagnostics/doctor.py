@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.diagnostics import graphics, libraries, machine
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
 from histopipe.system.progress import Progress, default_progress
 
@@ -33,7 +33,6 @@ class DoctorReport:
         return {"checks": checks, "exit_code": int(self.exit_code)}
 
     def __repr__(self) -> str:
-        """A line for each check, and what to do where something is wrong."""
         lines = []
         for check in self.checks:
             lines.append(f"{_SIGNS[check.state]}  {check.name:14} {check.found}")
@@ -46,8 +45,11 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
     """Check this machine and installation, and the disk of a store.
 
     Args:
-        store: a store, or where one would be.
-        progress: where progress is shown; None chooses bars or lines.
+        store: a store, or the path where it will be.
+        progress: shows the progress; `default_progress()` if None.
+
+    Returns:
+        The results of all checks.
 
     Example:
         >>> doctor().exit_code  # doctest: +SKIP
@@ -62,7 +64,6 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
 
 
 def _checks(folder: Path) -> Iterator[Check]:
-    """Run all checks, one after another."""
     yield machine.python()
     yield machine.processor()
     yield machine.memory()

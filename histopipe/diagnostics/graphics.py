@@ -1,4 +1,4 @@
-"""TensorFlow and its GPUs: what it sees, what the driver says, and what stands between them."""
+"""Check TensorFlow, its GPUs and their driver."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import importlib.util
 import os
 import re
 import subprocess
+import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from histopipe.diagnostics import probe
-from histopipe.diagnostics.check import Check, State
+import numpy as np
+
+from histopipe.diagnostics.machine import Check, State
+from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _SECONDS = 180.0
@@ -23,15 +27,36 @@ Source: NVIDIA's CUDA compatibility guide, minor version compatibility.
 """
 _INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'histopipe[gpu]'"
 
+_SIDE = 1024
+_TOLERANCE = 1e-2
+"""Share of the largest entry: GPUs multiply float32 as TF32, with ten bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device, such as "/GPU:0", and the seconds or the problem of a product of two 1024² matrices on it."""
+
+    name: str
+    model: str = ""
+    seconds: float | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Versions of TensorFlow, of Keras, and of the CUDA that it was built for, if any; its devices, the CPU first."""
+
+    version: str
+    keras: str
+    cuda: str | None
+    devices: tuple[Device, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """NVIDIA's.
+    """NVIDIA's driver, with the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails.
 
-    Attributes:
-        version: as "550.54.14"; "" where it does not say.
-        gpus: models of those that this process may use.
-        problem: what `nvidia-smi` says if it fails.
+    The version is like "550.54.14"; "" if unknown.
     """
 
     version: str
@@ -40,7 +65,7 @@ class Driver:
 
 
 def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | None:
-    """The driver that is loaded; None if there is none."""
+    """Return the driver that is loaded; None if there is none."""
     asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     problem = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
@@ -55,14 +80,14 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
     return None
 
 
-def tensorflow() -> tuple[Check, probe.Probe | None]:
-    """Load TensorFlow in a process of its own, and let every device multiply."""
+def tensorflow() -> tuple[Check, Probe | None]:
+    """Load TensorFlow in its own process, and test every device."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
         return Check("TensorFlow", "not installed", State.WARNING, todo), None
     try:
         with WorkerPool(1) as pool:
-            found = pool.submit_within(_SECONDS, probe.probe).result()
+            found = pool.submit_within(_SECONDS, probe).result()
     except TookTooLong:
         problem = f"it is not done after {_SECONDS:.0f} s"
     except WorkerDied as error:
@@ -81,33 +106,31 @@ def tensorflow() -> tuple[Check, probe.Probe | None]:
     return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
 
 
-def _devices(found: probe.Probe) -> Check:
+def _devices(found: Probe) -> Check:
     built = f"built for CUDA {found.cuda}" if found.cuda else "built without CUDA"
     text = f"{found.version} with Keras {found.keras}, {built}"
     facts = {"version": found.version, "keras": found.keras, "cuda": found.cuda}
     cpu = found.devices[0]
     if cpu.problem:
         return Check("TensorFlow", f"{text}; {cpu.problem}", State.BAD, _INSTALL_CPU, facts)
-    return Check("TensorFlow", f"{text}; a product of 1024² matrices in {_time(cpu)}", facts=facts)
+    return Check("TensorFlow", f"{text}; {_speed(cpu)}", facts=facts)
 
 
-def gpus(driver: Driver | None, found: probe.Probe | None) -> list[Check]:
-    """What stands between TensorFlow and a GPU, or how fast each is."""
-    devices = [] if found is None else [d for d in found.devices if d.name.startswith("/GPU")]
-    checks = [
-        Check(
-            device.name[1:], f"{device.model}: {device.problem}", State.BAD,
-            "see `nvidia-smi`: it may be full, or broken; CUDA_VISIBLE_DEVICES leaves it out",
-        )
-        if device.problem
-        else Check(device.name[1:], f"{device.model}: a product of 1024² matrices in {_time(device)}")
-        for device in devices
-    ]  # fmt: skip
+def gpus(driver: Driver | None, found: Probe | None) -> list[Check]:
+    """Return the speed or the problem of each GPU, or the reason why TensorFlow has none."""
+    checks = []
+    for device in found.devices[1:] if found else ():
+        name, text = device.name[1:], f"{device.model}: "
+        if device.problem:
+            todo = "see `nvidia-smi`: it may be full, or broken; CUDA_VISIBLE_DEVICES leaves it out"
+            checks.append(Check(name, text + device.problem, State.BAD, todo))
+        else:
+            checks.append(Check(name, text + _speed(device)))
     return checks or [_none(driver, found)]
 
 
-def _none(driver: Driver | None, found: probe.Probe | None) -> Check:
-    """Why TensorFlow has no GPU: the first reason that holds."""
+def _none(driver: Driver | None, found: Probe | None) -> Check:
+    """Return the first reason that applies for TensorFlow to have no GPU."""
     if driver is None:
         todo = (
             "trainings use the processor. If there is an NVIDIA GPU: install its driver; in a container: docker run --gpus "
@@ -116,38 +139,63 @@ def _none(driver: Driver | None, found: probe.Probe | None) -> Check:
         return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
     text = f"driver {driver.version}, {', '.join(driver.gpus) or 'no GPU for this process'}"
     cuda = found.cuda if found else None
-    needed = _driver_for(cuda)
+    needed = _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
     old = tuple(int(part) for part in driver.version.split(".")[:2] if part.isdigit()) < needed
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
-    reasons = [
-        (
-            driver.problem, f"nvidia-smi: {driver.problem}",
-            "a driver that was updated needs a restart; in a container: docker run --gpus all",
-        ),
-        (
-            not driver.gpus, "none is given to it",
-            "in a container: docker run --gpus all; on a cluster: ask the scheduler for one",
-        ),
-        (found is None, "TensorFlow does not work", _INSTALL_GPU),
-        (hidden, "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"),
-        (cuda is None, "TensorFlow is built without CUDA", _INSTALL_GPU),
-        (
-            old, f"TensorFlow is built for CUDA {cuda}, which needs driver {needed[0]}.{needed[1]} or later",
-            "update NVIDIA's driver on the host",
-        ),
-        (
-            True, f"TensorFlow finds no CUDA {cuda} libraries that it can load",
-            f"{_INSTALL_GPU}, which brings them; LD_LIBRARY_PATH should name no other CUDA",
-        ),
-    ]  # fmt: skip
-    why, todo = next((why, todo) for holds, why, todo in reasons if holds)
+    if driver.problem:
+        why = f"nvidia-smi: {driver.problem}"
+        todo = "a driver that was updated needs a restart; in a container: docker run --gpus all"
+    elif not driver.gpus:
+        why = "none is given to it"
+        todo = "in a container: docker run --gpus all; on a cluster: ask the scheduler for one"
+    elif found is None:
+        why, todo = "TensorFlow does not work", _INSTALL_GPU
+    elif hidden:
+        why, todo = "CUDA_VISIBLE_DEVICES hides them", "unset CUDA_VISIBLE_DEVICES"
+    elif cuda is None:
+        why, todo = "TensorFlow is built without CUDA", _INSTALL_GPU
+    elif old:
+        least = f"driver {needed[0]}.{needed[1]} or later"
+        why = f"TensorFlow is built for CUDA {cuda}, which needs {least}"
+        todo = "update NVIDIA's driver on the host"
+    else:
+        why = f"TensorFlow finds no CUDA {cuda} libraries that it can load"
+        todo = f"{_INSTALL_GPU}, which brings them; LD_LIBRARY_PATH should name no other CUDA"
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
-def _driver_for(cuda: str | None) -> tuple[int, int]:
-    """The oldest driver for a version of CUDA."""
-    return _LEAST_DRIVER.get(int(cuda.split(".")[0]), (0, 0)) if cuda else (0, 0)
+def _speed(device: Device) -> str:
+    return f"a product of 1024² matrices in {1e3 * (device.seconds or 0.0):.1f} ms"
 
 
-def _time(device: probe.Device) -> str:
-    return f"{1e3 * (device.seconds or 0.0):.1f} ms"
+def probe() -> Probe:
+    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise anything."""
+    tf, keras = load_quietly("tensorflow"), load_quietly("keras")
+    gpus = tf.config.list_physical_devices("GPU")
+    for gpu in gpus:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    models = [tf.config.experimental.get_device_details(gpu).get("device_name", "") for gpu in gpus]
+    build = tf.sysconfig.get_build_info()
+    cuda = str(build["cuda_version"]) if build.get("is_cuda_build") else None
+    devices = [_multiply(tf, "/CPU:0", "")]
+    devices += [_multiply(tf, f"/GPU:{n}", str(model)) for n, model in enumerate(models)]
+    return Probe(tf.__version__, keras.__version__, cuda, tuple(devices))
+
+
+def _multiply(tf: Any, name: str, model: str) -> Device:
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((2, _SIDE, _SIDE), np.float32)
+    try:
+        seconds = 0.0
+        for _ in range(2):  # the first one loads libraries
+            started = time.perf_counter()
+            with tf.device(name):
+                found = tf.linalg.matmul(a, b).numpy()
+            seconds = time.perf_counter() - started
+    except Exception as error:  # noqa: BLE001 - reported
+        return Device(name, model, problem=str(error).split("\n", maxsplit=1)[0][:300])
+    expected = a @ b
+    worst = float(np.abs(found - expected).max() / np.abs(expected).max())
+    if not worst <= _TOLERANCE:
+        return Device(name, model, seconds, f"a matrix product is wrong by {worst:.1%}")
+    return Device(name, model, seconds)

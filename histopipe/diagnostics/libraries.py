@@ -1,4 +1,4 @@
-"""The libraries that histopipe stands on: their versions, and what two of them can do here."""
+"""Check the libraries that histopipe needs: their versions, OpenSlide's formats, and the speed of JPEG."""
 
 from __future__ import annotations
 
@@ -9,21 +9,19 @@ from importlib import metadata
 
 from packaging.requirements import Requirement
 
-from histopipe.diagnostics.check import Check, State
+from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import MachineShort
-from histopipe.slides.formats import openslide_formats
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
-"""Names that are not the package's own."""
-_NOT_IMPORTED = {"openslide-bin"}
+"""Names of modules that differ from the package's."""
 _DECODINGS = 9
 _FASTER = 1.15
 """With SIMD, libjpeg-turbo decodes 1.5 to 4 times as fast."""
 
 
 def libraries() -> Check:
-    """Whether every library that ingesting needs is there, of a version that will do, and can be loaded."""
+    """Check that every library that ingest needs can be loaded, in a supported version."""
     versions, wrong = {}, []
     for requirement in map(Requirement, metadata.requires("histopipe") or []):
         if requirement.marker is not None:
@@ -31,7 +29,7 @@ def libraries() -> Check:
         name = requirement.name
         try:
             versions[name] = metadata.version(name)
-            if name not in _NOT_IMPORTED:
+            if name != "openslide-bin":  # has no module
                 importlib.import_module(_IMPORTS.get(name, name))
         except Exception as error:  # noqa: BLE001 - a broken library may raise anything
             wrong.append(f"{name}: {error}")
@@ -45,19 +43,20 @@ def libraries() -> Check:
 
 
 def openslide() -> Check:
-    """Which slides can be opened."""
+    """Check which slides OpenSlide can open."""
     try:
+        from histopipe.slides.slide import openslide_formats  # late: the library may be broken
+
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
-        return Check(
-            "OpenSlide", f"cannot be loaded: {error}", State.BAD, "pip install openslide-bin"
-        )
+        found = f"cannot be loaded: {error}"
+        return Check("OpenSlide", found, State.BAD, "pip install openslide-bin")
     facts = {"version": version, "formats": formats}
     return Check("OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=facts)
 
 
 def jpeg() -> Check:
-    """Whether the JPEG library uses the processor's wide instructions: it is measured, with them and without."""
+    """Check whether the JPEG library uses SIMD, by measuring its speed with and without."""
     try:
         used, plain = _seconds(None), _seconds(_without_simd)
     except (WorkerDied, MachineShort, ImportError) as error:
@@ -71,7 +70,7 @@ def jpeg() -> Check:
 
 
 def _seconds(prepare: object) -> float:
-    """To decode a megapixel, in a process of its own: the library decides once what it uses."""
+    """Return the seconds to decode a megapixel, in a new process: the library chooses its instructions once."""
     with WorkerPool(1, prepare) as pool:  # type: ignore[arg-type]
         return pool.submit_within(60.0, _decode).result()
 

@@ -1,4 +1,4 @@
-"""The machine under everything: processor, memory, limits, and the disk of a store."""
+"""Check processor, memory, limits, and the disk of a store."""
 
 from __future__ import annotations
 
@@ -7,20 +7,47 @@ import os
 import platform
 import resource
 import sys
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
-from histopipe.diagnostics.check import Check, State
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
-"""Of the processor: without the first TensorFlow's wheels end at once; with the others they are faster."""
+"""Features of the processor: TensorFlow's wheels crash without the first, and are faster with the others."""
 _LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 8 << 30, 10 << 30, 1 << 30
 _OLDEST, _NEWEST = (3, 11), (3, 13)
 _CGROUP = Path("/sys/fs/cgroup")
 
 
+class State(StrEnum):
+    """Result of a check."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    """It works, but slowly or not for long."""
+    BAD = "bad"
+    """Something does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check: what was checked and found, what to do if anything, and details for programs."""
+
+    name: str
+    found: str
+    state: State = State.GOOD
+    todo: str | None = None
+    facts: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return asdict(self)
+
+
 def python() -> Check:
-    """The interpreter."""
+    """Check the version of Python."""
     found = f"{platform.python_version()}, {platform.system()} {platform.machine()}"
     if _OLDEST <= sys.version_info[:2] <= _NEWEST:
         return Check("Python", found)
@@ -28,7 +55,7 @@ def python() -> Check:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
-    """Cores that may be used, and instructions that the libraries want."""
+    """Check the cores that may be used, and the processor's features."""
     cores = len(os.sched_getaffinity(0))
     quota = _quota()
     text = f"{cores} cores" + (f", of which a limit leaves {quota:g}" if quota else "")
@@ -45,12 +72,11 @@ def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
 
 
 def memory() -> Check:
-    """What processes may use."""
+    """Check how much memory processes may use."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min([total, *_limits("memory.max", "memory/memory.limit_in_bytes")])
-    found = f"{limit / 2**30:.0f} GiB" + (
-        f", of the machine's {total / 2**30:.0f}" if limit < total else ""
-    )
+    found = f"{limit / 2**30:.0f} GiB"
+    found += f", of the machine's {total / 2**30:.0f}" if limit < total else ""
     facts = {"bytes": limit, "machine_bytes": total}
     if limit < _LEAST_MEMORY:
         todo = "a training takes 3 GB and more: expect --accumulate and small batches"
@@ -59,7 +85,7 @@ def memory() -> Check:
 
 
 def address_space() -> Check:
-    """How much memory a process may name: a store is mapped whole."""
+    """Check the limit of address space: stores are mapped into memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return Check("address space", "no limit")
@@ -70,7 +96,7 @@ def address_space() -> Check:
 
 
 def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S108 - the system's own
-    """What several GPUs exchange gradients through."""
+    """Check the shared memory, through which several GPUs exchange gradients."""
     size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
     found = f"{size / 2**20:,.0f} MiB in {path}"
     if gpus > 1 and size < _LEAST_SHARED:
@@ -80,7 +106,7 @@ def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S
 
 
 def disk(folder: Path) -> Check:
-    """Room where a store is, or would be."""
+    """Check the free space for a store."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = free_bytes(there)
     found = f"{free / 1e9:,.0f} GB free for {folder}"
@@ -91,7 +117,7 @@ def disk(folder: Path) -> Check:
 
 
 def filesystem(folder: Path) -> Check:
-    """What kind of filesystem a store is on, or would be."""
+    """Check the kind of filesystem of a store."""
     kind = filesystem_of(folder)
     found = f"{folder} is on {kind}"
     if network_filesystem(folder):
@@ -115,7 +141,7 @@ def _flags(cpuinfo: Path) -> set[str]:
 
 
 def _quota() -> float | None:
-    """Cores that a control group leaves; None where it leaves all."""
+    """Return the cores that a control group allows; None if it has no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (_CGROUP / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -127,7 +153,7 @@ def _quota() -> float | None:
 
 
 def _limits(*names: str) -> list[int]:
-    """What control groups, of either kind, leave of memory."""
+    """Return the limits of memory by control groups, of either version."""
     found = []
     for name in names:
         with contextlib.suppress(OSError, ValueError):

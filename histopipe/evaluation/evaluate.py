@@ -34,9 +34,7 @@ def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
     """Return the levels that predictions of a level can be evaluated at. Slides are aggregated to patients by their mean only."""
     if level == "patch":
         return LEVELS
-    return tuple(
-        (it, "mean") for it in (("slide", "patient") if level == "slide" else ("patient",))
-    )
+    return (("slide", "mean"), ("patient", "mean")) if level == "slide" else (("patient", "mean"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +58,7 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of predictions at each level.
-
-    Attributes:
-        patch: metrics of patches; None if slides or patients were predicted.
-        slide, patient: metrics of slides and patients, by aggregation.
-    """
+    """Metrics of patches, None if slides or patients were predicted; and of slides and patients by aggregation."""
 
     patch: Metrics | None
     slide: Mapping[Aggregation, Metrics]
@@ -126,7 +119,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
     if positive is not None and (positive not in classes or len(classes) != 2):
         raise UsageError(
             "--positive", found=repr(positive),
-            expected=f"{' or '.join(classes)}" if len(classes) == 2 else "no positive class: "
+            expected=" or ".join(classes) if len(classes) == 2 else "no positive class: "
             f"there are {len(classes)} classes, each evaluated against the rest",
         )  # fmt: skip
     if len(classes) != 2:
@@ -159,22 +152,19 @@ Part = tuple[PatchScores, Thresholds]
 def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
     """Evaluate predictions at every level, those of several models together.
 
-    Args:
-        parts: each with at least one patch; of the same classes and numbering of patients.
-        settings: settings of the evaluation.
+    Each part has at least one patch; all have the same classes and numbering of patients.
     """
     first, _ = parts[0]
     positive = positive_class(first.classes, settings.positive)
     draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
-    found: dict[str, Metrics] = {}
+    found: dict[Level, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
     for level, how in levels_of(first.level):
         scores, threshold, notes = joined(parts, level, how, settings)
         if len(scores.label):
-            found[name_of(level, how)] = metrics_of(
-                scores, first.classes, positive=positive, threshold=threshold, draws=draws,
-                notes=notes,
+            found[level][how] = metrics_of(
+                scores, first.classes, positive=positive, threshold=threshold, draws=draws, notes=notes
             )  # fmt: skip
-    return evaluation_of(found)
+    return Evaluation(found["patch"].get("mean"), found["slide"], found["patient"])
 
 
 def joined(
@@ -198,12 +188,3 @@ def joined(
     if len(parts) == 1:
         return scores, values[0], notes
     return scores, np.repeat(values, [len(it.label) for it in each]), notes
-
-
-def evaluation_of(found: Mapping[str, Metrics]) -> Evaluation:
-    """Create an evaluation from metrics by name of their level."""
-    slide, patient = (
-        {how: found[f"{level}_{how}"] for how in AGGREGATIONS if f"{level}_{how}" in found}
-        for level in ("slide", "patient")
-    )
-    return Evaluation(found.get("patch"), slide, patient)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,21 @@ _COLUMNS: Mapping[Level, tuple[str, ...]] = {
 
 
 def write_predictions(
-    path: Path,
-    parts: Iterable[tuple[Mapping[str, object], PatchScores]],
-    *,
-    hidden: bool = False,
+    path: Path, parts: Iterable[tuple[Mapping[str, object], PatchScores]], *, hidden: bool = False
 ) -> None:
-    """Write predictions by one rename.
+    """Write predictions by one rename; `hidden` as for `appearing`.
 
-    Args:
-        path: the file.
-        parts: at least one; each with columns that have the same value in all its rows, such as the split.
-        hidden: see `appearing`.
+    Each part, of at least one, has columns with the same value in all of its rows, such as the split.
     """
     with (
         appearing(path, hidden=hidden) as part,
         part.open("w", newline="", encoding="utf-8") as file,
     ):
         writer = csv.writer(file)
-        header: list[str] = []
-        for common, scores in parts:
-            if not header:
-                header = [
-                    *common,
-                    *_COLUMNS[scores.level],
-                    *(f"p_{name}" for name in scores.classes),
-                ]
-                writer.writerow(header)
+        for number, (common, scores) in enumerate(parts):
+            if number == 0:
+                names = (f"p_{name}" for name in scores.classes)
+                writer.writerow([*common, *_COLUMNS[scores.level], *names])
             writer.writerows(_rows(common, scores))
 
 
@@ -78,38 +66,28 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
         UsageError: there is no such file.
         DamagedStore: the file is damaged.
     """
-    with _opened(path) as reader:
-        level, classes = _level_and_classes(next(reader), ("split",))
-        columns: dict[str, _Rows] = {}
-        for row in reader:
-            side = row[0]
-            if side not in columns:
-                columns[side] = _Rows(level, classes)
-            columns[side].add(row[1:])
-        return {side: columns[side].scores() for side in SIDES if side in columns}
+    found = _read(path, by_split=True)
+    return {side: found[side] for side in SIDES if side in found}
 
 
 def read_slide_predictions(path: Path) -> PatchScores:
-    """Read predictions without further columns, of one slide or several.
-
-    Raises:
-        UsageError: there is no such file.
-        DamagedStore: the file is damaged.
-    """
-    with _opened(path) as reader:
-        level, classes = _level_and_classes(next(reader), ())
-        columns = _Rows(level, classes)
-        for row in reader:
-            columns.add(row)
-        return columns.scores()
+    """Read predictions without further columns, of one slide or several. Raises as `read_predictions`."""
+    return _read(path, by_split=False)[""]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Iterator[list[str]]]:
-    """Yield the rows of a CSV file. Errors name the file."""
+def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores]:
+    """Return predictions by the value of their first column, the split; or by "" if they have no such column."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            yield csv.reader(file)
+            reader = csv.reader(file)
+            level, classes = _level_and_classes(next(reader), ("split",) if by_split else ())
+            found: dict[str, _Rows] = {} if by_split else {"": _Rows(level, classes)}
+            for row in reader:
+                side, values = (row[0], row[1:]) if by_split else ("", row)
+                if side not in found:
+                    found[side] = _Rows(level, classes)
+                found[side].add(values)
+            return {side: rows.scores() for side, rows in found.items()}
     except FileNotFoundError as error:
         raise UsageError(
             f"{path} does not exist", todo="name the folder of a finished run"
@@ -134,7 +112,7 @@ class _Rows:
     def __init__(self, level: Level, classes: Sequence[str]) -> None:
         self._level, self._classes = level, tuple(classes)
         self._names = _COLUMNS[level]
-        self._numbers = {name: number for number, name in enumerate(classes)}
+        self._numbers = {name: number for number, name in enumerate(classes)} | {"": -1}
         self._slides: dict[str, int] = {}
         self._patients: dict[str, int] = {}
         self._codes, self._places = array("i"), array("q")
@@ -145,22 +123,18 @@ class _Rows:
         probabilities = row[len(self._names) :]
         if len(probabilities) != len(self._classes):
             raise ValueError(f"{len(probabilities)} probabilities for {len(self._classes)} classes")
-        self._codes.append(
-            self._slides.setdefault(values.get("slide", values["patient"]), len(self._slides))
-        )
-        self._codes.append(self._patients.setdefault(values["patient"], len(self._patients)))
-        self._codes.append(self._numbers[values["label"]] if values["label"] else -1)
+        patient, label = values["patient"], self._numbers[values["label"]]
+        slide = self._slides.setdefault(values.get("slide", patient), len(self._slides))
+        self._codes.extend((slide, self._patients.setdefault(patient, len(self._patients)), label))
         self._places.extend((int(values.get("x_l0", 0)), int(values.get("y_l0", 0))))
         self._probabilities.extend(map(float, probabilities))
 
     def scores(self) -> PatchScores:
         codes: Any = np.frombuffer(self._codes, np.int32).reshape(-1, 3)
         places: Any = np.frombuffer(self._places, np.int64).reshape(-1, 2)
+        probability: Any = np.frombuffer(self._probabilities, np.float32)
         return PatchScores(
             self._classes, tuple(self._slides), tuple(self._patients), slide=codes[:, 0],
             patient=codes[:, 1], x_l0=places[:, 0], y_l0=places[:, 1], label=codes[:, 2],
-            probability=np.frombuffer(self._probabilities, np.float32).reshape(
-                -1, len(self._classes)
-            ),
-            level=self._level,
+            probability=probability.reshape(-1, len(self._classes)), level=self._level,
         )  # fmt: skip

@@ -33,14 +33,7 @@ class Roc:
 
 
 def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | None:
-    """Return the curve of one class; None if all scores, or none, are of this class.
-
-    Args:
-        scores: scores of patches, slides or patients.
-        number: number of the class.
-        patients: number of patients.
-        seed: seed of the resamples.
-    """
+    """Return the curve of the class with this number; None if all scores, or none, are of this class."""
     positive = scores.label == number
     if positive.all() or not positive.any():
         return None

@@ -75,18 +75,14 @@ def joined_scores(parts: Sequence[PatchScores]) -> PatchScores:
     slides = sorted({name for part in parts for name in part.slides})
     number = {name: i for i, name in enumerate(slides)}
     renumbered = [
-        (part, np.array([number[name] for name in part.slides], np.int32)[part.slide])
+        replace(part, slide=np.array([number[name] for name in part.slides], np.int32)[part.slide])
         for part in with_common_patients(parts)
     ]
-    first = renumbered[0][0]
     together: dict[str, Any] = {
-        name: np.concatenate([getattr(part, name) for part, _ in renumbered])
-        for name in ("patient", "x_l0", "y_l0", "label", "probability")
+        name: np.concatenate([getattr(part, name) for part in renumbered])
+        for name in ("slide", "patient", "x_l0", "y_l0", "label", "probability")
     }
-    together |= {
-        "slides": tuple(slides), "slide": np.concatenate([numbers for _, numbers in renumbered]),
-    }  # fmt: skip
-    return replace(first, **together)
+    return replace(renumbered[0], slides=tuple(slides), **together)
 
 
 def scores_of(
@@ -96,13 +92,6 @@ def scores_of(
 
     "mean": mean probability. "top_k": for two classes, the mean of the `top_k` highest probabilities of the positive class; for
     more, the same for each class, scaled to a sum of 1. "majority": share of patches for which a class is the most probable.
-
-    Args:
-        patches: predictions of one or more slides.
-        level: level of the scores.
-        how: aggregation; ignored for patches.
-        top_k: maximum number of patches of "top_k".
-        positive: number of the positive class of two.
     """
     if level == "patch":
         probability = patches.probability.astype(np.float64)
@@ -140,12 +129,8 @@ def _highest(
 ) -> NDArray[np.float64]:
     """Return (G, C) means of the highest values of each group and class."""
     ends = np.append(starts[1:], len(probability))
-    top = np.array(
-        [
-            np.sort(probability[start:end], axis=0)[-top_k:].mean(axis=0)
-            for start, end in zip(starts, ends, strict=True)
-        ]
-    )
+    groups = (probability[start:end] for start, end in zip(starts, ends, strict=True))
+    top = np.array([np.sort(group, axis=0)[-top_k:].mean(axis=0) for group in groups])
     if probability.shape[1] == 2:
         top[:, 1 - positive] = 1 - top[:, positive]
         return top

@@ -6,7 +6,7 @@ summed by patient first, and scores are sorted once. Weights of 1 give the metri
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,13 +21,7 @@ _SMALLEST = np.finfo(np.float64).eps
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """One class against the rest, sorted by its probability.
-
-    Attributes:
-        patient: (N,) patients of the sorted scores.
-        positive: (N,) bool.
-        ties: start of each group of equal scores.
-    """
+    """(N,) patients and labels of scores, sorted by the probability of one class; and the starts of equal scores."""
 
     patient: NDArray[np.int32]
     positive: NDArray[np.bool_]
@@ -50,44 +44,31 @@ class _Curve:
         return float(ours @ (np.cumsum(others) - others / 2) / pairs) if pairs else np.nan
 
 
-@dataclass(slots=True)
 class Statistics:
     """Metrics of scores as functions of (R, P) weights of the patients.
 
-    Args:
-        scores: scores of patches, slides or patients.
-        decided: (N,) decided class numbers.
-        positive: number of the positive class of two; None averages over the classes that occur.
+    `decided` are (N,) class numbers. `positive` is the positive class of two; None averages over the classes that occur.
     """
 
-    scores: Scores
-    decided: NDArray[np.intp]
-    positive: int | None
-    patients: int = field(init=False)
-    _confusion: NDArray[np.float64] = field(init=False)
-    _sums: NDArray[np.float64] = field(init=False)
-    _curves: dict[int, _Curve] = field(init=False)
-
-    def __post_init__(self) -> None:
-        scores = self.scores
+    def __init__(self, scores: Scores, decided: NDArray[np.intp], positive: int | None) -> None:
+        self.positive = positive
         count, classes = scores.probability.shape
         self.patients = int(scores.patient.max()) + 1
-        cell = (scores.patient * classes + scores.label) * classes + self.decided
+        cell = (scores.patient * classes + scores.label) * classes + decided
         cells = np.bincount(cell, minlength=self.patients * classes**2)
         self._confusion = cells.reshape(self.patients, classes, classes).astype(np.float64)
         truth = scores.label[:, None] == np.arange(classes)
         squares = (scores.probability - truth) ** 2
-        brier = squares.sum(axis=1) if self.positive is None else squares[:, self.positive]
+        brier = squares.sum(axis=1) if positive is None else squares[:, positive]
         likelihood = scores.probability[np.arange(count), scores.label]
         surprise = -np.log(np.clip(likelihood, _SMALLEST, None))
         self._sums = np.stack(
             [np.bincount(scores.patient, values, self.patients) for values in (brier, surprise)]
         )
-        present = self._confusion.sum(axis=(0, 2))
-        self._curves = {
-            number: _Curve.of(scores, number)
-            for number in np.flatnonzero((present > 0) & (present < count)).tolist()
-        }
+        occurs = self._confusion.sum(axis=(0, 2))
+        self._present = occurs > 0  # (C,) bool
+        against_others = np.flatnonzero(self._present & (occurs < count))
+        self._curves = {number: _Curve.of(scores, number) for number in against_others.tolist()}
 
     def confusion(self, weights: Weights) -> Values:
         """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
@@ -116,11 +97,6 @@ class Statistics:
                 "log_loss": self._mean(1, weights),
             }
 
-    @property
-    def _present(self) -> NDArray[np.bool_]:
-        """(C,) which classes occur."""
-        return np.asarray(self._confusion.sum(axis=(0, 2)) > 0, np.bool_)
-
     def _auc(self, weights: Weights) -> Values:
         if not self._curves:
             return np.full(len(weights), np.nan)
@@ -140,7 +116,6 @@ class Statistics:
 
 
 def _correct(confusion: Values) -> Values:
-    """(R, C) the diagonal."""
     return np.asarray(np.diagonal(confusion, axis1=1, axis2=2), np.float64)
 
 
@@ -160,18 +135,12 @@ def specificity(confusion: Values) -> Values:
 
 def _f1(confusion: Values) -> Values:
     """Return (R, C) F1 scores; NaN if a class neither occurs nor was decided."""
-    return np.asarray(
-        2 * _correct(confusion) / (confusion.sum(axis=1) + confusion.sum(axis=2)), np.float64
-    )
+    both = confusion.sum(axis=1) + confusion.sum(axis=2)
+    return np.asarray(2 * _correct(confusion) / both, np.float64)
 
 
 def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -> float | None:
-    """Return the area under the ROC curve, averaged over the classes that occur; None if there are fewer than two.
-
-    Args:
-        label: (N,) int32 class numbers.
-        probability: (N, C) float32.
-    """
+    """Return the area under the ROC curve, averaged over the classes that occur; None if there are fewer than two."""
     if not np.isfinite(probability).all():
         return None
     one = np.zeros(len(label), np.int32)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+from histopipe.dataset.options import Side
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.scores import Aggregation
@@ -17,13 +18,11 @@ PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "B
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return rows of cells as lines: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return lines
 
 
 def number(value: float | None, digits: int = 3) -> str:
@@ -31,13 +30,17 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def with_interval(metrics: Metrics, name: str) -> str:
-    """Return a metric with its interval: `0.912 [0.87, 0.95]`."""
-    text = number(getattr(metrics, name))
+def interval(metrics: Metrics, name: str) -> str:
+    """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
     if name not in metrics.intervals:
-        return text
+        return ""
     low, high = metrics.intervals[name]
-    return f"{text} [{low:.2f}, {high:.2f}]"
+    return f"[{number(low)}, {number(high)}]"
+
+
+def with_interval(metrics: Metrics, name: str) -> str:
+    """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
+    return f"{number(getattr(metrics, name))} {interval(metrics, name)}".rstrip()
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
@@ -63,3 +66,13 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
         lines.append("  patients: the same as slides, each has one")
     return aligned(rows) + lines
+
+
+def split_lines(evaluations: Mapping[Side, Evaluation]) -> list[str]:
+    """Return the table of each split."""
+    titles = {"test": "test (held out)"}
+    return [
+        line
+        for side, evaluation in evaluations.items()
+        for line in evaluation_lines(titles.get(side, side), evaluation)
+    ]

@@ -20,11 +20,7 @@ FALLBACK = f"threshold {EVEN}"
 
 
 def check_rule(rule: str) -> None:
-    """Check a rule.
-
-    Raises:
-        UsageError: it is not a rule.
-    """
+    """Raise UsageError if a text is not a rule."""
     if RULE.fullmatch(rule) is None:
         raise UsageError(
             "--threshold", found=repr(rule),
@@ -39,17 +35,9 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     lowest threshold with at least this specificity. The threshold is half way between the last positive score and the next one,
     since scores of other data may be close to either.
 
-    Args:
-        scores: scores of validation data.
-        positive: number of the positive class.
-        rule: value of `--threshold`.
-
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
     """
-    # Late: takes half a second, too long for `--help`.
-    from sklearn.metrics import roc_curve
-
     match = RULE.fullmatch(rule)
     if match is None:
         check_rule(rule)
@@ -59,8 +47,11 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     truth = scores.label == positive
     if truth.all() or not truth.any():
         return EVEN, f"{FALLBACK}: one class only in validation, none could be chosen"
-    passed, found, thresholds = roc_curve(
-        truth, scores.probability[:, positive], drop_intermediate=False
+    thresholds, which = np.unique(-scores.probability[:, positive], return_inverse=True)
+    # The ROC curve: shares of negative and of positive items up to each score, from the highest score on.
+    passed, found = (
+        np.append(0, np.cumsum(np.bincount(which[side], minlength=len(thresholds)))) / side.sum()
+        for side in (~truth, truth)
     )
     if match["of"] is None:
         place = int(np.argmax(found - passed))
@@ -68,7 +59,7 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
         place = int(np.argmax(found >= float(match["least"])))
     else:
         place = int(np.flatnonzero(1 - passed >= float(match["least"]))[-1])
-    return _half_way(thresholds[1:], place), None
+    return _half_way(-thresholds.astype(np.float64), place), None
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:

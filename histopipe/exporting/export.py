@@ -1,15 +1,54 @@
-"""Export the index, or the patches, of stores for other tools."""
+"""Export the patches of stores, or their index: a table, CSV or Parquet, with one row per patch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import UsageError
-from histopipe.exporting.index import IndexFormat, IndexResult, export_index
+from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
-from histopipe.system.progress import Progress, default_progress
+from histopipe.runs import folder as run_folder
+from histopipe.store.record import SlideRecord
+from histopipe.store.store import Store
+from histopipe.system.files import appearing
+from histopipe.system.progress import Bar, Progress, default_progress
+
+IndexFormat = Literal["csv", "parquet"]
+
+_OF_SLIDE = ("store", "slide", "patient", "site", "label")
+_OF_PATCH = (
+    "patch", "x_l0", "y_l0", "size_l0", "x_level", "y_level", "level", "mpp", "tissue", "focus",
+    "bytes", "annotation",
+)  # fmt: skip
+_GROUP_ROWS = 100_000
+"""Minimum number of rows of a Parquet row group, which readers load at once."""
+
+Columns = dict[str, Any]
+
+
+@dataclass(frozen=True, repr=False)
+class IndexResult:
+    """Result of exporting an index: the table and the number of its rows, one per patch."""
+
+    damaged: ClassVar[tuple[str, ...]] = ()
+
+    file: Path
+    rows: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {"file": str(self.file), "rows": self.rows}
+
+    def __repr__(self) -> str:
+        return f"{self.rows:,} patches: {self.file}"
 
 
 def export(
@@ -48,15 +87,134 @@ def export(
         403 patches in 1 files, 0 files already done: shards
     """
     if (index is None) == (to is None):
-        raise UsageError("export", found="both" if index else "neither", expected="one of --index and --to")  # fmt: skip
+        raise UsageError(
+            "export", found="both" if index else "neither", expected="one of --index and --to"
+        )
     shown = progress or default_progress()
     if index is not None:
         return export_index(store_paths(stores), out=Path(out), kind=index, progress=shown)
     given = [stores] if isinstance(stores, str | Path) else list(stores)
     paths = store_paths(given) if len(given) == 1 else given
     if len(paths) > 1:
-        raise UsageError("--to", found=f"{len(paths)} stores", expected="one store, each with its own --out")  # fmt: skip
+        raise UsageError(
+            "--to", found=f"{len(paths)} stores", expected="one store, each with its own --out"
+        )
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
         Path(paths[0]), out=Path(out), to=to, shard_patches=shard_patches, progress=shown
     )
+
+
+def export_index(
+    stores: Sequence[Path], *, out: Path, kind: IndexFormat, progress: Progress
+) -> IndexResult:
+    """Write a table with a row for every patch of the complete slides of stores.
+
+    Columns: `store` (path), `slide`, `patient`, `site`, `label` of the slide; `patch`, the number of the patch in the slide; `x_l0`,
+    `y_l0` its corner and `size_l0` its side in level-0 pixels; `x_level`, `y_level` and `level` where it was read; `mpp` as stored;
+    `tissue` and `focus`, empty if not measured; `bytes` as stored, 0 if it could not be read; `annotation`, its own class.
+
+    Raises:
+        UsageError: unknown format, or the file exists.
+        NothingToDo: no store, or no patch.
+        MachineShort: pyarrow, which writes Parquet, is not installed.
+    """
+    if kind not in get_args(IndexFormat):
+        raise UsageError("--index", found=repr(kind), expected=" or ".join(get_args(IndexFormat)))
+    if out.exists():
+        raise UsageError(f"{out} exists", todo="remove it, or choose another --out")
+    with run_folder.writable(out.parent):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Store(one)) for one in stores]
+        count = sum(r.planned for store in opened for r in store.complete.values())
+        if not count:
+            raise NothingToDo("no patch to export", todo="see `histopipe info`")
+        total = sum(len(store.complete) for store in opened)
+        bar = progress.bar("exporting", unit="slides", total=total, detail=True)
+        slides = _slides(opened, stack.enter_context(bar))
+        stack.enter_context(run_folder.roomy(out.parent))
+        with appearing(out) as part:
+            write = _write_csv if kind == "csv" else _write_parquet
+            write(part, slides)
+    return IndexResult(out, count)
+
+
+def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Columns]]:
+    """Yield for each slide the values that all its rows share, and the (N,) columns in which they differ."""
+    for store in stores:
+        for number, record in store.complete.items():
+            if record.planned:
+                common = (str(store.path), record.id, record.patient, record.site, record.label)
+                columns = _columns(store, number, record)
+                yield dict(zip(_OF_SLIDE, common, strict=True)), columns
+            bar.advance()
+
+
+def _columns(store: Store, number: int, record: SlideRecord) -> Columns:
+    index, count = store.index(number), record.planned
+    side = round((record.read_size or 0) * (record.downsample or 0))
+    names = np.array([*store.classes, None], object)  # None for -1 and for unknown numbers
+    labels = np.clip(index["label"], -1, len(store.classes))
+    found = {
+        "patch": np.arange(count, dtype=np.int32),
+        "size_l0": np.full(count, side, np.int32),
+        "level": np.full(count, record.level if record.level is not None else -1, np.int16),
+        "mpp": np.full(count, record.patch_mpp or np.nan, np.float32),
+        "bytes": index["length"],
+        "annotation": names[labels],
+    }
+    return {name: found[name] if name in found else index[name] for name in _OF_PATCH}
+
+
+def _write_csv(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*_OF_SLIDE, *_OF_PATCH])
+        for common, columns in slides:
+            cells = [_cells(values) for values in columns.values()]
+            first = ["" if value is None else value for value in common.values()]
+            writer.writerows([*first, *row] for row in zip(*cells, strict=True))
+
+
+def _cells(values: NDArray[Any]) -> list[Any]:
+    """Return values as texts; unknown ones are empty."""
+    if values.dtype.kind == "f":
+        return ["" if v != v else f"{v:.6g}" for v in values.tolist()]  # noqa: PLR0124 - NaN
+    return ["" if v is None else v for v in values.tolist()]
+
+
+def _write_parquet(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
+    try:
+        import pyarrow as pa  # late: the extra [parquet]
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MachineShort(
+            "Parquet needs pyarrow, which is not installed", found=str(error),
+            todo="pip install 'histopipe[parquet]', or use --index csv",
+        ) from error  # fmt: skip
+    writer, waiting = None, []
+    for common, columns in slides:
+        count = len(columns["patch"])
+        arrays = {}
+        for name, value in common.items():  # each text is stored once
+            texts = pa.array(np.full(count, value, object), pa.string())
+            arrays[name] = texts.dictionary_encode()
+        for name, values in columns.items():
+            kind = pa.string() if values.dtype == object else None
+            arrays[name] = pa.array(values, kind, from_pandas=True)
+        waiting.append(pa.table(arrays))
+        if sum(map(len, waiting)) >= _GROUP_ROWS:
+            writer = _append(writer, path, waiting, pa, parquet)
+            waiting = []
+    if waiting:
+        writer = _append(writer, path, waiting, pa, parquet)
+    if writer is not None:
+        writer.close()
+
+
+def _append(writer: Any, path: Path, tables: Sequence[Any], pa: Any, parquet: Any) -> Any:
+    table = pa.concat_tables(tables).unify_dictionaries()
+    writer = writer or parquet.ParquetWriter(path, table.schema)
+    writer.write_table(table, row_group_size=len(table))
+    return writer

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
-from histopipe.exporting.formats import WRITERS, Patch
 from histopipe.runs import folder as run_folder
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
@@ -20,6 +22,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing, path_within, read_json
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import Progress
+from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
 _SETTINGS = "export.json"
@@ -45,13 +48,7 @@ class ExportResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "folder": str(self.folder),
-            "files": self.files,
-            "kept": self.kept,
-            "patches": self.patches,
-            "damaged": list(self.damaged),
-        }
+        return {**asdict(self), "folder": str(self.folder), "damaged": list(self.damaged)}
 
     def __repr__(self) -> str:
         count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
@@ -59,13 +56,100 @@ class ExportResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
-    """A file, or folder of a slide, to be written.
+class Patch:
+    """A patch to be exported: its slide's record, its number there, its JPEG or PNG file, and its row of the index."""
 
-    Attributes:
-        path: its path.
-        rows: slide numbers, and the rows of each.
-    """
+    COLUMNS: ClassVar = ("x_l0", "y_l0", "tissue", "focus")
+
+    record: SlideRecord
+    row: int
+    value: bytes
+    index: Mapping[str, Any]
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of its file."""
+        return "jpg" if self.value[:2] == b"\xff\xd8" else "png"
+
+    @property
+    def corner(self) -> tuple[int, int]:
+        """Top left corner, level-0 pixels."""
+        return int(self.index["x_l0"]), int(self.index["y_l0"])
+
+    @property
+    def side_l0(self) -> int:
+        """Side in level-0 pixels; 0 if unknown."""
+        return round((self.record.read_size or 0) * (self.record.downsample or 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return slide, position and measurements as a JSON-ready dict."""
+        x, y = self.corner
+        record = self.record
+        known = {
+            "slide": record.id, "patient": record.patient, "site": record.site, "label": record.label,
+            "patch": self.row, "x_l0": x, "y_l0": y, "size_l0": self.side_l0, "mpp": record.patch_mpp,
+            "tissue": float(self.index["tissue"]), "focus": float(self.index["focus"]),
+        }  # fmt: skip
+        # JSON has no NaN.
+        return {name: None if value != value else value for name, value in known.items()}  # noqa: PLR0124
+
+
+def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
+    """Write TFRecords of `slide`, `image_raw`, `loc_x`, `loc_y` (centre, level-0 pixels), as slideflow reads them."""
+    tf = load_quietly("tensorflow")
+
+    def texts(value: bytes) -> Any:
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+
+    def number(value: int) -> Any:
+        return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for patch in patches:
+            x, y = patch.corner
+            feature = {
+                "slide": texts(patch.record.id.encode()),
+                "image_raw": texts(patch.value),
+                "loc_x": number(x + patch.side_l0 // 2),
+                "loc_y": number(y + patch.side_l0 // 2),
+            }
+            example = tf.train.Example(features=tf.train.Features(feature=feature))
+            writer.write(example.SerializeToString())
+
+
+def write_tar(path: Path, patches: Iterable[Patch]) -> None:
+    """Write a tar file with `SLIDE/ROW.jpg` and `SLIDE/ROW.json` for each patch: one webdataset sample per patch."""
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for patch in patches:
+            name = f"{patch.record.id}/{patch.row:06d}"
+            description = json.dumps(patch.to_json(), ensure_ascii=False).encode()
+            for suffix, value in ((patch.suffix, patch.value), ("json", description)):
+                entry = tarfile.TarInfo(f"{name}.{suffix}")
+                entry.size = len(value)
+                archive.addfile(entry, io.BytesIO(value))
+
+
+def write_folder(path: Path, patches: Iterable[Patch]) -> None:
+    """Write a folder with `X_Y.jpg` for each patch, by its corner in level-0 pixels; `X_Y_ROW.jpg` if the corner is taken."""
+    shutil.rmtree(path, ignore_errors=True)  # left by a killed process
+    path.mkdir(parents=True)
+    for patch in patches:
+        x, y = patch.corner
+        file = path / f"{x}_{y}.{patch.suffix}"
+        if file.exists():  # imported coordinates may repeat
+            file = path / f"{x}_{y}_{patch.row}.{patch.suffix}"
+        file.write_bytes(patch.value)
+
+
+WRITERS: Mapping[str, Callable[[Path, Iterable[Patch]], None]] = {
+    "tfrecord": write_tfrecord,
+    "webdataset": write_tar,
+    "folder": write_folder,
+}
+
+
+class _File(NamedTuple):
+    """A file, or folder of a slide, to be written: slide numbers, and the rows of each."""
 
     path: Path
     rows: Sequence[tuple[int, range]]
@@ -74,36 +158,21 @@ class _File:
 def export_patches(
     store: Path, *, out: Path, to: PatchFormat, shard_patches: int, progress: Progress
 ) -> ExportResult:
-    """Export every patch of the complete slides of a store. Existing files are kept.
-
-    Args:
-        store: the store.
-        out: the folder.
-        to: see `export`.
-        shard_patches: number of patches per tar file.
-        progress: shows the progress.
-
-    Raises:
-        UsageError: the folder holds another export, or the store has changed.
-        NothingToDo: no store, or no patch.
-        MachineShort: the disk is full, or a library is not installed.
-        Interrupted: by Ctrl-C or SIGTERM; complete files stay.
-    """
+    """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
     if to not in get_args(PatchFormat):
         raise UsageError("--to", found=repr(to), expected=" or ".join(get_args(PatchFormat)))
     check_whole(1, shard_patches=shard_patches)
-    folder = out
-    with Store(store) as opened, run_folder.held(folder):
+    with Store(store) as opened, run_folder.held(out):
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
-        files = list(_files(folder, slides, to, shard_patches))
+        files = list(_files(out, slides, to, shard_patches))
         if len({file.path for file in files}) < len(files):
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        _record_settings(folder, opened, slides, to, shard_patches)
-        return _Export(opened, folder, WRITERS[to], progress).run(files)
+        _record_settings(out, opened, slides, to, shard_patches)
+        return _Export(opened, out, WRITERS[to], progress).run(files)
 
 
 class _Export:
@@ -118,19 +187,20 @@ class _Export:
     def run(self, files: Sequence[_File]) -> ExportResult:
         missing = [file for file in files if not file.path.exists()]
         kept = len(files) - len(missing)
-        bar = self._progress.bar(
-            "exporting", unit="files", total=len(files), done=kept, detail=True
-        )
+        total = len(files)
         try:
-            for file in missing:
-                file.path.parent.mkdir(parents=True, exist_ok=True)
-                with appearing(file.path, hidden=True) as part:
-                    self._write(part, self._patches_of(file))
-                bar.advance()
+            with self._progress.bar(
+                "exporting", unit="files", total=total, done=kept, detail=True
+            ) as bar:
+                for file in missing:
+                    file.path.parent.mkdir(parents=True, exist_ok=True)
+                    with appearing(file.path, hidden=True) as part:
+                        self._write(part, self._patches_of(file))
+                    bar.advance()
         except KeyboardInterrupt:
             done = sum(file.path.exists() for file in files)
             raise Interrupted(
-                "interrupted", found=f"{done} of {len(files)} files complete",
+                "interrupted", found=f"{done} of {total} files complete",
                 todo="run the same command again to write the others",
             ) from None  # fmt: skip
         except Exception as error:
@@ -140,8 +210,6 @@ class _Export:
                 f"the disk that holds {self._folder} is full",
                 todo="make room, and run the same command again to write the missing files",
             ) from error
-        finally:
-            bar.close()
         return ExportResult(self._folder, len(missing), kept, self._patches, tuple(self._damaged))
 
     def _patches_of(self, file: _File) -> Iterator[Patch]:
@@ -152,15 +220,12 @@ class _Export:
             for row in rows:
                 if not lengths[row]:
                     continue
-                problem = None
                 try:
                     value = self._store.value(number, row)
                     if value_crc(patch_key(number, row), value) != crcs[row]:
-                        problem = "it is not what was written"
+                        raise DamagedStore("it is not what was written")  # noqa: TRY301 - as others
                 except DamagedStore as error:
-                    problem = str(error)
-                if problem is not None:
-                    self._damaged.append(f"{record.id}: patch {row}: {problem}")
+                    self._damaged.append(f"{record.id}: patch {row}: {error}")
                     self._progress.message(f"left out: {self._damaged[-1]}")
                     continue
                 self._patches += 1
@@ -170,18 +235,17 @@ class _Export:
 def _files(
     folder: Path, slides: dict[int, SlideRecord], to: PatchFormat, shard_patches: int
 ) -> Iterator[_File]:
-    if to == "tfrecord":
-        for number, record in slides.items():
-            path = path_within(folder, f"{record.id}.tfrecords")
+    for number, record in slides.items():
+        name = record.id
+        if to == "tfrecord":
+            name = f"{name}.tfrecords"
+        elif to == "folder":
+            name = f"{_flat(record.label or 'unlabelled')}/{_flat(name)}"
+        path = path_within(folder, name)  # also checks the names in tar files
+        if to != "webdataset":
             yield _File(path, [(number, range(record.planned))])
+    if to != "webdataset":
         return
-    if to == "folder":
-        for number, record in slides.items():
-            path = path_within(folder, f"{_flat(record.label or 'unlabelled')}/{_flat(record.id)}")
-            yield _File(path, [(number, range(record.planned))])
-        return
-    for record in slides.values():
-        path_within(folder, record.id)  # as a name in the tar file
     total = sum(record.planned for record in slides.values())
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
@@ -209,11 +273,7 @@ def _flat(name: str) -> str:
 def _record_settings(
     folder: Path, store: Store, slides: dict[int, SlideRecord], to: str, shard_patches: int
 ) -> None:
-    """Record what is exported, or compare it with the recorded export.
-
-    Raises:
-        UsageError: another store or format was exported, or slides have changed.
-    """
+    """Record what is exported, or raise UsageError if the folder holds another export, or slides have changed."""
     path = folder / _SETTINGS
     crcs = {
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,22 +18,13 @@ from histopipe.features.feature_file import read_features
 from histopipe.system.hashing import combine
 
 _DRAW = 301
-_log = logging.getLogger("histopipe")
 
 
 class BagBatches(BatchSampler):
     """Batches of bags, in a given order.
 
-    Args:
-        bags: the bags.
-        table: the bags to use.
-        batch_size, order, replicas: as for patches.
-        on_error: "skip" gives a damaged bag the weight 0; "raise" stops.
-        most: maximum number of patches per bag and epoch, other ones in each epoch; 0 for all.
-        seed: seed of that draw.
-
-    Attributes:
-        skipped: reason by key, for every bag that has been skipped so far.
+    With `on_error="skip"`, a damaged bag gets weight 0. If `most` is not 0, an epoch has at most so many patches of a bag,
+    others in each epoch, drawn by `seed`.
     """
 
     # A bag may have a gigabyte: only the next one is read ahead.
@@ -58,7 +47,6 @@ class BagBatches(BatchSampler):
         super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
         self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
         self.dtype = np.result_type(*(h.dtype for bag in bags.bags.values() for h in bag.headers))
-        self.skipped: dict[int, str] = {}
         self.fields = (
             Field("features", self.dtype, (bags.dimension,), ragged=True),
             Field("end", np.int64), Field("label", np.int32), Field("weight", np.float32),
@@ -72,7 +60,7 @@ class BagBatches(BatchSampler):
             DamagedStore: a bag is damaged, and is not to be skipped.
         """
         located, weights = self.locate(step, replica)
-        keys = np.asarray(located.keys)
+        keys = located.keys
         parts = []
         for i, number in enumerate(located.slides.tolist()):
             found = (
@@ -83,12 +71,7 @@ class BagBatches(BatchSampler):
                 weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
             parts.append(found)
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        features = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return features, ends, located.labels, weights, keys
-
-    def advise(self, steps: range, parts: Sequence[int]) -> int:
-        """Read nothing ahead: a bag is read in one piece, for which the system reads ahead."""
-        return 0
+        return _joined(parts), ends, located.labels, weights, keys
 
     def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
         try:
@@ -96,9 +79,7 @@ class BagBatches(BatchSampler):
         except DamagedStore as error:
             if not self._skip:
                 raise
-            if int(key) not in self.skipped:
-                _log.warning("skipped: %s", error)
-            self.skipped[int(key)] = str(error)
+            self._note_skipped(int(key), str(error))
             return None
 
     def _drawn(self, number: int, epoch: int) -> NDArray[np.int64] | None:
@@ -115,12 +96,7 @@ class BagBatches(BatchSampler):
 def read_bag(
     bag: Bag, dtype: np.dtype[Any], rows: NDArray[np.int64] | None = None
 ) -> NDArray[np.floating]:
-    """Return (R, D) features of all slides of a bag.
-
-    Args:
-        bag: the bag.
-        dtype: type of the result.
-        rows: (R,) sorted row numbers; all if None.
+    """Return the (R, D) features of (R,) sorted rows of a bag, or of all of them.
 
     Raises:
         DamagedStore: a file is damaged.
@@ -130,4 +106,8 @@ def read_bag(
     for header, begin, end in zip(bag.headers, begins, begins[1:], strict=False):
         own = None if rows is None else rows[(rows >= begin) & (rows < end)] - begin
         parts.append(read_features(header, own).astype(dtype, copy=False))
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return _joined(parts)
+
+
+def _joined(parts: list[NDArray[np.floating]]) -> NDArray[np.floating]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one part needs no copy

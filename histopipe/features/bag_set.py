@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features import BagOf
-from histopipe.features.feature_file import FeatureHeader, read_header
-from histopipe.features.feature_folder import ENCODER, feature_files
+from histopipe.features.feature_file import ENCODER, FeatureHeader, feature_files, read_header
 from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.files import read_json
@@ -23,14 +22,9 @@ from histopipe.system.files import read_json
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """The patches of a slide, or of all slides of a patient: a `SampleGroup` of one sample.
+    """The patches of a slide, or of all slides of a patient, by whom it is then named: a `SampleGroup` of one sample.
 
-    Attributes:
-        id: slide id, or patient.
-        slides: ids of its slides.
-        headers: their feature files.
-        label, patient, site: of its slides; no site if these are of several.
-        content: checksum that bags with copies of one slide share; None if unknown.
+    It has no site if its slides are of several. Bags with copies of one slide share `content`.
     """
 
     planned: ClassVar = 1
@@ -54,13 +48,8 @@ class Bag:
     def crc(self) -> int:
         """Checksum of its feature files, by their recorded checksums or by sampled rows."""
         files = [
-            (
-                header.rows,
-                header.dimension,
-                str(header.dtype),
-                int(header.facts.get("crc32", header.sample)),
-            )
-            for header in self.headers
+            (h.rows, h.dimension, str(h.dtype), int(h.facts.get("crc32", h.sample)))
+            for h in self.headers
         ]
         return zlib.crc32(repr((self.slides, files)).encode())
 
@@ -68,23 +57,15 @@ class Bag:
 class BagSet:
     """The bags of a folder of feature files: a `SampleSource`, as a store is.
 
-    Args:
-        folder: feature files by `histopipe embed`, CLAM or TRIDENT.
-        bag: what a bag holds the patches of.
-        labels: CSV file slide,label[,patient][,site]; by default the labels that `histopipe embed` recorded.
-        allow_extra: ignore rows that name no slide.
-        numbers: numbers of bags by name in existing splits; other bags get higher numbers.
+    The files are of `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file slide,label[,patient][,site], of which
+    `allow_extra` ignores rows that name no slide; by default they are those that `histopipe embed` recorded. Bags keep their
+    `numbers`, by name, in existing splits; other bags get higher ones.
 
     Raises:
         NothingToDo: the folder holds no features.
         UsageError: files without features or with different numbers of features, labels of unknown slides, or a patient with two
             labels.
         DamagedStore: a file cannot be read.
-
-    Attributes:
-        bags: bags by number.
-        dimension: number of features per patch.
-        notes: remarks for the user.
     """
 
     classes: Sequence[str] = ()
@@ -113,30 +94,19 @@ class BagSet:
         labelled = {name: label for name, label in labelled.items() if name in filled}
         groups = _by_patient(labelled) if bag == "patient" else {name: [name] for name in labelled}
         contents = _contents(groups, filled)
-        self.bags = _numbered(
-            [
-                _bag(name, slides, filled, labelled, contents[name])
-                for name, slides in groups.items()
-            ],
-            numbers or {},
-        )
+        # Known bags keep their numbers, so that a new slide in the folder changes none.
+        known = numbers or {}
+        others = itertools.count(max(known.values(), default=-1) + 1)
+        bags = {}
+        for name, slides in groups.items():
+            sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
+            bags[known[name] if name in known else next(others)] = Bag(
+                name, tuple(slides), tuple(filled[slide] for slide in slides), first.label, first.patient,
+                sites.pop() if len(sites) == 1 else None, contents[name],
+            )  # fmt: skip
+        self.bags = self.records = self.complete = dict(sorted(bags.items()))
         empty = len(headers) - len(filled)
         self.notes = (f"{empty} feature files without patches are ignored",) if empty else ()
-
-    @property
-    def records(self) -> Mapping[int, Bag]:
-        """All bags by number."""
-        return self.bags
-
-    @property
-    def complete(self) -> Mapping[int, Bag]:
-        """All bags by number: all can be read."""
-        return self.bags
-
-    @property
-    def slides(self) -> Sequence[Bag]:
-        """All bags."""
-        return list(self.bags.values())
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """Return the columns of a bag, with one row."""
@@ -168,23 +138,18 @@ def _slide_labels(
     headers: Mapping[str, FeatureHeader], labels: Path | None, *, allow_extra: bool
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site of every slide. The patient is never empty."""
-    recorded = {
-        name: SlideLabel(*(_text(header.facts.get(key)) for key in ("label", "patient", "site")))
-        for name, header in headers.items()
-    }
-    if labels is None:
-        given = recorded
-    else:
+    rows = None
+    if labels is not None:
         rows = read_labels(labels, SlideNames(headers), allow_extra=allow_extra)
-        given = {name: rows.get(name, SlideLabel(None)) for name in headers}
-    return {
-        name: SlideLabel(
-            label.label,
-            label.patient or recorded[name].patient or patient_of(name),
-            label.site or recorded[name].site,
+    found = {}
+    for name, header in headers.items():
+        label, patient, site = (
+            _text(header.facts.get(key)) for key in ("label", "patient", "site")
         )
-        for name, label in given.items()
-    }
+        given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
+        patient = given.patient or patient or patient_of(name)
+        found[name] = SlideLabel(given.label, patient, given.site or site)
+    return found
 
 
 def _text(value: Any) -> str | None:
@@ -192,13 +157,6 @@ def _text(value: Any) -> str | None:
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _numbered(bags: Sequence[Bag], numbers: Mapping[str, int]) -> dict[int, Bag]:
-    """Return bags by number. Known bags keep their numbers, so that a new slide in the folder changes none."""
-    others = itertools.count(max(numbers.values(), default=-1) + 1)
-    found = {numbers[bag.id] if bag.id in numbers else next(others): bag for bag in bags}
-    return dict(sorted(found.items()))
 
 
 def _contents(
@@ -223,11 +181,7 @@ def _contents(
 
 
 def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
-    """Return the labelled slides of each patient.
-
-    Raises:
-        UsageError: a patient has slides with different labels.
-    """
+    """Return the labelled slides of each patient; refuse different labels of one."""
     groups: dict[str, list[str]] = {}
     for name, label in labels.items():
         if label.label:
@@ -241,18 +195,3 @@ def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
                 todo="use --bag slide, or one label per patient in --labels",
             )  # fmt: skip
     return dict(sorted(groups.items()))
-
-
-def _bag(
-    name: str,
-    slides: Sequence[str],
-    headers: Mapping[str, FeatureHeader],
-    labels: Mapping[str, SlideLabel],
-    content: str | None,
-) -> Bag:
-    """Create a bag. With slides of several sites it has none: then it can be split by patient only."""
-    sites, first = {labels[slide].site for slide in slides}, labels[slides[0]]
-    return Bag(
-        name, tuple(slides), tuple(headers[slide] for slide in slides), first.label, first.patient,
-        sites.pop() if len(sites) == 1 else None, content,
-    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Features of one slide as an HDF5 file, in the layout of CLAM and TRIDENT.
+"""Feature files: the features of one slide as an HDF5 file, in the layout of CLAM and TRIDENT; and folders of them.
 
-`features` (N, D) float32 or float16; `coords` (N, 2) int64, top left corners of the patches in level-0 pixels. The attributes of
-`coords` are those of TRIDENT; those of the file are our own.
+`features` (N, D) float32 or float16; `coords` (N, 2) int64, top left corners of the patches in level-0 pixels. The
+attributes of `coords` are those of TRIDENT; those of the file are our own.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import aligned_empty
 from histopipe.errors import DamagedStore, MachineShort, UsageError
-from histopipe.system.files import appearing
+from histopipe.system.files import appearing, path_within, record_or_check
 from histopipe.system.filesystems import is_full_disk
 
 FORMAT = "histopipe-features version 1"
 FEATURES, COORDS = "features", "coords"
+SUFFIX = ".h5"
+ENCODER = "features.json"
+"""Describes the encoder that computed all features of a folder."""
 Precision = Literal["float32", "float16"]
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
@@ -32,16 +35,10 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
 @dataclass(frozen=True, slots=True)
 class FeatureHeader:
-    """Shape, type and attributes of a feature file.
+    """Shape and type of the features of a file, and attributes of the file (`facts`) and of its coordinates (`coords`).
 
-    Attributes:
-        path: the file.
-        rows, dimension: number of patches, and of features per patch.
-        dtype: float32 or float16.
-        offset: byte offset of the features in the file if they are contiguous, as ours are; else None.
-        facts: attributes of the file; empty in files of other tools.
-        coords: attributes of the coordinates.
-        sample: checksum of the first, middle and last row, for files without a checksum of all rows.
+    `offset` is where the features begin in the file if they are contiguous, as ours are; else None. `sample` is a checksum of
+    the first, middle and last row, for files without a checksum of all rows.
     """
 
     path: Path
@@ -55,13 +52,7 @@ class FeatureHeader:
 
 
 class FeatureWriter:
-    """Write a feature file row by row.
-
-    Args:
-        file: open for writing.
-        rows, dimension: maximum number of patches, and number of features per patch.
-        precision: type of the features.
-    """
+    """Writes features and coordinates of at most `rows` patches to a file."""
 
     def __init__(self, file: h5py.File, rows: int, dimension: int, precision: Precision) -> None:
         self._file, self._next, self._crc = file, 0, 0
@@ -141,11 +132,16 @@ def read_header(path: Path) -> FeatureHeader:
                 expected="(patches, features) float32 or float16",
             )  # fmt: skip
         coords = file.get(COORDS)
-        _check_coords(path, coords, shape[0])
-        places = (
-            sorted({0, shape[0] // 2, shape[0] - 1}) if shape[0] and _CRC not in file.attrs else []
-        )
-        sample = zlib.crc32(_rows_of(features, places).data) if places else 0
+        corners = getattr(coords, "shape", None)
+        if coords is not None and corners not in ((shape[0], 2), (1, shape[0], 2)):
+            raise UsageError(
+                f"{path}: coords", found=corners or type(coords).__name__, expected=(shape[0], 2)
+            )
+        sample = 0
+        if shape[0] and _CRC not in file.attrs:
+            places = sorted({0, shape[0] // 2, shape[0] - 1})
+            values = features[0, places] if features.ndim == 3 else features[places]
+            sample = zlib.crc32(np.ascontiguousarray(values).data)
         return FeatureHeader(
             path, *shape, features.dtype, features.id.get_offset(), dict(file.attrs),
             {} if coords is None else dict(coords.attrs), sample,
@@ -155,21 +151,15 @@ def read_header(path: Path) -> FeatureHeader:
 def read_features(
     header: FeatureHeader, rows: NDArray[np.integer] | None = None
 ) -> NDArray[np.floating]:
-    """Read features of a file.
-
-    Args:
-        header: from `read_header`.
-        rows: (B,) sorted row numbers; None for all rows, which are checked against the checksum, if there is one.
-
-    Returns:
-        (B, D) features of the file's type.
+    """Read the (B, D) features of (B,) sorted rows, or of all rows, which are checked against the checksum, if there is one.
 
     Raises:
         DamagedStore: the checksum is wrong, or the file cannot be read.
     """
     if rows is not None and header.offset is not None:
         return _read_rows(header, header.offset, rows)
-    values = _empty(header)
+    count = header.rows * header.dimension * header.dtype.itemsize
+    values = aligned_empty((count,)).view(header.dtype).reshape(header.rows, header.dimension)
     if header.offset is None or not header.rows:
         with _opened(header.path) as file:
             file[FEATURES].read_direct(values.reshape(file[FEATURES].shape))
@@ -182,7 +172,15 @@ def read_features(
                 if not read:
                     raise ValueError("the file is truncated")
                 view = view[read:]
-    return _checked(values, header) if rows is None else values[rows]
+    if rows is not None:
+        return np.asarray(values[rows])
+    expected = header.facts.get(_CRC)
+    if expected is not None and zlib.crc32(values.data) != int(expected):
+        raise DamagedStore(
+            f"{header.path}: the checksum of the features is wrong",
+            todo="remove the file, and embed the slide again",
+        )
+    return values
 
 
 def _read_rows(
@@ -211,14 +209,8 @@ def read_coords(header: FeatureHeader) -> NDArray[np.int64] | None:
 
 
 def is_ours(header: FeatureHeader) -> bool:
-    """Whether `histopipe embed` wrote the file."""
+    """Return whether `histopipe embed` wrote the file."""
     return header.facts.get("format") == FORMAT
-
-
-def _empty(header: FeatureHeader) -> NDArray[np.floating]:
-    """Return an array for all features, aligned to 64 bytes: TensorFlow takes it without a copy."""
-    count = header.rows * header.dimension * header.dtype.itemsize
-    return aligned_empty((count,)).view(header.dtype).reshape(header.rows, header.dimension)
 
 
 @contextmanager
@@ -235,30 +227,10 @@ def _named(path: Path) -> Iterator[None]:
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         if isinstance(error, UsageError | DamagedStore):
             raise
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> DamagedStore:
-    return DamagedStore(
-        f"{path} cannot be read", found=str(error).split("\n")[0][:200],
-        todo="compute it again with `histopipe embed`",
-    )  # fmt: skip
-
-
-def _rows_of(features: h5py.Dataset, places: list[int]) -> NDArray[np.floating]:
-    """Read some rows."""
-    return np.ascontiguousarray(features[0, places] if features.ndim == 3 else features[places])
-
-
-def _check_coords(path: Path, coords: Any, rows: int) -> None:
-    """Check that there are as many coordinates as features, if any."""
-    if coords is None:
-        return
-    shape = getattr(coords, "shape", None)
-    if shape not in ((rows, 2), (1, rows, 2)):
-        raise UsageError(
-            f"{path}: coords", found=shape or type(coords).__name__, expected=(rows, 2)
-        )
+        raise DamagedStore(
+            f"{path} cannot be read", found=str(error).split("\n")[0][:200],
+            todo="compute it again with `histopipe embed`",
+        ) from error  # fmt: skip
 
 
 def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
@@ -268,11 +240,43 @@ def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if len(shape) == 2 and shape[1] > 0 else None
 
 
-def _checked(values: NDArray[np.floating], header: FeatureHeader) -> NDArray[np.floating]:
-    expected = header.facts.get(_CRC)
-    if expected is not None and zlib.crc32(np.ascontiguousarray(values).data) != int(expected):
-        raise DamagedStore(
-            f"{header.path}: the checksum of the features is wrong",
-            todo="remove the file, and embed the slide again",
-        )
-    return values
+def feature_path(folder: Path, slide_id: str) -> Path:
+    """Return the path of a slide's feature file.
+
+    Raises:
+        DamagedStore: the id leads out of the folder.
+    """
+    return path_within(folder, f"{slide_id}{SUFFIX}")
+
+
+def feature_files(folder: Path) -> dict[str, Path]:
+    """Return the feature files of a folder by slide id, sorted by id.
+
+    Raises:
+        UsageError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder", expected="a folder of feature files")
+    found = {
+        path.relative_to(folder).with_suffix("").as_posix(): path
+        for path in folder.rglob(f"*{SUFFIX}")
+        if path.is_file() and not path.name.startswith(".")
+    }
+    return dict(sorted(found.items()))
+
+
+def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
+    """Record all that features depend on, as JSON values, in their folder, or check that it is what is recorded.
+
+    Raises:
+        UsageError: the features in the folder were computed by another encoder or another tool.
+        DamagedStore: the record cannot be read.
+    """
+    foreign = {} if (folder / ENCODER).exists() else feature_files(folder)
+    if foreign:
+        raise UsageError(
+            f"{folder} holds files that were not made by `histopipe embed`",
+            found=", ".join(list(foreign)[:3]), todo="choose another --out",
+        )  # fmt: skip
+    # The file name of an encoder may change: its weights are compared.
+    record_or_check(folder / ENCODER, encoder, ignored=("encoder",), contents="features")

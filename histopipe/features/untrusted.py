@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError
-from histopipe.features.feature_file import read_coords, read_features, read_header
-from histopipe.features.feature_folder import feature_files
+from histopipe.features.feature_file import feature_files, read_coords, read_features, read_header
 from histopipe.ingestion import coords
 from histopipe.system.worker_pool import WorkerPool
 
@@ -17,11 +16,7 @@ _MOST_EXPANSION = 1000
 
 
 def check_features(folder: Path, *, seconds: float = _SECONDS) -> None:
-    """Read every feature file of a folder in a separate process, and refuse the first one that fails.
-
-    Args:
-        folder: the folder.
-        seconds: time limit per file.
+    """Read every feature file of a folder in a separate process, within so many seconds, and refuse the first that fails.
 
     Raises:
         UsageError: there is no such folder, or a file holds no features.

@@ -1,21 +1,21 @@
-"""The model of a finished run on patches, with all settings that its predictions depend on."""
+"""The model of a finished run on patches, with all settings that its predictions depend on, and options of `predict`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import LabelsFrom, StainNorm
+from histopipe.dataset.options import LabelsFrom, OnError, StainNorm
 from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.geometry import Mpp, same_scale
-from histopipe.inference.patch_stream import Network
+from histopipe.inference.slide_run import Network
 from histopipe.runs import folder as run_folder
-from histopipe.runs.folder import check_one_run
-from histopipe.runs.result import METRICS, TrainResult, read_result
+from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
@@ -24,49 +24,66 @@ from histopipe.system.tensorflow import load_quietly
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A finished run on patches, ready to predict.
-
-    Attributes:
-        folder: folder of the run.
-        network: maps patches to probabilities, on the devices asked for.
-        classes: class names; their order is that of the probabilities.
-        patch_size: side of the patches in pixels.
-        spec: tiling of the training's patches; None if the run does not record it.
-        patch_mpp: scale of these patches; None if unknown.
-        stain_norm: stain normalization of these patches.
-        labels_from: whether classes are of slides or of annotated patches.
-        judging: evaluation settings of the run.
-        thresholds: chosen on its validation patches.
-        sha256: of the weights.
-    """
+    """A finished run on patches, ready to predict."""
 
     folder: Path
     network: Network
+    """Maps patches to probabilities, in the order of `classes`."""
     classes: tuple[str, ...]
     patch_size: int
     spec: Mapping[str, Any] | None
+    """Tiling of the training's patches; None if the run does not record it."""
     patch_mpp: float | None
     stain_norm: StainNorm
     labels_from: LabelsFrom
     judging: JudgeSettings
     thresholds: Thresholds
+    """Chosen on the validation patches of the run."""
     sha256: str
+    """Of the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions:
+    """Options of `predict` that decide what is read, and how. `tiling` has those that differ from the training's."""
+
+    batch_size: int = 64
+    labels: str | Path | None = None
+    allow_extra_rows: bool = False
+    on_error: OnError = "raise"
+    tiling: Mapping[str, Any]
+    mpp_csv: str | Path | None = None
+    default_mpp: float | None = None
+    max_unreadable: float = 0.01
+    workers: int | None = None
+
+    def check_for_stores(self) -> None:
+        """Raise a UsageError if an option is given that applies to slide files only."""
+        plain = PredictOptions(tiling={})
+        names = ("mpp_csv", "default_mpp", "max_unreadable", "workers")
+        given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
+        if given:
+            raise UsageError(
+                f"--{given[0].replace('_', '-')}", found="a store", expected="slides",
+                todo="remove the option: the patches of a store are already made",
+            )  # fmt: skip
+
+    def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
+        """Read the labels file, if there is one, for slides of these ids."""
+        if self.labels is None:
+            return None
+        return read_labels(Path(self.labels), SlideNames(ids), allow_extra=self.allow_extra_rows)
 
 
 def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifier:
     """Load the model of a run onto its devices.
-
-    Args:
-        folder: folder of the run.
-        devices: as for training.
-        batch_size: patches per batch, over all devices.
 
     Raises:
         UsageError: there is no finished run, or its model takes bags of features.
         DamagedStore: it cannot be read.
         MachineShort: TensorFlow is not installed.
     """
-    check_one_run(folder)
+    run_folder.check_one_run(folder)
     result = read_result(folder)
     config = load_config(folder / run_folder.CONFIG)
     if not isinstance(config, PatchTrainConfig):
@@ -78,12 +95,14 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     metrics = read_json(folder / METRICS)
     keras_network = load_quietly("histopipe.inference.keras_network")
     network = keras_network.KerasNetwork(
-        lambda: keras_network.load_run_model(folder), devices=devices, batch_size=batch_size
-    )
+        lambda: keras_network.load_run_model(folder), name=folder.name, devices=devices,
+        batch_size=batch_size,
+    )  # fmt: skip
+    validation = result.metrics["validation"].named() if "validation" in result.metrics else ()
     return Classifier(
         folder, network, tuple(metrics["classes"]), network.patch_size, metrics.get("spec"),
         metrics.get("patch_mpp"), config.stain_norm, config.labels_from, config.judging,
-        _thresholds(result), network.sha256,
+        {name: (judged.threshold, None) for name, judged in validation}, network.sha256,
     )  # fmt: skip
 
 
@@ -127,8 +146,3 @@ def check_store(store: Store, classifier: Classifier) -> None:
             expected=", ".join(f"{name} {spec.get(name)}" for name in names),
             todo="ingest the slides with the settings of the training",
         )  # fmt: skip
-
-
-def _thresholds(result: TrainResult) -> Thresholds:
-    named = result.metrics["validation"].named() if "validation" in result.metrics else ()
-    return {name: (metrics.threshold, None) for name, metrics in named}

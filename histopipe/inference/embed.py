@@ -11,11 +11,15 @@ from typing import Any
 from histopipe.dataset.options import OnError, StainNorm, check_whole
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.features.feature_file import Precision, is_ours, read_header, writing
-from histopipe.features.feature_folder import feature_path, record_encoder
-from histopipe.inference.encoder import Encoder, load_encoder
-from histopipe.inference.patch_stream import Results
-from histopipe.inference.slide_run import SlideRun, SlideRunResult
+from histopipe.features.feature_file import (
+    Precision,
+    feature_path,
+    is_ours,
+    read_header,
+    record_encoder,
+    writing,
+)
+from histopipe.inference.slide_run import Network, Results, SlideRun, SlideRunResult
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
@@ -23,7 +27,10 @@ from histopipe.slides.scale import MAGNIFICATION_MPP
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.tensorflow import load_quietly
 
+_ONNX = ".onnx"
+_DEFAULT_WEIGHTS = "imagenet"
 _USUAL_MAGNIFICATIONS = (80, 60, 40, 20, 10, 5)
 _MAGNIFICATION_TOLERANCE = 0.15
 
@@ -37,10 +44,6 @@ class EmbedResult(SlideRunResult):
     """
 
     dimension: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {**SlideRunResult.to_json(self), "dimension": self.dimension}
 
     def __repr__(self) -> str:
         return self.summary("embedded", f"patches of {self.dimension} features")
@@ -94,10 +97,9 @@ def embed(
         opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
         rows = slides_with_patches(opened)
         # Before anything else uses TensorFlow: it sets up the devices.
-        encoder = load_encoder(
-            str(model), weights=weights, patch_size=opened[0].patch_size, devices=devices,
-            batch_size=batch_size,
-        )  # fmt: skip
+        encoder = _load_encoder(
+            str(model), weights, opened[0].patch_size, devices=devices, batch_size=batch_size
+        )
         stain = stain_norm or _stain_norm_of_run(Path(model))
         stack.enter_context(run_folder.held(folder))
         record_encoder(folder, {**encoder.identity, "stain_norm": stain, "precision": precision})
@@ -108,9 +110,31 @@ def embed(
         return embedding.run(slides)
 
 
+def _load_encoder(
+    model: str, weights: str | None, patch_size: int, *, devices: str, batch_size: int
+) -> Network:
+    path = Path(model)
+    is_onnx, is_run = path.suffix == _ONNX, (path / run_folder.CONFIG).exists()
+    if weights is not None and (is_onnx or is_run):
+        raise UsageError(
+            "--weights", found=f"--model {model}, which has its own",
+            expected="the name of a network with it",
+        )  # fmt: skip
+    if is_onnx:
+        from histopipe.inference.onnx_encoder import OnnxEncoder  # late: an optional dependency
+
+        return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=batch_size)
+    keras_network = load_quietly("histopipe.inference.keras_network")
+    encoder: Network = keras_network.keras_encoder(
+        path if is_run else model, weights=weights or _DEFAULT_WEIGHTS, patch_size=patch_size,
+        devices=devices, batch_size=batch_size,
+    )  # fmt: skip
+    return encoder
+
+
 @dataclass(frozen=True, slots=True)
 class _Embedding:
-    encoder: Encoder
+    encoder: Network
     folder: Path
     precision: Precision
     on_error: OnError
@@ -119,12 +143,7 @@ class _Embedding:
     def run(self, slides: Sequence[StoredSlide]) -> EmbedResult:
         """Embed the slides that are missing."""
         run = SlideRun(self.encoder, "embedding", len(slides), self.progress)
-        missing = []
-        for slide in slides:
-            if self._is_complete(slide):
-                run.kept.append(slide.id)
-            else:
-                missing.append(slide)
+        missing = run.missing(slides, self._is_complete)
         run.run(missing, self._write, steps=sum(slide.steps for slide in missing))
         return EmbedResult(**run.result(self.folder), dimension=self.encoder.dimension)
 
@@ -149,16 +168,19 @@ class _Embedding:
         return self.on_error == "skip" or not header.facts["skipped"]
 
     def _write(self, slide: StoredSlide, results: Iterator[Results]) -> tuple[int, int]:
-        """Write the feature file of a slide.
-
-        Raises:
-            DamagedStore: a patch is damaged, and is not to be skipped.
-        """
+        """Write the feature file of a slide."""
         path, rows = feature_path(self.folder, slide.id), len(slide.batches.table)
         with writing(path, rows, self.encoder.dimension, self.precision) as writer:
             for features, corners in results:
                 writer.append(features, corners)
-            attributes = _slide_attributes(slide) | {
+            attributes = {  # a value of None is not written
+                "slide": slide.id,
+                "label": slide.record.label,
+                "patient": slide.record.patient,
+                "site": slide.record.site,
+                "content": slide.record.content,
+                "store": slide.store.uuid,
+                "patches_crc": slide.patches_crc,
                 "encoder": self.encoder.identity["encoder"],
                 "skipped": slide.skipped,
             }
@@ -171,20 +193,6 @@ def _stain_norm_of_run(model: Path) -> StainNorm:
     config = model / run_folder.CONFIG
     found: StainNorm = read_config(config).get("stain_norm", "none") if config.exists() else "none"
     return found
-
-
-def _slide_attributes(slide: StoredSlide) -> dict[str, Any]:
-    """Return the attributes of a feature file. A value of None is not written."""
-    record = slide.record
-    return {
-        "slide": record.id,
-        "label": record.label,
-        "patient": record.patient,
-        "site": record.site,
-        "content": record.content,
-        "store": slide.store.uuid,
-        "patches_crc": slide.patches_crc,
-    }
 
 
 def _coords_attributes(record: SlideRecord, store: Store) -> dict[str, Any]:

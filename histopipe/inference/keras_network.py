@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.inference.slide_run import device_rows
 from histopipe.runs import folder as run_folder
 from histopipe.system.progress import message
-from histopipe.training.devices import make_strategy
+from histopipe.training.devices import make_strategy, one_per_replica
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import LOGITS, build_encoder
 
@@ -25,36 +26,30 @@ _SEED = 1
 
 
 class KerasNetwork:
-    """A Keras model on the devices of a strategy. It computes in smaller pieces where memory runs out.
-
-    Args:
-        make: creates the model; called in the strategy's scope.
-        devices: as for training.
-        batch_size: patches per batch, over all devices.
-
-    Attributes:
-        dimension: numbers per patch that the model returns.
-        patch_size: side of its input in pixels.
-        sha256: of its weights.
+    """A Keras model, created by `make`, on all devices. It computes in smaller pieces where memory runs out.
 
     Raises:
         UsageError: no such device, or fewer patches than devices.
     """
 
-    def __init__(self, make: Callable[[], keras.Model], *, devices: str, batch_size: int) -> None:
+    def __init__(
+        self, make: Callable[[], keras.Model], *, name: str, devices: str, batch_size: int
+    ) -> None:
         self._strategy = make_strategy(devices)
         keras.utils.set_random_seed(_SEED)
         with self._strategy.scope():
             self._model = make()
         self.dimension = int(self._model.output_shape[-1])
         self.patch_size = int(self._model.input_shape[1])
-        self.sha256 = _weights_sha256(self._model)
-        count = self._strategy.num_replicas_in_sync
-        if batch_size < count:
-            raise UsageError(
-                "--batch-size", found=batch_size, expected=f"{count} or more: one per device"
-            )
-        self._parts = [replica_rows(batch_size, count, replica) for replica in range(count)]
+        digest = hashlib.sha256()
+        for value in self._model.get_weights():
+            digest.update(np.ascontiguousarray(value).tobytes())
+        self.sha256 = digest.hexdigest()
+        self.identity: Mapping[str, Any] = {
+            "encoder": name, "dimension": self.dimension, "patch_size": self.patch_size,
+            "sha256": self.sha256,
+        }  # fmt: skip
+        self._parts = device_rows(batch_size, self._strategy.num_replicas_in_sync)
         self._micro_batch = MicroBatch(max(map(len, self._parts)), changed=_report_micro_batch)
 
     def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -74,66 +69,37 @@ class KerasNetwork:
         pieces = []
         for first in range(0, max(map(len, self._parts)), size):
             own = [images[part.start : part.stop][first : first + size] for part in self._parts]
-            pieces.append(self._piece(own))
+            batch = one_per_replica(self._strategy, [tf.constant(part) for part in own], 0)
+            pieces.append(self._strategy.experimental_local_results(self._step(batch)))
         return pieces
-
-    def _piece(self, parts: Sequence[NDArray[np.uint8]]) -> Sequence[tf.Tensor]:
-        def part(context: tf.distribute.ValueContext) -> tf.Tensor:
-            return tf.constant(parts[int(context.replica_id_in_sync_group)])
-
-        batch = self._strategy.experimental_distribute_values_from_function(part)
-        found: Sequence[tf.Tensor] = self._strategy.experimental_local_results(self._step(batch))
-        return found
 
     @tf.function(reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _step(self, batch: Any) -> Any:
-        return self._strategy.run(self._on_device, args=(batch,))
+        def compute(images: tf.Tensor) -> tf.Tensor:
+            return tf.cast(self._model(images, training=False), tf.float32)
 
-    def _on_device(self, images: tf.Tensor) -> tf.Tensor:
-        return tf.cast(self._model(images, training=False), tf.float32)
+        return self._strategy.run(compute, args=(batch,))
 
 
-class KerasEncoder(KerasNetwork):
-    """An encoder: the model of a run without its last layer, or a network of `keras.applications`.
-
-    Args:
-        model: the folder of a run, or the name of a network.
-        weights: of a named network.
-        patch_size: side of the patches in pixels.
-        devices: as for training.
-        batch_size: patches per batch, over all devices.
-
-    Attributes:
-        identity: everything that the features depend on, as JSON values.
+def keras_encoder(
+    model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
+) -> KerasNetwork:
+    """Load an encoder: the model of a run (a path) without its last layer, or a network of `keras.applications`.
 
     Raises:
         UsageError: no such network or device, no such weights, or patches of another size.
         DamagedStore: the model of the run cannot be read.
     """
-
-    def __init__(
-        self, model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
-    ) -> None:
-        def make() -> keras.Model:
-            if isinstance(model, Path):
-                return _without_last_layer(model, patch_size)
-            return build_encoder(model, patch_size=patch_size, weights=weights)
-
-        super().__init__(make, devices=devices, batch_size=batch_size)
-        self.identity: Mapping[str, Any] = {
-            "encoder": model.name if isinstance(model, Path) else f"{model} ({weights})",
-            "dimension": self.dimension,
-            "patch_size": patch_size,
-            "sha256": self.sha256,
-        }
+    if isinstance(model, Path):
+        name, make = model.name, partial(_without_last_layer, model, patch_size)
+    else:
+        name = f"{model} ({weights})"
+        make = partial(build_encoder, model, patch_size=patch_size, weights=weights)
+    return KerasNetwork(make, name=name, devices=devices, batch_size=batch_size)
 
 
 def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
-    """Load the model of a run on patches.
-
-    Args:
-        folder: the run's.
-        patch_size: side of the patches in pixels that it must take; any if None.
+    """Load the model of a run on patches; of any size if `patch_size` is None.
 
     Raises:
         UsageError: there is none, or it takes features or patches of another size.
@@ -175,13 +141,6 @@ def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
             f"the model of {folder} has no layer {LOGITS!r}",
             expected="the model of a run on patches",
         ) from error
-
-
-def _weights_sha256(model: keras.Model) -> str:
-    digest = hashlib.sha256()
-    for value in model.get_weights():
-        digest.update(np.ascontiguousarray(value).tobytes())
-    return digest.hexdigest()
 
 
 def _report_micro_batch(size: int, why: str) -> None:

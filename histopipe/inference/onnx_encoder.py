@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
-from histopipe.runs.config import DEVICES
+from histopipe.inference.slide_run import device_rows
+from histopipe.runs.config import parse_devices
 from histopipe.system.files import read_json
 
 _FILTERS = {
@@ -28,13 +28,9 @@ _MEMORY_SIGNS = ("allocate", "out of memory", "BFCArena")
 
 
 class OnnxEncoder:
-    """An ONNX network: (B, 3, S, S) float32 in, (B, D) out.
+    """An ONNX network, `NAME.onnx`: (B, 3, S, S) float32 in, (B, D) out; one session per device.
 
-    Args:
-        path: the file `NAME.onnx`; `NAME.json` in the same folder describes the preprocessing.
-        patch_size: side of the patches in pixels; they are resized to the input size of the network.
-        devices: one session per device: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        batch_size: patches per batch, over all devices.
+    `NAME.json` in the same folder describes the preprocessing. Patches are resized to the input size of the network.
 
     Raises:
         UsageError: the file or its JSON cannot be used, or there is no such device.
@@ -48,16 +44,7 @@ class OnnxEncoder:
         self._input, self._fixed = _check_input(
             self._sessions[0], path, self._preprocessing["size"]
         )
-        if batch_size < len(self._sessions):
-            raise UsageError(
-                "--batch-size",
-                found=batch_size,
-                expected=f"{len(self._sessions)} or more: one per device",
-            )
-        self._parts = [
-            replica_rows(batch_size, len(self._sessions), number)
-            for number in range(len(self._sessions))
-        ]
+        self._parts = device_rows(batch_size, len(self._sessions))
         self._pool = ThreadPoolExecutor(len(self._sessions), "histopipe-onnx")
         blank = np.zeros((1, patch_size, patch_size, 3), np.uint8)
         self.dimension = self._run(self._sessions[0], self.prepare(blank)).shape[1]
@@ -135,7 +122,7 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"{path} does not exist")
     try:
-        settings: Any = read_json(json_path)
+        settings: dict[str, Any] = read_json(json_path)
     except FileNotFoundError as error:
         raise UsageError(
             f"{json_path} is missing: an ONNX file does not describe its preprocessing",
@@ -146,24 +133,22 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{json_path} cannot be read", found=str(error), expected=_EXAMPLE
         ) from error
-    known = {"mean", "std", "size", "interpolation"}
+    fits: dict[str, Callable[[Any], bool]] = {
+        "mean": _is_colour,
+        "std": lambda value: _is_colour(value) and min(value) > 0,
+        "size": lambda value: type(value) is int and 0 < value <= 4096,
+        "interpolation": lambda value: value in _FILTERS,
+    }
     settings = {"interpolation": "bilinear"} | (settings if isinstance(settings, dict) else {})
-    wrong = sorted(set(settings) ^ known) or [
-        name
-        for name, fits in (
-            ("mean", _is_colour(settings["mean"])),
-            ("std", _is_colour(settings["std"]) and min(settings["std"]) > 0),
-            ("size", type(settings["size"]) is int and 0 < settings["size"] <= 4096),
-            ("interpolation", settings["interpolation"] in _FILTERS),
-        )
-        if not fits
+    wrong = sorted(settings.keys() ^ fits.keys()) or [
+        name for name, fits_it in fits.items() if not fits_it(settings[name])
     ]
     if wrong:
         raise UsageError(
             f"{json_path}: {', '.join(wrong)}", found={name: settings.get(name) for name in wrong},
             expected=f"such as {_EXAMPLE}, interpolation one of {', '.join(_FILTERS)}",
         )  # fmt: skip
-    return dict(settings)
+    return settings
 
 
 def _is_colour(value: Any) -> bool:
@@ -180,11 +165,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
             "ONNX files need onnxruntime, which is not installed", found=str(error),
             todo="pip install 'histopipe[onnx]', or onnxruntime-gpu for GPUs",
         ) from error  # fmt: skip
-    match = DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
+    match = parse_devices(devices)
     has_gpu = "CUDAExecutionProvider" in ort.get_available_providers()
     if devices.startswith("gpu") and not has_gpu:
         raise UsageError(

@@ -20,27 +20,22 @@ from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores
 from histopipe.evaluation.table import evaluation_lines
-from histopipe.inference.classifier import Classifier, load_classifier
-from histopipe.inference.patch_stream import Results
-from histopipe.inference.predict_sources import (
-    FileSource,
-    PredictOptions,
-    PredictSource,
-    StoreSource,
-)
-from histopipe.inference.prediction_tables import evaluate_labelled, write_table
+from histopipe.inference.classifier import Classifier, PredictOptions, load_classifier
 from histopipe.inference.predictions_folder import (
     PATIENTS,
     SETTINGS,
     SLIDES,
     PredictedSlide,
     PredictionsFolder,
+    evaluate_labelled,
+    write_table,
 )
-from histopipe.inference.slide_run import SlideRun, SlideRunResult
-from histopipe.inference.slide_tiler import TiledSlide
-from histopipe.inference.stored_slides import StoredSlide
+from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
+from histopipe.inference.slide_tiler import FileSource, TiledSlide
+from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
+from histopipe.store.store import Store
 from histopipe.system.files import record_or_check
 from histopipe.system.progress import Progress, default_progress
 from histopipe.tiling.spec import Tissue
@@ -60,8 +55,9 @@ class PredictResult(SlideRunResult):
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        metrics = {} if self.metrics is None else {"metrics": self.metrics.to_json()}
-        return {**SlideRunResult.to_json(self), **metrics}
+        facts = SlideRunResult.to_json(self)
+        metrics = facts.pop("metrics")
+        return facts if metrics is None else {**facts, "metrics": metrics.to_json()}
 
     def __repr__(self) -> str:
         lines = [] if self.metrics is None else evaluation_lines("labelled", self.metrics)
@@ -133,29 +129,26 @@ def predict(
     classifier = load_classifier(Path(run), devices=devices, batch_size=batch_size)
     with ExitStack() as stack:
         stack.enter_context(run_folder.held(Path(out)))
-        source: PredictSource = (
-            StoreSource(paths, classifier, options)
-            if are_stores
-            else FileSource(paths, classifier, options, shown)
-        )
-        stack.enter_context(source)
+        source: StoreSource | FileSource
+        if are_stores:
+            options.check_for_stores()
+            stores = [stack.enter_context(Store(path)) for path in paths]
+            source = StoreSource(stores, classifier, options)
+        else:
+            source = stack.enter_context(FileSource(paths, classifier, options, shown))
         folder = PredictionsFolder(Path(out))
         return _Prediction(classifier, folder, source, aggregate, shown).run()
 
 
 def _are_stores(paths: Sequence[Path]) -> bool:
-    """Whether paths are stores.
-
-    Raises:
-        NothingToDo: a path does not exist.
-        UsageError: some are stores, and some are not.
-    """
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
     are_stores = {(path / _DATA).exists() for path in paths}
     if len(are_stores) > 1:
-        raise UsageError("SLIDES and STORES are mixed", expected="either", todo="predict each with its own --out")  # fmt: skip
+        raise UsageError(
+            "SLIDES and STORES are mixed", expected="either", todo="predict each with its own --out"
+        )
     return are_stores == {True}
 
 
@@ -163,7 +156,7 @@ def _are_stores(paths: Sequence[Path]) -> bool:
 class _Prediction:
     classifier: Classifier
     folder: PredictionsFolder
-    source: PredictSource
+    source: StoreSource | FileSource
     aggregate: Aggregation
     progress: Progress
 
@@ -174,16 +167,12 @@ class _Prediction:
         run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
         with run_folder.roomy(self.folder.path):
             slides: Iterable[StoredSlide | TiledSlide] = source.slides(run, self.folder)
-            run.run(slides, self._write, stop=source.stop)
+            run.run(slides, self._write, stop=source.close)
             metrics = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), metrics=metrics)
 
     def _record_settings(self) -> None:
-        """Record the settings of the predictions, or compare them with the recorded ones.
-
-        Raises:
-            UsageError: the folder holds something else, or predictions with other settings.
-        """
+        """Record the settings of the predictions, or compare them with the recorded ones."""
         classifier, path = self.classifier, self.folder.path
         if not self.folder.exists and any(path.iterdir()):
             raise UsageError(
@@ -203,11 +192,7 @@ class _Prediction:
     def _write(
         self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
     ) -> tuple[int, int]:
-        """Write the predictions of a slide, sorted by row and column.
-
-        Raises:
-            SlideError, DamagedStore: the slide cannot be used.
-        """
+        """Write the predictions of a slide, sorted by row and column."""
         found = list(results)
         predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
         probability = np.concatenate([part for part, _ in found])

@@ -1,17 +1,179 @@
-"""Run slides through a network, one after the other, and count what becomes of each."""
+"""Run the patches of slides through a network, one slide after the other, and count what becomes of each."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from histopipe.errors import DamagedStore, Interrupted, SlideError
-from histopipe.inference.patch_stream import Network, PatchStream, Results, SlidePatches
-from histopipe.system.progress import Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.errors import DamagedStore, Interrupted, SlideError, UsageError
+from histopipe.system.files import Closing
+from histopipe.system.progress import Bar, Progress
+
+_STARTED_BATCHES = 2
+"""Batches that may still be on the device: fetching each at once would make the device wait for the host."""
+
+Normalizer = Callable[..., NDArray[np.uint8]]
+"""Normalizes the stain of (B, H, W, 3) uint8 images, with (B,) keys if they are of a store."""
+Results = tuple[NDArray[np.float32], NDArray[np.integer]]
+"""(N, D) results of a network, and the (N, 2) top left corners of their patches in level-0 pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatchBatch:
+    """A batch of patches of one slide."""
+
+    images: NDArray[np.uint8]
+    """(B, H, W, 3) RGB."""
+    corners: NDArray[np.integer]
+    """(B, 2) top left corners, level-0 pixels."""
+    valid: NDArray[np.bool_]
+    """(B,) False for patches that fill up the batch or cannot be read."""
+
+
+class _Named(Protocol):
+    @property
+    def id(self) -> str:
+        """Slide id."""
+
+
+class SlidePatches(_Named, Protocol):
+    """The patches of one slide, in batches of one size."""
+
+    @property
+    def steps(self) -> int:
+        """Number of batches."""
+
+    def load(self, step: int) -> PatchBatch:
+        """Load a batch. Called from several threads.
+
+        Raises:
+            SlideError, DamagedStore: the slide cannot be used.
+        """
+
+
+class Network(Protocol):
+    """A network that computes D numbers per patch."""
+
+    def prepare(self, images: NDArray[np.uint8]) -> NDArray[Any]:
+        """Convert (B, H, W, 3) uint8 RGB to the input of the network. Called from several threads."""
+
+    def start(self, inputs: NDArray[Any]) -> Any:
+        """Start computing a batch; `finish` takes what is returned."""
+
+    def finish(self, started: Any) -> NDArray[np.float32]:
+        """Wait for the (B, D) results of a batch."""
+
+    @property
+    def dimension(self) -> int:
+        """Number of results per patch, D."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Everything that the results depend on, as JSON values; equal for equal networks."""
+
+
+N = TypeVar("N", bound=_Named)
+S = TypeVar("S", bound=SlidePatches)
+_Loaded = tuple[PatchBatch, NDArray[Any]]
+
+
+def device_rows(batch_size: int, devices: int) -> list[range]:
+    """Return the rows of a batch that each device computes.
+
+    Raises:
+        UsageError: fewer rows than devices.
+    """
+    if batch_size < devices:
+        raise UsageError(
+            "--batch-size", found=batch_size, expected=f"{devices} or more: one per device"
+        )
+    return [replica_rows(batch_size, devices, number) for number in range(devices)]
+
+
+class _PatchStream(Closing):
+    """Streams slides through a network. Batches are loaded ahead, also across slides."""
+
+    def __init__(self, network: Network, bar: Bar) -> None:
+        self._network, self._bar = network, bar
+        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load")
+        self._failures: dict[int, Exception] = {}
+        self.input_wait = 0.0
+        """Seconds of waiting for patches so far."""
+
+    def run(self, slides: Iterable[S]) -> Iterator[tuple[S, Iterator[Results]]]:
+        """Yield each slide with an iterator over its results; results not taken before the next slide are dropped.
+
+        The iterator of a slide that cannot be used raises a SlideError or DamagedStore.
+        """
+        loaded = self._loaded(slides)
+        for slide, first in loaded:
+            results = self._results(slide, first, loaded)
+            yield slide, results
+            with suppress(SlideError, DamagedStore):
+                deque(results, maxlen=0)
+
+    def close(self) -> None:
+        """Drop the batches that are loaded ahead."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _loaded(self, slides: Iterable[S]) -> Iterator[tuple[S, Future[_Loaded | None]]]:
+        """Yield the batches of all slides in order; some more are being loaded."""
+        ahead: deque[tuple[S, Future[_Loaded | None]]] = deque()
+        for slide in slides:
+            for step in range(slide.steps):
+                ahead.append((slide, self._pool.submit(self._load, slide, step)))
+                if len(ahead) > len(os.sched_getaffinity(0)) + 1:
+                    yield ahead.popleft()
+        while ahead:
+            yield ahead.popleft()
+
+    def _load(self, slide: S, step: int) -> _Loaded | None:
+        """Load a batch; None once a batch of its slide has failed."""
+        if id(slide) in self._failures:
+            return None
+        try:
+            batch = slide.load(step)
+        except (SlideError, DamagedStore) as error:
+            self._failures[id(slide)] = error
+            return None
+        return batch, self._network.prepare(batch.images)
+
+    def _results(
+        self,
+        slide: S,
+        first: Future[_Loaded | None],
+        loaded: Iterator[tuple[S, Future[_Loaded | None]]],
+    ) -> Iterator[Results]:
+        started: deque[tuple[PatchBatch, Any]] = deque()
+        for step in range(slide.steps):
+            future = first if step == 0 else next(loaded)[1]
+            before = time.monotonic()
+            found = future.result()
+            self.input_wait += time.monotonic() - before
+            if found is not None:
+                started.append((found[0], self._network.start(found[1])))
+            if len(started) > _STARTED_BATCHES:
+                yield self._finish(*started.popleft())
+            self._bar.advance()
+        while started:
+            yield self._finish(*started.popleft())
+        failure = self._failures.pop(id(slide), None)
+        if failure is not None:
+            raise failure
+
+    def _finish(self, batch: PatchBatch, started: Any) -> Results:
+        return self._network.finish(started)[batch.valid], batch.corners[batch.valid]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -38,16 +200,8 @@ class SlideRunResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "folder": str(self.folder),
-            "done": list(self.done),
-            "kept": list(self.kept),
-            "failed": dict(self.failed),
-            "patches": self.patches,
-            "skipped": self.skipped,
-            "seconds": self.seconds,
-            "input_wait": self.input_wait,
-        }
+        lists = {"done": list(self.done), "kept": list(self.kept)}
+        return {**vars(self), "folder": str(self.folder), **lists}
 
     def summary(self, verb: str, patches: str) -> str:
         """Return what was done, and the reason of each slide that failed, as lines of text."""
@@ -61,27 +215,9 @@ class SlideRunResult:
         return "\n".join(lines)
 
 
-class RunSlide(SlidePatches, Protocol):
-    """A slide with its id."""
-
-    @property
-    def id(self) -> str:
-        """Slide id."""
-
-
-S = TypeVar("S", bound=RunSlide)
-
-
 @dataclass(slots=True)
 class SlideRun:
-    """A run of slides through a network.
-
-    Args:
-        network: the network.
-        title: what is done, for the progress bar.
-        count: number of slides, those already done included.
-        progress: shows it.
-    """
+    """A run of slides through a network. `count` includes the slides that are already done."""
 
     network: Network
     title: str
@@ -95,6 +231,16 @@ class SlideRun:
     seconds: float = 0.0
     input_wait: float = 0.0
 
+    def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
+        """Return the slides that are not complete; the others are noted as kept."""
+        missing = []
+        for slide in slides:
+            if is_complete(slide):
+                self.kept.append(slide.id)
+            else:
+                missing.append(slide)
+        return missing
+
     def run(
         self,
         slides: Iterable[S],
@@ -103,13 +249,9 @@ class SlideRun:
         steps: int | None = None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute slides.
+        """Compute slides of `steps` batches, if known. `stop` is called first after Ctrl-C.
 
-        Args:
-            slides: the slides.
-            write: takes a slide and its results, writes them, and returns the number of patches and of skipped ones.
-            steps: batches of all slides, if known.
-            stop: called first after Ctrl-C.
+        `write` takes a slide and its results, writes them, and returns the number of patches and of skipped ones.
 
         Raises:
             Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.
@@ -119,7 +261,7 @@ class SlideRun:
         start = time.monotonic()
         with (
             closing(self.progress.bar(self.title, unit="steps", total=steps, detail=True)) as bar,
-            PatchStream(self.network, bar) as stream,
+            _PatchStream(self.network, bar) as stream,
         ):
             try:
                 for slide, results in stream.run(slides):

@@ -1,52 +1,48 @@
-"""Tile slide files by the code of ingest, in worker processes, without storing the patches."""
+"""Slide files as `predict` reads them: tiled by the code of ingest, in worker processes, without storing the patches."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import StainNorm
 from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
-from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
+from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.patch_stream import PatchBatch
-from histopipe.inference.predictions_folder import PredictedSlide
-from histopipe.ingestion.chunks import Chunk, chunk_of, chunks
-from histopipe.ingestion.decisions import PendingSlide
+from histopipe.inference.classifier import Classifier, PredictOptions, check_scale
+from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
 from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.records import labelled, new_record
+from histopipe.ingestion.records import PendingSlide, labelled, new_record
 from histopipe.ingestion.storing import make_patches, prepare
-from histopipe.slides.discovery import SlideFile
-from histopipe.slides.identity import Fingerprint, fingerprint
-from histopipe.slides.tables import SlideLabel
-from histopipe.store.record import SlideRecord
+from histopipe.slides.discovery import Fingerprint, SlideFile, discover, fingerprint
+from histopipe.slides.scale import MppSource, check_mpp
+from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.files import Closing
+from histopipe.system.progress import Progress
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
-from histopipe.tiling.spec import TilingSpec
+from histopipe.tiling.spec import TilingSpec, spec_from_json
 
 _SECONDS = 600.0
 """Time limit for a plan, or for a batch of patches."""
-
-Normalizer = Callable[[NDArray[np.uint8]], NDArray[np.uint8]]
-"""Normalizes the stain of (B, H, W, 3) uint8 images of one slide."""
 
 
 @dataclass(slots=True)
 class TiledSlide:
     """A planned slide file; its patches are `SlidePatches`."""
 
-    tiler: SlideTiler
+    files: FileSource
     pending: PendingSlide
     planned: PlannedSlide
     order: NDArray[np.int64]
@@ -69,15 +65,11 @@ class TiledSlide:
     @property
     def steps(self) -> int:
         """Number of batches; an empty one for a slide without patches, so that the slide is reported."""
-        return max(1, -(-len(self.order) // self.tiler.batch_size))
+        return max(1, -(-len(self.order) // self.files.options.batch_size))
 
     def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`.
-
-        Raises:
-            SlideUnreadable: too many patches of the slide cannot be read.
-        """
-        size, side = self.tiler.batch_size, self.tiler.spec.patch_size
+        """Load a batch; see `SlidePatches`."""
+        size, side = self.files.options.batch_size, self.files.spec.patch_size
         rows = self.order[step * size : (step + 1) * size]
         images = aligned_empty((size, side, side, 3))
         images[len(rows) :] = 0
@@ -86,34 +78,30 @@ class TiledSlide:
         corners[: len(rows)] = np.stack([plan.x_l0[rows], plan.y_l0[rows]], axis=1)
         for i, value in enumerate(self._values(chunk_of(plan, rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
-        if len(self.lost) > self.tiler.max_unreadable * max(1, len(plan)):
+        if len(self.lost) > self.files.options.max_unreadable * max(1, len(plan)):
             raise SlideUnreadable(
                 f"{self.pending.slide.file.path}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
                 f"first: {self.lost[0]}"
             )
-        if valid.any() and self.tiler.stain_norm != "none":
+        if valid.any() and self.files.classifier.stain_norm != "none":
             images = self._normalizer()(images)
         return PatchBatch(images, corners, valid)
 
     def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been predicted.
-
-        Raises:
-            SlideUnreadable: the file has changed since it was planned.
-        """
+        """Describe the slide after its patches have been predicted, if the file has not changed since it was planned."""
         if fingerprint(self.pending.slide.file) != self.planned.fingerprint:
             raise SlideUnreadable(f"{self.pending.slide.file.path} changed while it was being read")
         lost = len(self.lost)
         return PredictedSlide.of(
-            self.planned.record, source=file_source(self.planned.fingerprint),
+            self.planned.record, source=_source_text(self.planned.fingerprint),
             patches=len(self.order) - lost, skipped=lost,
         )  # fmt: skip
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker; a text is the reason why a patch cannot be read."""
-        tiler, planned = self.tiler, self.planned
+        planned = self.planned
         try:
-            done: Future[Sequence[bytes | str]] = tiler.pool.submit_within(
+            done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
                 _SECONDS, make_patches, self.pending.number, planned.recipe, chunk
             )
             return done.result()
@@ -124,17 +112,20 @@ class TiledSlide:
             ) from error
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
-        problem = value if isinstance(value, str) else None
-        if isinstance(value, bytes):
+        """Decode a patch; one that cannot be read is black, and noted as lost."""
+        if isinstance(value, str):
+            problem = value
+        else:
             try:
                 decode(memoryview(value), out)
             except DamagedStore as error:
                 problem = str(error)
-        if problem is not None:
-            out[:] = 0
-            with self._lock:
-                self.lost.append(problem)
-        return problem is None
+            else:
+                return True
+        out[:] = 0
+        with self._lock:
+            self.lost.append(problem)
+        return False
 
     def _normalizer(self) -> Normalizer:
         """Return the stain normalizer of the slide, fitted to a sample of its patches."""
@@ -142,13 +133,13 @@ class TiledSlide:
             if self._normalize is None:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
-                module = load_quietly("histopipe.inference.stain_normalization")
-                self._normalize = module.slide_normalizer(fit, self.tiler.stain_norm)
+                module = load_quietly("histopipe.dataset.stain_normalization")
+                self._normalize = module.slide_normalizer(fit, self.files.classifier.stain_norm)
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """(N, 3) pixels of some patches."""
-        side = self.tiler.spec.patch_size
+        side = self.files.spec.patch_size
         image, found = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
         for value in self._values(chunk_of(self.planned.plan, rows)):
             if isinstance(value, bytes):
@@ -158,88 +149,136 @@ class TiledSlide:
         return np.concatenate(found)
 
 
-class SlideTiler(Closing):
-    """Plan slides ahead in worker processes, and make their patches there.
+class FileSource(Closing):
+    """Slide files, tiled as the slides of the training were, by worker processes: one per core by default.
 
-    Args:
-        spec: tiling, as for the patches of the training.
-        batch_size: patches per batch.
-        stain_norm: method of stain normalization, or "none".
-        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable.
-        default_mpp, mpps: scale of slides whose files have none: of all, and by id.
-        labels: label and patient by slide id.
-        check: raises a SlideError for a planned slide that must not be predicted.
-        workers: number of processes; one per core if None.
+    Raises:
+        UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
+        NothingToDo: there is no slide.
     """
 
     def __init__(
         self,
-        spec: TilingSpec,
-        *,
-        batch_size: int,
-        stain_norm: StainNorm,
-        max_unreadable: float = 0.01,
-        default_mpp: Mpp | None = None,
-        mpps: Mapping[str, Mpp] | None = None,
-        labels: Mapping[str, SlideLabel] | None = None,
-        check: Callable[[SlideRecord], None] = lambda _: None,
-        workers: int | None = None,
+        paths: Sequence[Path],
+        classifier: Classifier,
+        options: PredictOptions,
+        progress: Progress,
     ) -> None:
-        self.spec, self.batch_size, self.stain_norm = spec, batch_size, stain_norm
-        self.max_unreadable = max_unreadable
-        self.options = IngestOptions(default_mpp=default_mpp)
-        self._check = check
-        self._mpps, self._labels = mpps or {}, labels or {}
-        count = workers or len(os.sched_getaffinity(0))
-        self._ahead = 1 + count
-        self.pool = WorkerPool(count, prepare)
+        self.classifier, self.options = classifier, options
+        default_mpp = None
+        if options.default_mpp is not None:
+            default_mpp = check_mpp("--default-mpp", options.default_mpp)
+        self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
+        self.spec = _spec(classifier, options.tiling, progress)
+        self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
+        self._files = discover(paths)
+        self.count = len(self._files)
+        ids = [slide.id for slide in self._files]
+        self._mpps: Mapping[str, Mpp] = {}
+        if options.mpp_csv is not None:
+            self._mpps = read_mpps(
+                Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
+            )
+        self._labels = options.read_labels(ids) or {}
+        self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
-    def slides(
-        self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
-    ) -> Iterator[TiledSlide]:
-        """Yield slides in order as they are planned; `fail` is called with id and reason of each that fails."""
-        waiting, running = deque(enumerate(files)), deque[tuple[PendingSlide, Future[Any]]]()
-        while waiting or running:
-            while waiting and len(running) < self._ahead:
-                number, slide = waiting.popleft()
-                pending = self._pending(number, slide)
-                future = self.pool.submit_within(
-                    _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self.options
-                )
-                running.append((pending, future))
-            pending, future = running.popleft()
-            try:
-                planned: PlannedSlide | SlideFailure = future.result()
-            except WorkerDied as error:
-                path = pending.slide.file.path
-                fail(pending.slide.id, f"{path}: the worker process that planned it died ({error})")
-                continue
-            if isinstance(planned, SlideFailure):
-                fail(pending.slide.id, planned.reason)
-                continue
-            try:
-                self._check(planned.record)
-            except SlideError as error:
-                fail(pending.slide.id, str(error))
-            else:
-                yield self._tiled(pending, planned)
+    def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterator[TiledSlide]:
+        """Yield the slides that are not in the folder yet as they are planned; add the others, and failures, to `run`."""
+        missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
+        return self._planned(missing, run.fail)
+
+    def current(self, slide: PredictedSlide) -> PredictedSlide:
+        """Return a predicted slide with the label and patient that it has now."""
+        found = self._labels.get(slide.slide)
+        if found is None:
+            return slide
+        return replace(slide, label=found.label, patient=found.patient or slide.patient)
+
+    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """Return nothing: patches of files have no annotated classes."""
+        return {}
 
     def close(self) -> None:
         """End the workers."""
         self.pool.shutdown(cancel_futures=True)
+
+    def _is_complete(self, slide: SlideFile, folder: PredictionsFolder) -> bool:
+        """Whether the file has been predicted, at the scale that it has now."""
+        try:
+            source = _source_text(fingerprint(slide))
+        except SlideError:
+            return False  # reported when it is planned
+        found = folder.complete(slide.id, source)
+        if found is None:
+            return False
+        # The header of a slide takes precedence over the scale that is given.
+        given = self._mpps.get(slide.id) or self._ingest.default_mpp
+        return found.mpp_source == MppSource.PROPERTIES or given in (None, found.mpp)
+
+    def _planned(
+        self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
+    ) -> Iterator[TiledSlide]:
+        """Yield slides in order, and plan the next ones; `fail` is called with id and reason of each that fails."""
+        waiting, running = deque(enumerate(files)), deque[tuple[PendingSlide, Future[Any]]]()
+        while waiting or running:
+            while waiting and len(running) <= self._ingest.worker_count:
+                pending = self._pending(*waiting.popleft())
+                future = self.pool.submit_within(
+                    _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self._ingest
+                )
+                running.append((pending, future))
+            pending, future = running.popleft()
+            try:
+                slide = self._tiled(pending, future)
+            except SlideError as error:
+                fail(pending.slide.id, str(error))
+            else:
+                yield slide
 
     def _pending(self, number: int, slide: SlideFile) -> PendingSlide:
         label = self._labels.get(slide.id)
         given = SlideInput(slide, label, self._mpps.get(slide.id))
         return PendingSlide(number, given, labelled(new_record(slide), label))
 
-    def _tiled(self, pending: PendingSlide, planned: PlannedSlide) -> TiledSlide:
+    def _tiled(
+        self, pending: PendingSlide, future: Future[PlannedSlide | SlideFailure]
+    ) -> TiledSlide:
+        try:
+            planned = future.result()
+        except WorkerDied as error:
+            path = pending.slide.file.path
+            raise SlideUnreadable(
+                f"{path}: the worker process that planned it died ({error})"
+            ) from error
+        if isinstance(planned, SlideFailure):
+            raise SlideError(planned.reason)
+        check_scale(planned.record, self.classifier)
         route = planned.recipe.route.name
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return TiledSlide(self, pending, planned, order)
 
 
-def file_source(file: Fingerprint) -> str:
+def _source_text(file: Fingerprint) -> str:
     """Return the text that identifies a slide file as the source of predictions."""
     return f"file of {file.size_bytes} bytes, {file.mtime_ns}"
+
+
+def _spec(classifier: Classifier, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:
+    """Return the tiling of slide files: that of the training, as far as it applies to other slides."""
+    spec = classifier.spec
+    if spec is None:
+        raise UsageError(
+            f"{classifier.folder} does not record the tiling of its patches, and its store is missing",
+            todo="ingest the slides with the settings of the training, and predict the store",
+        )
+    tiling, algorithms = dict(tiling), spec.get("algorithms")
+    all_tissue = "here, all patches with tissue are predicted"
+    if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
+        progress.message(f"another tool chose the patches of the training: {all_tissue}")
+        tiling.setdefault("tissue", "otsu")
+    if spec.get("roi") is not None:
+        progress.message(
+            f"the patches of the training were in the region {spec['roi']!r}: {all_tissue}"
+        )
+    return spec_from_json(spec, **tiling)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.options import Column, OnError, StainNorm
 from histopipe.dataset.orders import Sequential
 from histopipe.dataset.patch_batches import PatchBatches
@@ -16,27 +17,20 @@ from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.patch_stream import PatchBatch
-from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.inference.classifier import Classifier, PredictOptions, check_store
+from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
+from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[Column, ...] = ("x_l0", "y_l0")
 
-Normalizer = Callable[[NDArray[np.uint8], NDArray[np.int64]], NDArray[np.uint8]]
-"""Normalizes the stain of (B, H, W, 3) uint8 images with (B,) keys."""
-
 
 @dataclass(slots=True)
 class StoredSlide:
-    """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else.
-
-    Attributes:
-        store, number: the store, and the number of the slide in it.
-        batches: batches of the slide.
-        normalize: normalizes the stain of images; None leaves it.
-    """
+    """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else."""
 
     store: Store
     number: int
@@ -84,11 +78,7 @@ class StoredSlide:
         return len(self.batches.skipped)
 
     def load(self, step: int) -> PatchBatch:
-        """Load a batch; see `SlidePatches`.
-
-        Raises:
-            DamagedStore: a patch is damaged, and is not to be skipped.
-        """
+        """Load a batch; see `SlidePatches`."""
         batch = self.batches.load(step)
         images = batch.image if self.normalize is None else self.normalize(batch.image, batch.key)
         corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
@@ -130,14 +120,7 @@ def stored_slides(
     on_error: OnError,
     stain_norm: StainNorm,
 ) -> list[StoredSlide]:
-    """Prepare to read slides from stores.
-
-    Args:
-        stores: open stores of one patch size.
-        slides: from `slides_with_patches`.
-        batch_size: patches per batch.
-        on_error: "skip" leaves out damaged patches; with "raise" their slides fail.
-        stain_norm: method of stain normalization, or "none".
+    """Prepare to read slides, from `slides_with_patches`, with or without (`"none"`) stain normalization.
 
     Raises:
         NothingToDo: the stain of a slide has not been measured.
@@ -145,15 +128,68 @@ def stored_slides(
     """
     normalize = None
     if stain_norm != "none":
-        module = load_quietly("histopipe.inference.stain_normalization")
+        module = load_quietly("histopipe.dataset.stain_normalization")
         normalize = module.store_normalizer(stores, stain_norm)
-
-    def prepare(rows: SampleRows) -> StoredSlide:
+    found = []
+    for rows in slides:
         table = SampleTable([rows])
         batches = PatchBatches(
             stores, table, batch_size=batch_size, order=Sequential(len(table)), on_error=on_error,
             columns=_CORNER,
         )  # fmt: skip
-        return StoredSlide(stores[rows.store], rows.slide, batches, normalize)
+        found.append(StoredSlide(stores[rows.store], rows.slide, batches, normalize))
+    return found
 
-    return [prepare(rows) for rows in slides]
+
+class StoreSource:
+    """The slides of open stores.
+
+    Raises:
+        UsageError: the model does not take these patches.
+        NothingToDo: no patch, or stains that have not been measured.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], classifier: Classifier, options: PredictOptions
+    ) -> None:
+        self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
+        rows = slides_with_patches(stores)
+        for store in stores:
+            check_store(store, classifier)
+        slides = stored_slides(
+            stores, rows, batch_size=options.batch_size, on_error=options.on_error,
+            stain_norm=classifier.stain_norm,
+        )  # fmt: skip
+        self._slides = {slide.id: slide for slide in slides}
+        self.count = len(slides)
+        self.settings: Mapping[str, Any] = {}
+
+    def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterable[StoredSlide]:
+        """Return the slides that are not in the folder yet; add the others to `run.kept`."""
+        return run.missing(
+            self._slides.values(), lambda it: folder.complete(it.id, it.source) is not None
+        )
+
+    def current(self, slide: PredictedSlide) -> PredictedSlide:
+        """Return a predicted slide with the label and patient that it has now."""
+        stored = self._slides.get(slide.slide)
+        if stored is None:
+            return slide
+        record = PredictedSlide.of(stored.record, source=slide.source)
+        if self._labels is None:
+            return replace(slide, label=record.label, patient=record.patient)
+        found = self._labels.get(slide.slide, SlideLabel(None))
+        return replace(slide, label=found.label, patient=found.patient or record.patient)
+
+    def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
+        """Return the annotated class number of each patch of a slide, or -1, by its corner."""
+        stored = self._slides.get(slide)
+        if stored is None:
+            return {}
+        index = stored.store.index(stored.number)
+        corners = zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True)
+        codes = class_codes(stored.store, stored.number, classes)
+        return dict(zip(corners, codes.tolist(), strict=True))
+
+    def close(self) -> None:
+        """Do nothing: loading a batch of a store takes no time worth saving."""

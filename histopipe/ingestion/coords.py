@@ -14,27 +14,21 @@ from histopipe.errors import ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, frozen_array
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames
-from histopipe.tiling.level import LevelChoice
-from histopipe.tiling.plan import TilingPlan
+from histopipe.tiling.plan import LevelChoice, TilingPlan
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
 SUFFIX = ".h5"
 _TRIDENT_SUFFIX = "_patches"
 _MOST_EXPANSION = 1000
-"""Numbers for each byte of the file."""
+"""Numbers per byte of the file. A damaged header may claim any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordsFile:
-    """The patches of one slide, as a file of coordinates describes them.
+    """The patches of one slide, as a file of coordinates describes them. `patch_size` and `overlap` are pixels as stored.
 
-    Attributes:
-        path: the file.
-        patch_size: side of a patch as it is to be stored, pixels.
-        side_l0: side of its square in level-0 pixels, of TRIDENT files; None where `level` is given.
-        level: pyramid level that is read without resampling, of CLAM files; None where `side_l0` is given.
-        magnification: of the patches, of TRIDENT files.
-        overlap: pixels that neighbours share, as stored.
+    TRIDENT files have `side_l0`, the side of a patch in level-0 pixels, and the magnification. CLAM files have the level,
+    which is read without resampling.
     """
 
     path: Path
@@ -63,16 +57,13 @@ def find_coords(
     unmatched = []
     for path in paths:
         written = path.relative_to(folder).with_suffix("").as_posix()
-        slide = names.find(written, where=str(path)) or names.find(
-            written.removesuffix(_TRIDENT_SUFFIX), where=str(path)
-        )
+        bare = written.removesuffix(_TRIDENT_SUFFIX)
+        slide = names.find(written, where=str(path)) or names.find(bare, where=str(path))
         if slide is None:
             unmatched.append(path.name)
         elif slide in found:
-            raise UsageError(
-                f"two files of coordinates for slide {slide}",
-                found=f"{found[slide].path} and {path}",
-            )
+            both = f"{found[slide].path} and {path}"
+            raise UsageError(f"two files of coordinates for slide {slide}", found=both)
         else:
             found[slide] = read_header(path)
     if unmatched and not allow_extra:
@@ -84,11 +75,7 @@ def find_coords(
 
 
 def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
-    """Return the spec of a store for files of coordinates.
-
-    Args:
-        files: of all slides.
-        encoding: settings of a `TilingSpec` that coordinates do not decide.
+    """Return the spec of a store for files of coordinates, with settings that coordinates do not decide.
 
     Raises:
         UsageError: they have several sizes or scales, which cannot be in one store.
@@ -131,14 +118,11 @@ def read_header(path: Path) -> CoordsFile:
     try:
         size = int(attributes["patch_size"])
         if {"level0_magnification", "target_magnification"} <= set(attributes):
-            ratio = float(attributes["level0_magnification"]) / float(
-                attributes["target_magnification"]
-            )
+            magnification = float(attributes["target_magnification"])
+            ratio = float(attributes["level0_magnification"]) / magnification
             side = int(attributes.get("patch_size_level0", round(size * ratio)))
             overlap = int(attributes.get("overlap", 0))
-            return CoordsFile(
-                path, size, side, None, float(attributes["target_magnification"]), overlap
-            )
+            return CoordsFile(path, size, side, None, magnification, overlap)
         if int(attributes.get("custom_downsample", 1)) != 1:
             raise UsageError(
                 f"{path}: custom_downsample", found=attributes["custom_downsample"], expected="none"
@@ -163,7 +147,10 @@ def read_corners(path: Path) -> NDArray[np.int64]:
 
     try:
         with h5py.File(path, "r") as file:
-            corners = np.asarray(_bounded(file["coords"], path)[...], np.int64)
+            dataset = file["coords"]
+            if dataset.size > _MOST_EXPANSION * path.stat().st_size:
+                raise ValueError(f"{dataset.shape} numbers in so small a file")  # noqa: TRY301
+            corners = np.asarray(dataset[...], np.int64)
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
     if not corners.size:
@@ -173,21 +160,8 @@ def read_corners(path: Path) -> NDArray[np.int64]:
     return corners
 
 
-def _bounded(dataset: Any, path: Path) -> Any:
-    """Return a dataset, unless it claims to be much larger than its file."""
-    if dataset.size > _MOST_EXPANSION * path.stat().st_size:
-        raise ValueError(f"{dataset.shape} numbers in so small a file")
-    return dataset
-
-
 def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:
-    """Return the plan of a slide's coordinates.
-
-    Args:
-        name: slide id, for messages.
-        info: the slide's header.
-        mpp: its level-0 scale; None where unknown.
-        coords: the file.
+    """Return the plan of a slide's coordinates; `mpp` is its level-0 scale.
 
     Raises:
         ScaleError: they are too fine for the slide, or outside of it.
@@ -204,32 +178,26 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
             expected=f"within {info.size}", todo="check that they are this slide's",
         )  # fmt: skip
     level = np.rint(corners / choice.level.downsample)
-    count = len(corners)
     return TilingPlan(
         choice=choice,
         x_level=frozen_array(level[:, 0], np.int64), y_level=frozen_array(level[:, 1], np.int64),
         x_l0=frozen_array(corners[:, 0], np.int64), y_l0=frozen_array(corners[:, 1], np.int64),
-        tissue=frozen_array(np.full(count, np.nan), np.float32),
+        tissue=frozen_array(np.full(len(corners), np.nan), np.float32),
         notes=(f"coordinates of {coords.path.name}",),
     )  # fmt: skip
 
 
 def sticks_out(plan: TilingPlan, info: SlideInfo) -> bool:
-    """Whether a patch reaches over the slide's edge, which only OpenSlide knows what to do with."""
-    return bool(
-        len(plan)
-        and (
-            min(plan.x_l0.min(), plan.y_l0.min()) < 0
-            or plan.x_l0.max() + plan.side_l0 > info.size.width
-            or plan.y_l0.max() + plan.side_l0 > info.size.height
-        )
-    )
+    """Return whether a patch extends beyond the slide: only OpenSlide can read such patches."""
+    corners = np.stack([plan.x_l0, plan.y_l0], axis=1)
+    ends = corners + plan.side_l0
+    return bool((corners < 0).any() or (ends > (info.size.width, info.size.height)).any())
 
 
 def _choice(
     name: str, levels: tuple[Level, ...], mpp: Mpp | None, coords: CoordsFile
 ) -> LevelChoice:
-    """The level that patches are read from: CLAM's own, or the coarsest that has no fewer pixels than are wanted."""
+    """Choose the level to read: that of CLAM, or the coarsest that has at least as many pixels as are wanted."""
     size = coords.patch_size
     if coords.side_l0 is None:
         number = coords.level or 0

@@ -78,17 +78,17 @@ def ingest(
         >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
     """
     progress, store = progress or default_progress(), Path(out)
-    request = read_request(slides, store, settings, progress)
+    inputs, spec, options = read_request(slides, store, settings, progress)
     if not part_gb > 0:
         raise UsageError("--part-gb", found=part_gb, expected="above 0")
-    if cluster is not None:
-        from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
+    if cluster is None:
+        return ingest_slides(inputs, store, spec, options, progress=progress)
+    from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
 
-        return ingest_on_cluster(
-            request.slides, store, request.spec, request.options, cluster=cluster,
-            scratch=Path(scratch or tempfile.gettempdir()), part_bytes=int(part_gb * 1e9), progress=progress,
-        )  # fmt: skip
-    return ingest_slides(request.slides, store, request.spec, request.options, progress=progress)
+    return ingest_on_cluster(
+        inputs, store, spec, options, cluster=cluster, scratch=Path(scratch or tempfile.gettempdir()),
+        part_bytes=int(part_gb * 1e9), progress=progress,
+    )  # fmt: skip
 
 
 def import_coords(
@@ -120,5 +120,5 @@ def import_coords(
         >>> import_coords("trident/20x_256px_0px_overlap/patches", "slides")  # doctest: +SKIP
     """
     progress, store = progress or default_progress(), Path(out)
-    request = read_request(slides, store, settings, progress, coords=Path(coords))
-    return ingest_slides(request.slides, store, request.spec, request.options, progress=progress)
+    inputs, spec, options = read_request(slides, store, settings, progress, coords=Path(coords))
+    return ingest_slides(inputs, store, spec, options, progress=progress)

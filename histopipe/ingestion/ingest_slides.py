@@ -1,35 +1,35 @@
-"""Ingest slides that are already found into a store: the step behind `ingest`, also used by `repair` and on clusters."""
+"""Check and ingest slides that are already found: the step behind `ingest`, also used by `repair` and on clusters."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from histopipe._version import __version__
-from histopipe.ingestion.checks import check_ingest
-from histopipe.ingestion.decisions import sort_slides
+from histopipe.errors import SlideError, UsageError
+from histopipe.geometry import Mpp, same_scale
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
-from histopipe.ingestion.progress import IngestProgress
-from histopipe.ingestion.records import duplicates, new_record
-from histopipe.ingestion.report import (
-    LOG,
-    SUMMARY,
-    IngestReport,
-    SlideOutcome,
-    Status,
-    try_write_csv,
-)
+from histopipe.ingestion.records import duplicates, new_record, sort_slides
+from histopipe.ingestion.report import LOG, SUMMARY, IngestProgress, IngestReport, Status
 from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
+from histopipe.slides.scale import resolve_mpp
+from histopipe.slides.slide import Slide
 from histopipe.store.claims import Claims
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
+from histopipe.system.filesystems import network_filesystem
 from histopipe.system.progress import LogProgress, Progress, default_progress
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
+
+_OPENING_SECONDS = 120.0
 
 
 def ingest_slides(
@@ -42,19 +42,10 @@ def ingest_slides(
     pool: WorkerPool | None = None,
     writer: StoreWriter | None = None,
 ) -> IngestReport:
-    """Tile slides into a store.
+    """Tile slides into a store, which is created if missing.
 
-    Args:
-        slides: each with a different id; `with_recorded_ids` gives them the ids that the store has.
-        store: the store's folder, created if missing.
-        spec: how to tile and encode.
-        options: the rest.
-        progress: where progress is shown.
-        pool: processes that ran `prepare`, used and left open; None starts and ends them.
-        writer: of the store, used and left open; None opens and closes it.
-
-    Returns:
-        The outcome of every slide.
+    Slides have different ids: `with_recorded_ids` gives them those of the store. A pool, whose processes ran `prepare`, and
+    a writer that are given are left open.
 
     Raises:
         UsageError: the store has another spec or is on a network filesystem, or `--level` would mix scales.
@@ -65,31 +56,44 @@ def ingest_slides(
     options, shown = options or IngestOptions(), progress or default_progress()
     check_ingest(slides, store, spec, options)
     with ExitStack() as stack:
-        if writer is None:
-            writer = stack.enter_context(StoreWriter(store, spec))
+        writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
-        events = stack.enter_context(IngestProgress(shown, log))
-        outcomes = _ingest(slides, writer, spec, options, events, pool=pool)
+        events = stack.enter_context(IngestProgress(len(slides), shown, log))
+        writer.register(sorted((new_record(s.file) for s in slides), key=lambda record: record.id))
+        found = sort_slides(slides, writer.records(), options)
+        for outcome in found.outcomes:
+            events.finished(outcome)
+        write_labels(writer, found.relabelled)
+        outcomes = list(found.outcomes)
+        if found.pending:
+            claims = stack.enter_context(Claims(store))
+            if pool is None:
+                pool = WorkerPool(options.worker_count, prepare)
+                stack.callback(pool.shutdown, cancel_futures=True)
+            pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events)
+            outcomes += pipeline.run(found.pending)
+        outcomes.sort(key=lambda outcome: outcome.id)
         warnings = duplicates(writer.records().values())
         report = IngestReport(str(store), time.monotonic() - started, outcomes, warnings)
         for text in [*warnings, *report.summary_lines()]:
             log.message(text)
     report = annotate_skipped(report, slides, store, options)
-    try_write_csv(report, store / SUMMARY, shown)
+    report.write_csv(store / SUMMARY, shown)
     return report
+
+
+def write_labels(writer: StoreWriter, records: Mapping[int, SlideRecord]) -> None:
+    """Write label, patient and site of records, by slide number."""
+    for number, record in records.items():
+        # Only these fields: another command may be writing the rest of the record.
+        writer.change(number, label=record.label, patient=record.patient, site=record.site)
 
 
 def annotate_skipped(
     report: IngestReport, slides: Sequence[SlideInput], store: Path, options: IngestOptions
 ) -> IngestReport:
     """Label the patches of slides that an earlier run ingested, where their annotations have changed.
-
-    Args:
-        report: of this run.
-        slides: its slides.
-        store: the store that has the skipped slides.
-        options: the run's options.
 
     Returns:
         The report, in which slides that cannot be labelled have failed.
@@ -98,43 +102,94 @@ def annotate_skipped(
     files = {s.id: s.annotations for s in slides if s.annotations is not None and s.id in skipped}
     if not files:
         return report
-    result = annotate_slides(
+    failed = annotate_slides(
         store, files, options.rules, only=files.keys(), workers=options.worker_count
-    )
+    ).failed
     outcomes = [
-        replace(slide, status=Status.FAILED, reason=result.failed[slide.id])
-        if slide.id in result.failed
+        replace(slide, status=Status.FAILED, reason=failed[slide.id])
+        if slide.id in failed
         else slide
         for slide in report.slides
     ]
     return replace(report, slides=outcomes)
 
 
-def _ingest(
-    slides: Sequence[SlideInput],
-    writer: StoreWriter,
-    spec: TilingSpec,
-    options: IngestOptions,
-    events: IngestProgress,
-    *,
-    pool: WorkerPool | None,
-) -> list[SlideOutcome]:
-    """Return the outcome of each slide, sorted by id."""
-    known = writer.records()
-    new = sorted((new_record(slide.file) for slide in slides), key=lambda record: record.id)
-    found = sort_slides(slides, known, writer.register(new), options)
-    for number, record in found.relabelled.items():
-        # Only these fields: another command may be writing the rest of the record.
-        writer.change(number, label=record.label, patient=record.patient, site=record.site)
-    events.begin(len(slides))
-    for outcome in found.outcomes:
-        events.finished(outcome)
-    outcomes = list(found.outcomes)
-    if found.pending:
-        with ExitStack() as stack:
-            claims = stack.enter_context(Claims(writer.path))
-            if pool is None:
-                pool = WorkerPool(options.worker_count, prepare)
-                stack.callback(pool.shutdown, cancel_futures=True)
-            outcomes += Pipeline(writer, pool, spec, options, claims, events).run(found.pending)
-    return sorted(outcomes, key=lambda outcome: outcome.id)
+def check_ingest(
+    slides: Sequence[SlideInput], store: Path, spec: TilingSpec, options: IngestOptions
+) -> None:
+    """Refuse an ingest that cannot be right, before anything is written.
+
+    Raises:
+        UsageError: the store would be on a network filesystem, or `--level` would mix scales.
+    """
+    if not options.allow_network:
+        refuse_network(store)
+    if spec.level is None or options.allow_mixed_mpp:
+        return
+    stored = {
+        record.id: Mpp(record.patch_mpp)
+        for record in recorded(store).values()
+        if record.state is SlideState.COMPLETE and record.patch_mpp
+    }
+    scales = stored | _scales_at_level(slides, spec, options)
+    if not scales:
+        return
+    ordered = sorted((mpp, name) for name, mpp in scales.items())
+    (finest, fine), (coarsest, coarse) = ordered[0], ordered[-1]
+    if not same_scale(finest, coarsest):
+        raise UsageError(
+            f"--level {spec.level} would mix scales",
+            found=f"{finest:g} mpp ({fine}) and {coarsest:g} mpp ({coarse})",
+            expected="at most 2 % difference",
+            todo="use --mpp or --mag, or pass --allow-mixed-mpp",
+        )
+
+
+def refuse_network(store: Path) -> None:
+    """Refuse to write a store where LMDB cannot keep it consistent.
+
+    Raises:
+        UsageError: the path is on a network filesystem.
+    """
+    kind = network_filesystem(store)
+    if kind is not None:
+        raise UsageError(
+            f"the store {store} would be on a network filesystem",
+            found=kind,
+            expected="a local disk: LMDB's locks and maps do not work between machines",
+            todo="write to a local disk and copy the finished store, or pass --allow-network at your own risk",
+        )
+
+
+def scale_at_level(slide: SlideInput, spec: TilingSpec, default_mpp: Mpp | None) -> Mpp | None:
+    """Return the scale of a slide's patches; a task for a worker process.
+
+    Raises:
+        SlideError: the slide cannot be opened, or its scale is unknown.
+    """
+    with Slide(slide.file.path) as opened:
+        scale = resolve_mpp(slide.id, opened.info, from_csv=slide.mpp, default=default_mpp)
+        return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
+
+
+def _scales_at_level(
+    slides: Sequence[SlideInput], spec: TilingSpec, options: IngestOptions
+) -> dict[str, Mpp]:
+    """Return the scale of each slide that has one. Workers open the slides: a bad file may crash or hang its decoder."""
+    scales = {}
+    pool = WorkerPool(options.worker_count)
+    try:
+        futures = {
+            slide.id: pool.submit_within(
+                _OPENING_SECONDS, scale_at_level, slide, spec, options.default_mpp
+            )
+            for slide in slides
+        }
+        for name, future in futures.items():
+            with suppress(SlideError, WorkerDied):  # the ingest reports the reason
+                scale = future.result()
+                if scale is not None:
+                    scales[name] = scale
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return scales

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from histopipe.annotations.rules import AnnotationRules
+from histopipe.annotations.regions import AnnotationRules
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.route import AskedRoute
@@ -19,18 +19,11 @@ _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
 
 @dataclass(frozen=True, slots=True)
 class SlideInput:
-    """One slide to ingest.
-
-    Attributes:
-        file: the slide as `discover` found it.
-        label: label, patient and site; None keeps those that the store has.
-        mpp: level-0 scale that the user gave.
-        coords: patches that another tool has chosen.
-        annotations: file of outlines.
-    """
+    """One slide to ingest, with what the user gave for it: `mpp` is its scale at level 0."""
 
     file: SlideFile
     label: SlideLabel | None = None
+    """None keeps the label, patient and site that the store has."""
     mpp: Mpp | None = None
     coords: CoordsFile | None = None
     annotations: Path | None = None
@@ -43,20 +36,7 @@ class SlideInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestOptions:
-    """Options that are the same for all slides of an ingest, apart from the tiling spec.
-
-    Attributes:
-        workers: number of processes; None starts one per core.
-        route: the only route to take, or "auto".
-        default_mpp: level-0 scale of slides that have none.
-        rules: how outlines become labels.
-        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable.
-        slide_timeout: seconds of worker time per slide; None allows 600 and 0.2 per patch.
-        force: ingest again slides whose file was replaced.
-        retry_failed: ingest again slides whose file could not be read.
-        allow_mixed_mpp: with a level instead of a scale, accept slides of different scale.
-        allow_network: accept a store on a network filesystem.
-    """
+    """Options of `ingest` that are the same for all slides, apart from the tiling spec."""
 
     workers: int | None = None
     route: AskedRoute = "auto"

@@ -1,48 +1,107 @@
-"""The patches of one slide as files: copied, decoded or read through OpenSlide, from cells to the bytes that are stored."""
+"""Patches of one slide as files: copied, decoded or read through OpenSlide, chunk by chunk; and encoding of pixels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
+from PIL import Image
 
 from histopipe.errors import SlideUnreadable
-from histopipe.geometry import Size
-from histopipe.ingestion.chunks import Chunk, PatchPlace
-from histopipe.ingestion.encode import encode, reduced
-from histopipe.ingestion.route import RouteChoice
-from histopipe.slides.slide import Slide
+from histopipe.geometry import PointL0, RegionLevel, Size
+from histopipe.ingestion.route import RouteChoice, RouteName
+from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.tiles.native import NativeTiles
 from histopipe.system.files import Closing
-from histopipe.tiling.level import LevelChoice
+from histopipe.tiling.plan import LevelChoice, Resampling, TilingPlan
 from histopipe.tiling.spec import TilingSpec
 
-PatchReader = Callable[[NativeTiles, PatchPlace], bytes | None]
+_THUMBNAIL_QUALITY = 85
 PatchFile = bytes | SlideUnreadable
 """A patch as it is stored, or why it cannot be read."""
 
+_STRIP = 8192
+"""Width, in pixels of the level, of the strips along which patches are made. The tiles that two rows of patches share stay
+decoded meanwhile: two rows of tiles of such a strip are 12 MB."""
+_CHUNK_PIXELS = 1 << 25
+"""Pixels of the level between two transactions: 512 patches of 256². With half of it, copying takes a tenth longer, and tiles
+along a chunk's edge are decoded more often."""
+_MOST_PATCHES = 4096
 _RUN = 1024
-"""Width, in pixels, of what is read at once along a row. Wider reads leave the processor's cache and are no faster."""
+"""Width, in pixels, of one read along a row. Wider reads exceed the processor's cache and are no faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchRecipe:
-    """How the patches of a slide are made; picklable.
-
-    Attributes:
-        path: the slide.
-        choice: the level, and how it is read.
-        route: the route, with the slide's native tiles.
-        spec: size and encoding of patches.
-    """
+    """How the patches of a slide are made; picklable."""
 
     path: Path
     choice: LevelChoice
     route: RouteChoice
     spec: TilingSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPlace:
+    """Position of one patch."""
+
+    region: RegionLevel
+    origin: PointL0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some patches of a plan, in the order in which they are made: one task and one transaction.
+
+    `rows` are their numbers and the others their top left corners, all (N,) int64. `side` is that of the square read for
+    each, in pixels of the level.
+    """
+
+    rows: NDArray[np.int64]
+    x_level: NDArray[np.int64]
+    y_level: NDArray[np.int64]
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    side: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def places(self) -> Iterator[PatchPlace]:
+        """Yield the position of each patch."""
+        size = Size(self.side, self.side)
+        corners = (self.x_level, self.y_level, self.x_l0, self.y_l0)
+        for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in corners), strict=True):
+            yield PatchPlace(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
+
+
+def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
+    """Return some patches of a plan, by their numbers."""
+    x, y, side = plan.x_level[rows], plan.y_level[rows], plan.choice.read_size
+    return Chunk(rows, x, y, plan.x_l0[rows], plan.y_l0[rows], side)
+
+
+def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:
+    """Yield all patches of a plan in chunks.
+
+    Copied patches go row by row, as tiles are in a file. Others go along strips, so that tiles shared by neighbours are
+    decoded once.
+    """
+    rows = np.arange(len(plan))
+    side = max(patch_size, plan.choice.read_size)
+    if route != "copy":
+        rows = np.lexsort((plan.x_level, plan.y_level, plan.x_level // max(side, _STRIP)))
+    size = max(1, min(_MOST_PATCHES, _CHUNK_PIXELS // side**2))
+    count = -(-len(rows) // size)
+    # Of equal length and, for two workers or four, an equal number each, so that they end together.
+    for part in np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4)):
+        if len(part):
+            yield chunk_of(plan, part)
 
 
 class PatchSource(Closing):
@@ -59,8 +118,7 @@ class PatchSource(Closing):
         """Return the patches of a chunk, in its order, or for each that cannot be read the reason."""
         if self._tiles is None:
             return [value for run in self._runs(chunk) for value in self._read(run)]
-        read = self._copied if self._route.name == "copy" else self._decoded
-        return [self._from_tiles(read, self._tiles, place) for place in chunk.places()]
+        return [self._from_tiles(self._tiles, place) for place in chunk.places()]
 
     def close(self) -> None:
         """Close files and free decoded tiles."""
@@ -69,20 +127,17 @@ class PatchSource(Closing):
         if self._slide is not None:
             self._slide.close()
 
-    def _open(self) -> Slide:
-        if self._slide is None:
-            self._slide = Slide(self._path)  # late: copying needs none
-        return self._slide
-
-    def _from_tiles(self, read: PatchReader, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
+    def _from_tiles(self, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
+        make = self._copied if self._route.name == "copy" else self._decoded
         try:
-            value = read(tiles, place)
+            value = make(tiles, place)
         except SlideUnreadable as error:
             return error
         # Tiles never written are left to OpenSlide, which may show what a finer level has there.
         return self._one(place) if value is None else value
 
-    def _copied(self, tiles: NativeTiles, place: PatchPlace) -> bytes | None:
+    @staticmethod
+    def _copied(tiles: NativeTiles, place: PatchPlace) -> bytes | None:
         native = tiles.native
         row = (place.region.y - native.y_level) // native.tile.height
         column = (place.region.x - native.x_level) // native.tile.width
@@ -93,10 +148,10 @@ class PatchSource(Closing):
         return None if pixels is None else self._encoded(pixels)
 
     def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
-        """Neighbours along a row, which can be read together.
+        """Yield neighbours along a row, which can be read together.
 
-        Only where a level's pixels lie on whole pixels of level 0: elsewhere OpenSlide interpolates, from where a region
-        begins, and a patch's pixels would depend on its neighbours.
+        Patches are joined only where the level's pixels are on whole pixels of level 0: elsewhere OpenSlide interpolates
+        from the corner of the region, and a patch's pixels would depend on its neighbours.
         """
         run: list[PatchPlace] = []
         joined = self._choice.level.downsample.is_integer()
@@ -117,12 +172,13 @@ class PatchSource(Closing):
         )
 
     def _read(self, run: list[PatchPlace]) -> Iterator[PatchFile]:
-        """Patches of a run through OpenSlide; where it is damaged, one by one."""
+        """Yield the patches of a run through OpenSlide; where it is damaged, one by one."""
         first, last = run[0].region, run[-1].region
         side = first.size.height
         size = Size(last.x + side - first.x, side)
         try:
-            pixels = self._open().read_bgrx(run[0].origin, self._choice.level.number, size)
+            self._slide = self._slide or Slide(self._path)  # late: copying needs none
+            pixels = self._slide.read_bgrx(run[0].origin, self._choice.level.number, size)
         except SlideUnreadable as error:
             yield from (error,) if len(run) == 1 else map(self._one, run)
             return
@@ -135,3 +191,41 @@ class PatchSource(Closing):
 
     def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:
         return encode(reduced(pixels, self._spec.patch_size, self._choice.resampling), self._spec)
+
+
+def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDArray[np.uint8]:
+    """Return a patch with a side of `size` pixels; (side, side, 3 or 4) uint8 RGB or BGRX."""
+    side = len(pixels)
+    if side == size:
+        return pixels
+    mode = "RGB" if pixels.shape[2] == 3 else "RGBX"  # the order of the channels is kept
+    image = Image.frombuffer(mode, (side, side), np.ascontiguousarray(pixels))
+    if resampling == "area":
+        return np.asarray(image.reduce(side // size))
+    return np.asarray(image.resize((size, size), Image.Resampling.LANCZOS))
+
+
+def encode(pixels: NDArray[np.uint8], spec: TilingSpec) -> bytes:
+    """Return a patch, (H, W, 3 or 4) uint8 RGB or BGRX, as a plain JPEG or PNG file."""
+    if spec.codec == "png":
+        return png(pixels if pixels.shape[2] == 3 else np.asarray(rgb_image(pixels)))
+    jpeg = simplejpeg.encode_jpeg(
+        np.ascontiguousarray(pixels),
+        quality=spec.quality,
+        colorspace="RGB" if pixels.shape[2] == 3 else "BGRX",
+        colorsubsampling=spec.subsampling,
+    )
+    return bytes(jpeg)
+
+
+def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
+    """Return a thumbnail, (H, W, 3) uint8 RGB, as a JPEG file."""
+    pixels = np.ascontiguousarray(pixels)
+    return bytes(simplejpeg.encode_jpeg(pixels, quality=_THUMBNAIL_QUALITY, colorspace="RGB"))
+
+
+def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
+    """Return a picture or a mask as a PNG file."""
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()

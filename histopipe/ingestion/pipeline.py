@@ -13,15 +13,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, SlideError
-from histopipe.ingestion.chunks import Chunk, chunks
-from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.patch_source import Chunk, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.progress import IngestProgress
-from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.ingestion.records import PendingSlide
+from histopipe.ingestion.report import (
+    IngestProgress,
+    SlideOutcome,
+    Status,
+    failed_outcome,
+    outcome_of,
+)
 from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import ChunkResult, store_chunk
 from histopipe.store.claims import Claims
@@ -37,28 +42,13 @@ _SPARE_BYTES = 2 << 20
 """Free disk space needed beyond the estimate: for records, indices, and the estimate's error."""
 
 
-class Workers(Protocol):
-    """Runs tasks. A future raises WorkerDied, or TookTooLong, if its task ends without a result."""
-
-    def submit_within(self, seconds: float, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
-        """Run a task that may take so long."""
-
-
 @dataclass(slots=True)
 class Pipeline:
-    """Ingests slides into a store.
-
-    Args:
-        writer: the store.
-        workers: runs `plan_slide` and `store_chunk`.
-        spec: how to tile and encode.
-        options: the run's options.
-        claims: which slides are this run's.
-        progress: shows what happens.
-    """
+    """Ingests slides into a store, those that other runs do not claim."""
 
     writer: StoreWriter
-    workers: Workers
+    submit_within: Callable[..., Future[Any]]
+    """Runs a task that may take so many seconds, as that of a `WorkerPool`."""
     spec: TilingSpec
     options: IngestOptions
     claims: Claims
@@ -99,41 +89,33 @@ class Pipeline:
             slide = next((s for s in self._in_flight.values() if s.tasks), None) or self._begin()
             if slide is None:
                 return
-            task = slide.tasks.popleft()
+            chunk, pending = slide.tasks.popleft(), slide.pending
             slide.running += 1
-            self._futures[self._submit(slide, task)] = slide, task
-
-    def _submit(self, slide: SlideInFlight, chunk: Chunk | None) -> Future[Any]:
-        seconds, pending = slide.seconds_left, slide.pending
-        if chunk is None or slide.plan is None:
-            arguments = pending.slide, pending.record, self.spec, self.options
-            return self.workers.submit_within(seconds, plan_slide, *arguments)
-        recipe = slide.plan.recipe
-        return self.workers.submit_within(
-            seconds, store_chunk, self.writer.path, pending.number, recipe, chunk
-        )
+            if chunk is None or slide.plan is None:
+                inputs = pending.slide, pending.record, self.spec, self.options
+                future = self.submit_within(slide.seconds_left, plan_slide, *inputs)
+            else:
+                place = self.writer.path, pending.number, slide.plan.recipe
+                future = self.submit_within(slide.seconds_left, store_chunk, *place, chunk)
+            self._futures[future] = slide, chunk
 
     def _begin(self) -> SlideInFlight | None:
         """Begin the next slide that no other run has; None if there is none, or no room for more."""
         while self._waiting and not self._without_room:
             pending = self._waiting.popleft()
-            if not self.claims.take(pending.number):
-                self._claimed_elsewhere.append(pending)
-                continue
-            if (
-                not pending.again
-                and self.writer.record(pending.number).state is SlideState.COMPLETE
-            ):
-                self.claims.release(pending.number)  # another run has completed it meanwhile
-                self._claimed_elsewhere.append(pending)
-                continue
-            self.writer.restart(pending.number, pending.record)
-            slide = self._in_flight[pending.number] = SlideInFlight(pending, self.options)
-            return slide
+            number = pending.number
+            claimed = self.claims.take(number)
+            complete = claimed and self.writer.record(number).state is SlideState.COMPLETE
+            if claimed and (pending.again or not complete):
+                self.writer.restart(number, pending.record)
+                slide = self._in_flight[number] = SlideInFlight(pending, self.options)
+                return slide
+            if claimed:
+                self.claims.release(number)  # another run has completed it meanwhile
+            self._claimed_elsewhere.append(pending)
         return None
 
     def _receive(self, slide: SlideInFlight, task: Chunk | None, future: Future[Any]) -> None:
-        """Pass the result or failure of a task to its slide."""
         slide.running -= 1
         try:
             result: PlannedSlide | SlideFailure | ChunkResult = future.result()
@@ -150,21 +132,16 @@ class Pipeline:
             self.progress.message("".join(traceback.format_exception(error)))
             slide.task_failed(error)
         else:
-            self._take_result(slide, result)
-
-    def _take_result(
-        self, slide: SlideInFlight, result: PlannedSlide | SlideFailure | ChunkResult
-    ) -> None:
-        if isinstance(result, SlideFailure):
-            slide.not_planned(result)
-        elif isinstance(result, PlannedSlide):
-            slide.planned(result)
-            self.progress.planned(slide.id, slide.patches)
-            if slide.failure is None:
-                self._add_chunks(slide, last_chance=False)
-        else:
-            slide.chunk_stored(result)
-            self.progress.advanced(slide.id, len(result.rows))
+            if isinstance(result, SlideFailure):
+                slide.failure = result
+            elif isinstance(result, PlannedSlide):
+                slide.planned(result)
+                self.progress.planned(slide.id, slide.patches)
+                if slide.failure is None:
+                    self._add_chunks(slide, last_chance=False)
+            else:
+                slide.chunk_stored(result)
+                self.progress.advanced(slide.id, len(result.rows))
 
     def _add_chunks(self, slide: SlideInFlight, *, last_chance: bool) -> None:
         """Let a planned slide be stored if it fits on the disk; else it waits for those in flight.
@@ -179,7 +156,7 @@ class Pipeline:
         free = free_bytes(self.writer.path) + self.writer.reusable_bytes()
         if needed <= free:
             route = slide.plan.recipe.route.name
-            slide.add_chunks(chunks(slide.plan.plan, route, self.spec.patch_size))
+            slide.tasks.extend(chunks(slide.plan.plan, route, self.spec.patch_size))
         elif not last_chance:
             self._without_room.append(slide)
         else:
@@ -192,30 +169,25 @@ class Pipeline:
     def _record(self, slide: SlideInFlight) -> SlideOutcome:
         """Write a slide that has ended to the store; complete slides become visible by this."""
         del self._in_flight[slide.number]
-        failure = slide.last_check()
-        if failure is not None or slide.plan is None:
-            outcome = self._record_failure(slide, failure)
+        result = slide.result()
+        if isinstance(result, SlideFailure):
+            reason = storable(result.reason)
+            record = dataclasses.replace(result.record, error_option=result.option)
+            self.writer.fail(slide.number, record, reason, result.kind)
+            outcome = failed_outcome(record, reason)
         else:
-            record = slide.complete_record(slide.plan)
+            record = slide.complete_record(result)
             classes = self.writer.class_numbers(list(record.patch_labels))
-            columns = slide.columns(slide.plan, classes)
-            self.writer.complete(slide.number, record, columns, slide.plan.thumbnails)
+            columns = slide.columns(result, classes)
+            self.writer.complete(slide.number, record, columns, result.thumbnails)
             outcome = outcome_of(record, Status.COMPLETE)
         outcome = dataclasses.replace(outcome, seconds=round(time.monotonic() - slide.begun, 3))
         self.claims.release(slide.number)
         self.progress.finished(outcome)
         return outcome
 
-    def _record_failure(self, slide: SlideInFlight, failure: SlideFailure | None) -> SlideOutcome:
-        if failure is None:
-            raise RuntimeError(f"{slide.id} ended without a plan or a failure")
-        reason = storable(failure.reason)
-        record = dataclasses.replace(failure.record, error_option=failure.option)
-        self.writer.fail(slide.number, record, reason, failure.kind)
-        return failed_outcome(failure.record, reason)
-
     def _retry_claims(self) -> Iterator[SlideOutcome]:
-        """Return to slides that another run claimed: they are complete by now, or can be taken over."""
+        """Check slides that another run claimed: they are complete by now, or can be taken over."""
         time.sleep(_CLAIM_POLL_SECONDS)
         records = self.writer.records()
         for _ in range(len(self._claimed_elsewhere)):

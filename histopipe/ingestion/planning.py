@@ -23,13 +23,17 @@ from histopipe.errors import (
     UsageError,
 )
 from histopipe.geometry import Mpp
-from histopipe.ingestion.chunks import chunk_of
 from histopipe.ingestion.coords import plan_imported, sticks_out
-from histopipe.ingestion.encode import encode_thumbnail, png
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.patch_source import PatchRecipe, PatchSource
+from histopipe.ingestion.patch_source import (
+    PatchRecipe,
+    PatchSource,
+    chunk_of,
+    encode_thumbnail,
+    png,
+)
 from histopipe.ingestion.route import RouteChoice, choose_route
-from histopipe.slides.identity import Fingerprint, fingerprint, tile_hash
+from histopipe.slides.discovery import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
@@ -37,9 +41,8 @@ from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
-from histopipe.tiling.level import choose_level
 from histopipe.tiling.mask import tissue_mask
-from histopipe.tiling.plan import TilingPlan, cell_shares, plan_tiles
+from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.quality import pen_mask
 from histopipe.tiling.spec import TilingSpec
 
@@ -48,7 +51,7 @@ _SAMPLED_PATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What storing a slide takes, estimated from a few of its patches: bytes in the store, and seconds of one worker."""
+    """Bytes of a slide in the store, and seconds of one worker, estimated from a few of its patches."""
 
     stored_bytes: int = 0
     seconds: float = 0.0
@@ -58,16 +61,8 @@ class Estimate:
 class PlannedSlide:
     """A slide whose patches can be stored.
 
-    Attributes:
-        record: its record, with all that is known before the patches are stored.
-        plan: where its patches are.
-        recipe: how they are made.
-        thumbnails: JPEG and PNG files by name.
-        fingerprint: size and time of its files before they were read.
-        estimate: what storing it takes.
-        seconds: worker time of planning.
-        labels: classes of its patches, by annotations.
-        columns: (N,) each, of its index, besides those that every plan has.
+    `thumbnails` are JPEG and PNG files by name. The fingerprint is from before the files were read. `seconds` is the worker
+    time of planning. `columns` of its index are (N,) each, besides those of the plan.
     """
 
     record: SlideRecord
@@ -83,13 +78,9 @@ class PlannedSlide:
 
 @dataclass(frozen=True, slots=True)
 class SlideFailure:
-    """Why a slide cannot be ingested.
+    """Why a slide cannot be ingested: because of its file, or of an option.
 
-    Attributes:
-        reason: as shown to the user.
-        kind: whether the file or an option is the cause.
-        record: its record, with what is known of it.
-        option: the limit that it exceeded; with another limit it is tried again.
+    `option` is the limit that it exceeded; with another limit it is tried again.
     """
 
     reason: str
@@ -101,14 +92,7 @@ class SlideFailure:
 def plan_slide(
     slide: SlideInput, record: SlideRecord, spec: TilingSpec, options: IngestOptions
 ) -> PlannedSlide | SlideFailure:
-    """Open a slide and decide its patches, their route and their labels; a task for a worker process.
-
-    Args:
-        slide: the slide.
-        record: its record so far.
-        spec: how to tile and encode.
-        options: the run's options.
-    """
+    """Open a slide and decide its patches, their route and their labels; a task for a worker process."""
     started, file = time.monotonic(), slide.file
     try:
         if file.problem is not None:
@@ -116,21 +100,23 @@ def plan_slide(
         before = fingerprint(file)
         record = dataclasses.replace(record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns)
         with Slide(file.path) as opened:
-            record = _described(record, opened.info, file.path)
-            scale, notes = _scale(slide, spec, options, opened.info)
+            info = opened.info
+            record = _described(record, info, file.path)
+            scale, notes = _scale(slide, spec, options, info)
             mpp = scale.mpp if scale else None
-            regions = _regions(slide, spec, options, opened.info)
+            regions = _regions(slide, spec, options, info)
             with closing(NativeLevels(opened, file.files)) as levels:
                 thumbnail = _thumbnail(opened, mpp, levels)
-                plan, pictures = _planned(slide, opened.info, mpp, spec, thumbnail)
+                plan, pictures = _planned(slide, info, mpp, spec, thumbnail)
                 plan = _within(plan, regions, spec)
-                route_option = options.route
-                if slide.coords is not None and sticks_out(plan, opened.info):
-                    route_option = "openslide"
-                route = choose_route(slide.id, plan, spec, route_option, levels)
+                imported = slide.coords is not None
+                asked = "openslide" if imported and sticks_out(plan, info) else options.route
+                route = choose_route(slide.id, plan, spec, asked, levels)
         recipe = PatchRecipe(file.path, plan.choice, route, spec)
         estimate = _estimate(recipe, plan)
-        labels = _labels(options, plan, regions)
+        labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)
+        if regions is not None:
+            labels = label_patches(regions, *corners, threshold=options.rules.threshold)
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
     except (ScaleError, RouteUnfit, AnnotationsUnfit) as error:
         return SlideFailure(str(error), FailureKind.OPTION, record)
@@ -152,10 +138,10 @@ def plan_slide(
 def _regions(
     slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> Regions | None:
-    """Return what is drawn on a slide; None without annotations.
+    """Return the annotations of a slide; None if it has no file of them.
 
     Raises:
-        AnnotationsUnfit: the file cannot be read, or a region of interest is wanted and missing.
+        AnnotationsUnfit: the file cannot be read, or the region of interest is missing.
     """
     roi = spec.roi
     if slide.annotations is None:
@@ -179,29 +165,10 @@ def _regions(
     return regions
 
 
-def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
-    """Keep the cells in the region of interest, if there is one."""
-    if regions is None or spec.roi is None:
-        return plan
-    shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-    return plan.only(
-        shares >= spec.roi_threshold, f"no patch has {spec.roi_threshold:.0%} in {spec.roi!r}"
-    )
-
-
-def _labels(
-    options: IngestOptions, plan: TilingPlan, regions: Regions | None
-) -> PatchLabels | None:
-    if regions is None:
-        return None
-    threshold = options.rules.threshold
-    return label_patches(regions, plan.x_l0, plan.y_l0, plan.side_l0, threshold=threshold)
-
-
 def _scale(
     slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> tuple[ResolvedMpp | None, list[str]]:
-    """Return the slide's scale and notes. With a level instead of a scale it may be unknown, which becomes a note."""
+    """Return the slide's scale and notes. With `--level`, the scale may be unknown, which becomes a note."""
     try:
         scale = resolve_mpp(slide.id, info, from_csv=slide.mpp, default=options.default_mpp)
     except ScaleError as error:
@@ -212,7 +179,7 @@ def _scale(
 
 
 def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
-    """Read the thumbnail, in the same way for all routes: the plan must not depend on the route."""
+    """Read the thumbnail in the same way for all routes: the plan must not depend on the route."""
     try:
         tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
     except NotNative:
@@ -223,7 +190,7 @@ def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail
 def _planned(
     slide: SlideInput, info: SlideInfo, mpp: Mpp | None, spec: TilingSpec, thumbnail: Thumbnail
 ) -> tuple[TilingPlan, dict[str, bytes]]:
-    """Return where a slide's patches are, and its thumbnails."""
+    """Return the plan of a slide's patches, and its thumbnails."""
     mask, pictures = None, {"thumb": encode_thumbnail(thumbnail.pixels)}
     if slide.coords is not None:
         return plan_imported(slide.id, info, mpp, slide.coords), pictures
@@ -234,8 +201,16 @@ def _planned(
     return plan_tiles(info, choice, spec, thumbnail, mask), pictures
 
 
+def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
+    """Keep the cells in the region of interest, if there is one."""
+    if regions is None or spec.roi is None:
+        return plan
+    shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
+    none = f"no patch has {spec.roi_threshold:.0%} in {spec.roi!r}"
+    return plan.only(shares >= spec.roi_threshold, none)
+
+
 def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
-    """Estimate what storing a plan takes, from patches spread over it."""
     if not len(plan):
         return Estimate()
     rows = np.unique(np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(np.int64))

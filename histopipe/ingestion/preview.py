@@ -5,29 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
 from histopipe.errors import ExitCode, NothingToDo
-from histopipe.ingestion.checks import check_ingest
-from histopipe.ingestion.decisions import PendingSlide, sort_slides
+from histopipe.ingestion.ingest_slides import check_ingest
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
-from histopipe.ingestion.progress import IngestProgress
-from histopipe.ingestion.records import duplicates
-from histopipe.ingestion.report import SlideOutcome, Status, exit_code, failed_outcome
+from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
+from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status, failed_outcome
 from histopipe.ingestion.request import IngestSettings, PathLike, read_request
 from histopipe.ingestion.storing import prepare
+from histopipe.store.folder import check_spec
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
-from histopipe.store.writer import check_spec
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import exit_code_of
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
-
-_NOTHING = Estimate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +41,7 @@ class SlidePreview:
     status: str
     reason: str
     record: SlideRecord | None = None
-    estimate: Estimate = _NOTHING
+    estimate: Estimate = field(default_factory=Estimate)
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
@@ -96,7 +93,7 @@ class IngestPreview:
     def exit_code(self) -> ExitCode:
         """Exit code that the ingest would have, unless patches cannot be read."""
         failed = sum(slide.status == Status.FAILED for slide in self.slides)
-        return exit_code(failed, len(self.slides))
+        return exit_code_of(failed, len(self.slides) - failed)
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
@@ -144,17 +141,12 @@ def plan(
         >>> plan("slides", "patches.lmdb", mpp=0.5).stored_bytes  # doctest: +SKIP
     """
     progress, store = progress or default_progress(), Path(out)
-    request = read_request(slides, store, settings, progress)
-    spec, options = request.spec, request.options
-    check_ingest(request.slides, store, spec, options)
+    inputs, spec, options = read_request(slides, store, settings, progress)
+    check_ingest(inputs, store, spec, options)
     known = _known(store, spec)
-    numbers = {record.id: number for number, record in known.items()}
-    new = sorted({slide.id for slide in request.slides} - numbers.keys())
-    numbers |= {name: 1 + max(known, default=0) + place for place, name in enumerate(new)}
-    found = sort_slides(request.slides, known, numbers, options)
+    found = sort_slides(inputs, known, options)
     previews = [SlidePreview(o.id, str(o.status), o.reason) for o in found.outcomes]
-    with IngestProgress(progress) as events:
-        events.begin(len(request.slides))
+    with IngestProgress(len(inputs), progress) as events:
         for outcome in found.outcomes:
             events.finished(outcome)
         previews += _plan_all(found.pending, spec, options, events)
@@ -174,7 +166,7 @@ def plan(
 
 
 def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
-    """Return the records of a store with the same spec; none where there is no store yet."""
+    """Return the records of a store, which must have the same spec; none if there is no store yet."""
     try:
         with Store(store) as opened:
             check_spec(opened.spec, spec.to_json(), store)
@@ -200,24 +192,22 @@ def _plan_all(
             for pending in slides
         }
         for future in as_completed(running):
-            yield _preview(running.pop(future), future, events)
+            pending = running.pop(future)
+            try:
+                result = future.result()
+            except WorkerDied as error:
+                reason = f"{pending.slide.file.path}: {error}"
+                result = SlideFailure(reason, FailureKind.FILE, pending.record)
+            record = result.record
+            if isinstance(result, SlideFailure):
+                outcome = failed_outcome(record, result.reason)
+                preview = SlidePreview(record.id, str(Status.FAILED), result.reason)
+            else:
+                outcome = SlideOutcome(
+                    record.id, record.path, Status.PLANNED, len(result.plan), route=record.route
+                )
+                preview = SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)
+            events.finished(outcome)
+            yield preview
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _preview(
-    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure], events: IngestProgress
-) -> SlidePreview:
-    try:
-        result = future.result()
-    except WorkerDied as error:
-        reason = f"{pending.slide.file.path}: {error}"
-        result = SlideFailure(reason, FailureKind.FILE, pending.record)
-    if isinstance(result, SlideFailure):
-        events.finished(failed_outcome(result.record, result.reason))
-        return SlidePreview(pending.slide.id, str(Status.FAILED), result.reason)
-    record, route = result.record, result.recipe.route.name
-    events.finished(
-        SlideOutcome(record.id, record.path, Status.PLANNED, len(result.plan), route=route)
-    )
-    return SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)

@@ -1,4 +1,4 @@
-"""Records of slides before they are planned: ids, labels, patients, and copies of one scan."""
+"""Records of slides before they are planned, and the decision what to do with each slide. Nothing here writes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from histopipe.errors import UsageError
-from histopipe.slides.discovery import SlideFile
+from histopipe.errors import SlideError, UsageError
+from histopipe.ingestion.options import IngestOptions, SlideInput
+from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.slides.discovery import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.scale import MppSource
 from histopipe.slides.tables import SlideLabel
-from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import storable
 
 _TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)")
@@ -32,10 +35,9 @@ def new_record(slide: SlideFile) -> SlideRecord:
 
 
 def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
-    """Return a record without the results of an earlier ingest.
+    """Return a record without the results of an earlier ingest: labels and unknown fields stay.
 
-    Labels and fields of later versions stay. The source of the annotations stays as well, so that the next ingest can
-    report that the patch labels are gone.
+    The source of the annotations stays as well, so that the next ingest can report that the patch labels are gone.
     """
     return replace(
         new_record(slide), id=record.id, patient=record.patient, label=record.label, site=record.site,
@@ -44,7 +46,7 @@ def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
 
 
 def labelled(record: SlideRecord, label: SlideLabel | None) -> SlideRecord:
-    """Return a record with label, patient and site. The patient is never empty: the default is the slide's own id."""
+    """Return a record with label, patient and site. The default patient is the slide's id."""
     patient = (label.patient if label else None) or record.patient or patient_of(record.id)
     if label is None:
         return replace(record, patient=patient)
@@ -52,9 +54,9 @@ def labelled(record: SlideRecord, label: SlideLabel | None) -> SlideRecord:
 
 
 def subfolder_labels(slides: Sequence[SlideFile]) -> dict[str, str]:
-    """Return the sub-folder's name as label, if every slide is in one and each has at least two slides.
+    """Return the sub-folders' names as labels, if all slides are in sub-folders of at least two slides each.
 
-    So a download with one folder per slide, as from GDC, is not taken for classes.
+    A download with one folder per slide, as from GDC, has no labels by this.
     """
     count = Counter(slide.subfolder for slide in slides)
     if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
@@ -76,14 +78,10 @@ def patient_of(slide_id: str) -> str:
 def with_recorded_ids(
     slides: Sequence[SlideFile], records: Mapping[int, SlideRecord]
 ) -> list[SlideFile]:
-    """Return slides under the ids that the store has for their files, sorted by id.
-
-    Args:
-        slides: as `discover` found them.
-        records: the store's records by number.
+    """Return slides under the ids that a store has for their files, sorted by id.
 
     Raises:
-        UsageError: a slide of another file has that id already.
+        UsageError: a slide of another file has that id.
     """
     by_path = {record.resolved_path: record.id for record in records.values()}
     named = [replace(s, id=by_path.get(resolved(s.path), s.id)) for s in slides]
@@ -110,3 +108,102 @@ def duplicates(records: Iterable[SlideRecord]) -> list[str]:
         for ids in copies.values()
         if len(ids) > 1
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSlide:
+    """A slide that is to be ingested: its number in the store, its input, and its record so far.
+
+    `again` is true for a slide that is complete, and is ingested once more.
+    """
+
+    number: int
+    slide: SlideInput
+    record: SlideRecord
+    again: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SortedSlides:
+    """Slides to ingest, and outcomes of those that need no ingest or cannot be ingested.
+
+    `relabelled` has new records, by number, of complete slides whose label, patient or site has changed.
+    """
+
+    pending: list[PendingSlide]
+    outcomes: list[SlideOutcome]
+    relabelled: dict[int, SlideRecord]
+
+
+def sort_slides(
+    slides: Sequence[SlideInput], known: Mapping[int, SlideRecord], options: IngestOptions
+) -> SortedSlides:
+    """Separate slides to ingest from others, by a store's records by number; a slide without a record has the number -1."""
+    known_by_id = {record.id: (number, record) for number, record in known.items()}
+    found = SortedSlides([], [], {})
+    for slide in slides:
+        number, before = known_by_id.get(slide.id) or (-1, new_record(slide.file))
+        record = labelled(before, slide.label)
+        outcome = outcome_without_ingest(slide, record, options)
+        if outcome is None:
+            again = record.state is SlideState.COMPLETE
+            reset = reset_record(record, slide.file)
+            found.pending.append(PendingSlide(number, slide, reset, again))
+            continue
+        found.outcomes.append(outcome)
+        if record != before and outcome.status is Status.SKIPPED:
+            found.relabelled[number] = record
+    return found
+
+
+def outcome_without_ingest(
+    slide: SlideInput, record: SlideRecord, options: IngestOptions
+) -> SlideOutcome | None:
+    """Return the outcome of a slide with this record if it is not to be ingested now; None if it is."""
+    path = slide.file.path
+    # If the other file is gone, the slide was moved.
+    if record.resolved_path != resolved(path) and Path(record.resolved_path).exists():
+        return failed_outcome(
+            record,
+            f"{path}: another slide, {record.path}, has the id {record.id!r} in the store; "
+            "ingest their common parent folder into a new store, or rename one",
+        )
+    if record.state is SlideState.PENDING:
+        return None
+    try:
+        changed = _file_change(fingerprint(slide.file), record)
+    except SlideError:
+        return None  # planning the slide fails with the reason, which is then recorded
+    if record.state is SlideState.FAILED:
+        limits = (None, options.timeout_text, options.unreadable_text)
+        retry = (
+            options.retry_failed
+            or changed
+            or record.error_option not in limits  # another limit than the one that it exceeded
+            or record.error_kind is FailureKind.OPTION
+        )
+        return None if retry else failed_outcome(record, record.error or "unknown reason")
+    changed = changed or _scale_change(record, slide, options)
+    # With --force, coordinates are imported again: they may have changed.
+    if options.force and (changed or slide.coords is not None):
+        return None
+    problem = f"{path} {changed} since it was ingested; pass --force to ingest it again"
+    return failed_outcome(record, problem) if changed else outcome_of(record, Status.SKIPPED)
+
+
+def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
+    if now.size_bytes != record.size_bytes:
+        return f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)"
+    if now.mtime_ns != record.mtime_ns:
+        return "was modified (its modification time has changed)"
+    return None
+
+
+def _scale_change(record: SlideRecord, slide: SlideInput, options: IngestOptions) -> str | None:
+    if record.mpp_source == MppSource.PROPERTIES:  # the header has priority over the user
+        return None
+    default = options.default_mpp if record.mpp_source == MppSource.DEFAULT else None
+    used = slide.mpp or default
+    if used is not None and used != record.mpp:
+        return f"was given another mpp ({used:g}, {record.mpp:g} before)"
+    return None

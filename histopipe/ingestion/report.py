@@ -1,4 +1,4 @@
-"""Results of an ingest: the outcome of each slide, the summary of the run, and `ingest.csv`."""
+"""Results of an ingest: the outcome of each slide, progress while they come in, the summary of the run, `ingest.csv`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Any
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import appearing
-from histopipe.system.progress import Progress
+from histopipe.system.files import Closing, appearing
+from histopipe.system.progress import Bar, Progress, SilentProgress
+from histopipe.system.result import exit_code_of
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
@@ -67,7 +68,18 @@ class SlideOutcome:
         return f"{self.status} {self.id}: {self.patches} patches{route}{lost}{notes}"
 
 
-_COLUMNS = [field.name for field in dataclasses.fields(SlideOutcome)]
+def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
+    """Return the outcome of a slide whose record is complete."""
+    return SlideOutcome(
+        id=record.id, path=record.path, status=status, patches=record.stored,
+        unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
+        route_reason=record.route_reason, notes=(*record.notes, *record.annotation_notes),
+    )  # fmt: skip
+
+
+def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
+    """Return the outcome of a slide that failed."""
+    return SlideOutcome(record.id, record.path, Status.FAILED, reason=reason)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -98,7 +110,7 @@ class IngestReport:
     @property
     def exit_code(self) -> ExitCode:
         """0 if every slide is complete, 3 if some failed, 4 if all did."""
-        return exit_code(len(self.failed), len(self.slides))
+        return exit_code_of(len(self.failed), len(self.slides) - len(self.failed))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-ready dict."""
@@ -124,48 +136,25 @@ class IngestReport:
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
         return [*lines, *(f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS))]
 
-    def write_csv(self, path: Path) -> None:
-        """Write one row per slide with the fields of `SlideOutcome`, replacing the file of an earlier run."""
-        with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-            table = csv.writer(file)
-            table.writerow(_COLUMNS)
-            for slide in self.slides:
-                values = dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)}
-                table.writerow([values[name] for name in _COLUMNS])
+    def write_csv(self, path: Path, progress: Progress) -> None:
+        """Write one row per slide with the fields of `SlideOutcome`, replacing the file of an earlier run.
+
+        Where that fails, show why: the slides are stored all the same.
+        """
+        columns = [field.name for field in dataclasses.fields(SlideOutcome)]
+        try:
+            with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+                table = csv.DictWriter(file, columns)
+                table.writeheader()
+                for slide in self.slides:
+                    table.writerow(dataclasses.asdict(slide) | {"notes": "; ".join(slide.notes)})
+        except OSError as error:
+            progress.message(f"{path} cannot be written: {error.strerror}")
 
     def __repr__(self) -> str:
         """The store, the summary and the failed slides as text."""
         failed = [f"failed {name}: {reason}" for name, reason in self.failed.items()]
         return "\n".join([self.store, *self.summary_lines(), *failed])
-
-
-def exit_code(failed: int, slides: int) -> ExitCode:
-    """Return 0 if no slide failed, 3 if some did, 4 if all did."""
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if failed < slides else ExitCode.NOTHING
-
-
-def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
-    """Return the outcome of a slide whose record is complete."""
-    return SlideOutcome(
-        id=record.id, path=record.path, status=status, patches=record.stored,
-        unreadable=record.unreadable, stored_bytes=record.stored_bytes, route=record.route,
-        route_reason=record.route_reason, notes=(*record.notes, *record.annotation_notes),
-    )  # fmt: skip
-
-
-def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
-    """Return the outcome of a slide that failed."""
-    return SlideOutcome(record.id, record.path, Status.FAILED, reason=reason)
-
-
-def try_write_csv(report: IngestReport, path: Path, progress: Progress) -> None:
-    """Write the table of a run. Where that fails, show why: the slides are stored all the same."""
-    try:
-        report.write_csv(path)
-    except OSError as error:
-        progress.message(f"{path} cannot be written: {error.strerror}")
 
 
 def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
@@ -177,3 +166,64 @@ def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
         f"{sum(s.stored_bytes for s in slides) / 1e6:>11,.1f}"
     )
     return sums if name == Status.SKIPPED else f"{sums}{patches / seconds:>11,.0f}"
+
+
+class IngestProgress(Closing):
+    """Shows a bar for the run, a bar for each slide in flight, and a line for each of all slides; logs every event."""
+
+    def __init__(self, slides: int, shown: Progress, log: Progress | None = None) -> None:
+        self._count, self._shown, self._log = slides, shown, log or SilentProgress()
+        self._slides: dict[str, tuple[Bar, int, int]] = {}
+        self._ended = self._planned = self._stored = 0
+        self._log.message(f"begins: {slides} slides")
+        self._run = shown.bar(self._title(), unit="patches", total=0)
+
+    def planned(self, slide: str, patches: int) -> None:
+        """Show that a slide will have so many patches. On a cluster, a slide may be planned twice."""
+        if slide in self._slides:
+            return
+        self._log.message(f"planned {slide}: {patches} patches")
+        if patches:
+            bar = self._shown.bar(slide, unit="patches", total=patches, detail=True)
+            self._slides[slide] = bar, patches, 0
+        self._update(planned=patches)
+
+    def advanced(self, slide: str, patches: int) -> None:
+        """Show that so many more patches of a slide are stored."""
+        if slide in self._slides:
+            bar, planned, stored = self._slides[slide]
+            patches = min(patches, planned - stored)
+            bar.advance(patches)
+            self._slides[slide] = bar, planned, stored + patches
+            self._update(stored=patches)
+
+    def finished(self, outcome: SlideOutcome) -> None:
+        """Show the outcome of a slide."""
+        if outcome.id in self._slides:
+            bar, planned, stored = self._slides.pop(outcome.id)
+            bar.close()
+            self._update(planned=stored - planned)  # negative if the slide failed half-way
+        self._ended += 1
+        self._run.retitle(self._title())
+        self._log.message(str(outcome))
+        failed = outcome.status is Status.FAILED
+        self._run.item(f"[{self._ended}/{self._count}] {outcome}", problem=failed)
+
+    def message(self, text: str) -> None:
+        """Show a line, and write it to the log."""
+        self._log.message(text)
+        self._shown.message(text)
+
+    def close(self) -> None:
+        """Remove all bars."""
+        for bar, _, _ in self._slides.values():
+            bar.close()
+        self._run.close()
+
+    def _update(self, *, planned: int = 0, stored: int = 0) -> None:
+        self._planned += planned
+        self._stored += stored
+        self._run.update(self._stored, self._planned)
+
+    def _title(self) -> str:
+        return f"slides {self._ended}/{self._count}"

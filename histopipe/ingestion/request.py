@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from histopipe.annotations.folder import find_annotations
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.read import find_annotations
+from histopipe.annotations.regions import AnnotationRules, Origin
 from histopipe.errors import UsageError
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import IngestOptions, SlideInput
@@ -18,7 +17,7 @@ from histopipe.ingestion.route import AskedRoute
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
-from histopipe.store.recorded import recorded
+from histopipe.store.store import recorded
 from histopipe.system.progress import Progress
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 
@@ -69,15 +68,6 @@ class IngestSettings(ImportSettings, total=False):
     roi: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class IngestRequest:
-    """An ingest that can be run: slides with all that the user gave for them, a spec and options."""
-
-    slides: list[SlideInput]
-    spec: TilingSpec
-    options: IngestOptions
-
-
 def read_request(
     slides: PathLike | Sequence[PathLike],
     store: Path,
@@ -85,15 +75,10 @@ def read_request(
     progress: Progress,
     *,
     coords: Path | None = None,
-) -> IngestRequest:
-    """Find the slides, and read the tables and annotations.
+) -> tuple[list[SlideInput], TilingSpec, IngestOptions]:
+    """Find the slides, read the tables and annotations, and show what is left out.
 
-    Args:
-        slides: files and folders.
-        store: the store, which may not exist yet.
-        settings: `IngestSettings`; with `coords`, `ImportSettings`.
-        progress: shows what was left out.
-        coords: folder of coordinates; slides without coordinates are left out.
+    The settings are `IngestSettings`, or `ImportSettings` with a folder of coordinates.
 
     Raises:
         UsageError: a setting, a table or a folder is wrong.
@@ -103,8 +88,8 @@ def read_request(
     unknown = sorted(settings.keys() - allowed.keys())
     if unknown:
         raise UsageError("unknown options", found=", ".join(unknown))
-    _check_numbers(settings)
-    paths = [Path(path) for path in ([slides] if isinstance(slides, str | Path) else list(slides))]
+    _check_values(settings)
+    paths = [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
     records = recorded(store)
     found = with_recorded_ids(discover(paths), records)
     names = SlideNames([s.id for s in found], [record.id for record in records.values()])
@@ -114,25 +99,31 @@ def read_request(
     if coords is None:
         spec = _spec(settings)
     else:
-        chosen, files, spec = _of_coords(chosen, coords, settings, progress, allow_extra=extra)
+        files = _coords_files(chosen, coords, progress, allow_extra=extra)
+        chosen = [slide for slide in chosen if slide.id in files]
+        spec = spec_of(files.values(), **_given(settings, _ENCODING))
     rules = AnnotationRules(
-        **_picked(settings, threshold="annotation_threshold", unclassified="unclassified",
-                  origin="annotation_origin", roi="roi")
-    )  # fmt: skip
+        **_given(settings, ("unclassified", "roi")),
+        **_given(settings, ("annotation_threshold", "annotation_origin"), without="annotation_"),
+    )
+    options = IngestOptions(rules=rules, **_given(settings, _OPTIONS))
     annotations = _annotations(settings, names, progress)
     labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra)
     mpp_csv = settings.get("mpp_csv")
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
-    options = IngestOptions(rules=rules, **{k: v for k, v in settings.items() if k in _OPTIONS})
     inputs = [
         SlideInput(s, labels.get(s.id), mpps.get(s.id), files.get(s.id), annotations.get(s.id))
         for s in chosen
     ]
-    return IngestRequest(inputs, spec, options)
+    return inputs, spec, options
 
 
-def _check_numbers(settings: Mapping[str, Any]) -> None:
-    """Refuse numbers out of range that nothing else checks."""
+def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "") -> dict[str, Any]:
+    """Return those of some settings that are given, without a prefix of their names."""
+    return {name.removeprefix(without): settings[name] for name in names if name in settings}
+
+
+def _check_values(settings: Mapping[str, Any]) -> None:
     timeout, share = settings.get("slide_timeout"), settings.get("max_unreadable", 0.0)
     workers, default_mpp = settings.get("workers"), settings.get("default_mpp")
     if timeout is not None and not timeout > 0:
@@ -148,11 +139,6 @@ def _check_numbers(settings: Mapping[str, Any]) -> None:
         check_mpp("--default-mpp", default_mpp)
 
 
-def _picked(settings: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """Return the settings that are given, under other names."""
-    return {name: settings[key] for name, key in names.items() if key in settings}
-
-
 def _spec(settings: Mapping[str, Any]) -> TilingSpec:
     scales = [name for name in ("mpp", "mag", "level") if settings.get(name) is not None]
     if len(scales) > 1:
@@ -164,16 +150,16 @@ def _spec(settings: Mapping[str, Any]) -> TilingSpec:
     mpp = settings.get("mpp")
     if scales in ([], ["mag"]):
         mpp = magnification_to_mpp(settings["mag"] if scales else _DEFAULT_MAGNIFICATION)
-    return TilingSpec(
-        mpp=mpp, **{name: settings[name] for name in _TILING if name in settings},
-        **_picked(settings, roi_threshold="annotation_threshold"),
-    )  # fmt: skip
+    given = _given(settings, _TILING)
+    if "annotation_threshold" in settings:
+        given["roi_threshold"] = settings["annotation_threshold"]
+    return TilingSpec(mpp=mpp, **given)
 
 
 def _listed(
     found: list[SlideFile], path: PathLike | None, names: SlideNames, *, allow_extra: bool
 ) -> list[SlideFile]:
-    """Return the slides of a slide list; all where there is none."""
+    """Return the slides of a slide list; all if there is none."""
     if path is None:
         return found
     listed = read_slide_list(Path(path), names, allow_extra=allow_extra)
@@ -185,28 +171,21 @@ def _listed(
     return chosen
 
 
-def _of_coords(
-    slides: list[SlideFile],
-    folder: Path,
-    settings: Mapping[str, Any],
-    progress: Progress,
-    *,
-    allow_extra: bool,
-) -> tuple[list[SlideFile], dict[str, CoordsFile], TilingSpec]:
-    """Return the slides that have coordinates, their files, and the spec that the coordinates make."""
+def _coords_files(
+    slides: list[SlideFile], folder: Path, progress: Progress, *, allow_extra: bool
+) -> dict[str, CoordsFile]:
+    """Return the files of coordinates by slide id, and show what is left out."""
     names = SlideNames(slide.id for slide in slides)
     files, unused = find_coords(folder, names, allow_extra=allow_extra)
-    chosen = [slide for slide in slides if slide.id in files]
     for count, what in (
-        (len(slides) - len(chosen), "slides have no coordinates"),
+        (len(slides) - len(files), "slides have no coordinates"),
         (len(unused), "files of coordinates name no slide"),
     ):
         if count:
             progress.message(f"{count} {what}: left out")
-    if not chosen:
+    if not files:
         raise UsageError(f"{folder} has coordinates of none of the slides")
-    encoding = {name: settings[name] for name in _ENCODING if name in settings}
-    return chosen, files, spec_of(files.values(), **encoding)
+    return files
 
 
 def _annotations(

@@ -16,18 +16,14 @@ RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", "copy", "decode", "openslide"]
 
 _LARGEST_TILE = 4096
-"""Side of a native tile, pixels: 50 MB decoded. Larger ones are no tiles to be cut."""
+"""Largest side of a native tile that is decoded for few patches, in pixels: 50 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """How a slide's patches are made.
+    """How a slide's patches are made, and why.
 
-    Attributes:
-        name: the route.
-        reason: why this one.
-        native: where the level's native tiles lie; None for openslide.
-        reduction: 1, or what tiles are reduced by as they are decoded.
+    `native` is None for openslide. Tiles are decoded at 1/`reduction` of their size.
     """
 
     name: RouteName
@@ -39,14 +35,7 @@ class RouteChoice:
 def choose_route(
     name: str, plan: TilingPlan, spec: TilingSpec, asked: AskedRoute, levels: NativeLevels
 ) -> RouteChoice:
-    """Choose the fastest route that gives the pixels of OpenSlide, or the one that the user wants.
-
-    Args:
-        name: slide id, for messages.
-        plan: the slide's patches.
-        spec: how they are to be stored.
-        asked: "auto", or the only route that will do.
-        levels: the slide's native tiles.
+    """Choose the fastest route that gives the pixels of OpenSlide, or the one that the user asked for.
 
     Raises:
         RouteUnfit: the route asked for cannot be taken.
@@ -89,17 +78,14 @@ def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str 
         return f"patches are {spec.patch_size} pixels, native tiles {tile}"
     if native.colour == "grey":
         return "native tiles are grey, patches RGB"
-    offset = (
-        (plan.x_level - native.x_level) % tile.width,
-        (plan.y_level - native.y_level) % tile.height,
-    )
-    if offset[0].any() or offset[1].any():
+    x, y = plan.x_level - native.x_level, plan.y_level - native.y_level
+    if (x % tile.width).any() or (y % tile.height).any():
         return "patches lie across native tiles"
     return None
 
 
 def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[int, str]:
-    """Return by how much tiles can be reduced while they are decoded, and the text for the reason."""
+    """Return the reduction of tiles while they are decoded, and the text for the reason."""
     choice, native = plan.choice, tiles.native
     # Against PNG, unlike JPEG, 40 dB would be a loss.
     if choice.resampling != "area" or spec.resample == "exact" or spec.codec == "png":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,39 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import SlideError, SlideUnreadable
-from histopipe.ingestion.chunks import Chunk
-from histopipe.ingestion.decisions import PendingSlide
 from histopipe.ingestion.options import IngestOptions
+from histopipe.ingestion.patch_source import Chunk
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure
+from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.storing import ChunkResult
-from histopipe.slides.identity import fingerprint
+from histopipe.slides.discovery import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
 
 _TRIES = 2
-"""A worker may be killed for another reason than its slide; a slide whose workers die twice has failed."""
+"""A worker may be killed for another reason than its slide: a slide fails when its workers have died twice."""
 
 PLAN = None
 """The first task of a slide; all others are chunks."""
-
-
-def _no_numbers() -> NDArray[np.uint32]:
-    return np.zeros(0, np.uint32)
 
 
 @dataclass(slots=True, eq=False)
 class SlideInFlight:
     """A slide between its first task and its record in the store.
 
-    Args:
-        pending: the slide.
-        options: the run's options.
-
-    Attributes:
-        tasks: still to be submitted: `PLAN`, or chunks.
-        running: number of tasks submitted and not ended.
-        plan: None until it is planned.
-        failure: why it fails once none of its tasks runs any more.
-        begun: start, by the monotonic clock.
+    `tasks` are still to be submitted: `PLAN`, or chunks. `running` counts those that are submitted and have not ended. A
+    slide with a `failure` fails once none of its tasks runs any more. `begun` is a time of the monotonic clock.
     """
 
     pending: PendingSlide
@@ -57,8 +45,8 @@ class SlideInFlight:
     begun: float = field(default_factory=time.monotonic)
     _dead_workers: int = 0
     _seconds: float = 0.0
-    _length: NDArray[np.uint32] = field(default_factory=_no_numbers)
-    _crc: NDArray[np.uint32] = field(default_factory=_no_numbers)
+    _length: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
+    _crc: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     _done: int = 0
     _unreadable: int = 0
     _problem: str | None = None
@@ -98,19 +86,11 @@ class SlideInFlight:
     # Events, each of which may add tasks or let the slide fail.
 
     def planned(self, plan: PlannedSlide) -> None:
-        """The slide is planned. Its chunks are added by `add_chunks`."""
+        """The slide is planned; its chunks are added to `tasks` once they fit on the disk."""
         self.plan = plan
         self._seconds += plan.seconds
         self._length, self._crc = np.zeros((2, self.patches), np.uint32)
         self._check_time()
-
-    def not_planned(self, failure: SlideFailure) -> None:
-        """The slide cannot be planned."""
-        self.failure = failure
-
-    def add_chunks(self, chunks: Iterable[Chunk]) -> None:
-        """The planned patches fit on the disk, and can be stored."""
-        self.tasks.extend(chunks)
 
     def chunk_stored(self, result: ChunkResult) -> None:
         """A chunk is stored."""
@@ -125,7 +105,7 @@ class SlideInFlight:
             self._check_time()
 
     def worker_died(self, task: Chunk | None, error: Exception) -> None:
-        """A worker died during a task, which is submitted once more."""
+        """A worker died during a task, which is submitted once more if no worker of the slide died before."""
         self._dead_workers += 1
         if self._dead_workers < _TRIES and self.failure is None:
             self.tasks.appendleft(task)
@@ -159,10 +139,12 @@ class SlideInFlight:
 
     # The result, once the slide has ended.
 
-    def last_check(self) -> SlideFailure | None:
-        """Return why the slide fails after all of its tasks have ended; None if it is complete."""
-        if self.failure is not None or self.plan is None:
+    def result(self) -> PlannedSlide | SlideFailure:
+        """Return the plan of a slide that is complete, or why the slide fails."""
+        if self.failure is not None:
             return self.failure
+        if self.plan is None:
+            raise RuntimeError(f"{self.id} ended without a plan or a failure")
         file, record = self.pending.slide.file, self.plan.record
         if self._too_many_unreadable:
             reason = (
@@ -172,7 +154,7 @@ class SlideInFlight:
             return SlideFailure(reason, FailureKind.FILE, record, self.options.unreadable_text)
         try:
             if fingerprint(file) == self.plan.fingerprint:
-                return None
+                return self.plan
             reason = f"{file.path} changed while it was being read; ingest it again once it is no longer written"
         except SlideUnreadable as error:
             reason = str(error)
@@ -190,28 +172,19 @@ class SlideInFlight:
         )
 
     def columns(self, plan: PlannedSlide, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-        """Return the index of the complete slide, (N,) per column.
-
-        Args:
-            plan: the slide's.
-            classes: numbers of the classes that its patches have.
-        """
+        """Return the index of the complete slide, (N,) per column, by the numbers of its patches' classes."""
         places, labels = plan.plan, plan.labels
-        found = dict(plan.columns)
-        if labels is not None:
-            found |= {"label": labels.numbered(classes), "covered": labels.covered}
-        return {
-            "x_l0": places.x_l0,
-            "y_l0": places.y_l0,
-            "x_level": places.x_level,
-            "y_level": places.y_level,
-            "tissue": places.tissue,
+        columns = {
+            **{name: getattr(places, name) for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")},
             "focus": np.full(len(places), np.nan, np.float32),  # `quality` measures it later
             "length": self._length,
             "crc": self._crc,
             "label": np.full(len(places), -1, np.int32),  # of annotations; the slide's is in its record
-            **found,
+            **plan.columns,
         }  # fmt: skip
+        if labels is not None:
+            columns |= {"label": labels.numbered(classes), "covered": labels.covered}
+        return columns
 
     @property
     def _too_many_unreadable(self) -> bool:
@@ -228,7 +201,7 @@ class SlideInFlight:
         self.tasks.clear()
 
     def _unplanned_record(self) -> SlideRecord:
-        """Return the record with the file's size and time: a change of these is a reason to try again."""
+        """Return the record with the file's size and time: another size or time is a reason to try again."""
         record = self.pending.record
         try:
             now = fingerprint(self.pending.slide.file)

@@ -1,7 +1,6 @@
-"""Make and store chunks of patches in worker processes.
+"""Make and store chunks of patches in worker processes, by functions of picklable values.
 
-Functions of picklable values, so that any executor can run them. Pixels never travel between processes: a worker makes a
-chunk in memory, then writes it in one short LMDB transaction.
+Pixels never travel between processes: a worker makes a chunk in memory, then writes it in one short LMDB transaction.
 """
 
 from __future__ import annotations
@@ -14,27 +13,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.ingestion.chunks import Chunk
-from histopipe.ingestion.patch_source import PatchRecipe, PatchSource
+from histopipe.ingestion.patch_source import Chunk, PatchRecipe, PatchSource
 from histopipe.store.writer import StoreWriter
 from histopipe.tiling.mask import load_algorithms
 from histopipe.tiling.spec import TilingSpec
 
 _SOURCES_KEPT = 2
-"""A worker makes the chunks of a slide one after another; a second source avoids reopening where two slides alternate.
-Each has at most one OpenSlide handle, whose cache is 32 MB, and 48 MB of decoded tiles."""
+"""Sources that a worker keeps open: one for each of two slides that may alternate. Each has at most one OpenSlide handle,
+whose cache is 32 MB, and 48 MB of decoded tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What was stored of a chunk.
+    """Numbers, lengths in bytes and checksums of the patches of a chunk, (N,) each, and the worker time in seconds.
 
-    Attributes:
-        rows: (N,) int64 numbers of its patches.
-        length: (N,) uint32 bytes of each patch, 0 where unreadable.
-        crc: (N,) uint32.
-        problem: why the first unreadable patch cannot be read; None where all could be read.
-        seconds: worker time.
+    The length of an unreadable patch is 0; `problem` is the reason for the first of these.
     """
 
     rows: NDArray[np.int64]
@@ -47,19 +40,11 @@ class ChunkResult:
 def prepare() -> None:
     """Import what planning imports late, while the main process looks up the first slides."""
     importlib.import_module("histopipe.slides.tiles.tiff")
-
     load_algorithms()
 
 
 def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> ChunkResult:
-    """Make and store the patches of a chunk, including those next to unreadable ones.
-
-    Args:
-        store: the store's folder.
-        number: the slide's number in the store.
-        recipe: how the slide's patches are made.
-        chunk: which patches.
-    """
+    """Make and store those patches of a chunk that can be read; `number` is the slide's in the store."""
     started = time.monotonic()
     writer = _writer(store, recipe.spec)
     values = _source(store, number, recipe).values(chunk)
@@ -78,19 +63,13 @@ def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> 
 
 
 def make_patches(number: int, recipe: PatchRecipe, chunk: Chunk) -> list[bytes | str]:
-    """Return the files of some patches as they would be stored, or for each that cannot be read the reason.
-
-    Args:
-        number: identifies the slide among those of the caller.
-        recipe: how the slide's patches are made.
-        chunk: which patches.
-    """
+    """Return the files of some patches, or for each that cannot be read the reason; `number` is any for the slide."""
     values = _source(None, number, recipe).values(chunk)
     return [value if isinstance(value, bytes) else str(value) for value in values]
 
 
 def close_all() -> None:
-    """Close what this process keeps open between chunks. Needed where tasks run in a process that goes on, as in threads."""
+    """Close what this process keeps open between chunks. Needed if tasks run in the caller's process."""
     while _sources:
         _sources.popitem()[1].close()
     while _writers:

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.maintenance.worker_tasks import refuse_killed, silence
+from histopipe.maintenance.worker_tasks import result_of, silence
 from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
-from histopipe.store.lmdb_errors import mapped_errors
+from histopipe.store.handle import mapped_errors
 from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing
 from histopipe.system.filesystems import free_bytes, is_full_disk
 from histopipe.system.progress import Bar, Progress, default_progress
+from histopipe.system.result import Result
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
-_SECONDS_BETWEEN_LOOKS = 0.1
 _SPARE_BYTES = 16 << 20
 _NOT_CARRIED = ("data.mdb", "lock.mdb", "ingest.lock")
 """Files that the copy has, or will have, itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompactResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class CompactResult(Result):
     """What was compacted.
 
     Attributes:
@@ -45,14 +42,8 @@ class CompactResult:
     before: int
     after: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return f"{self.store}: {self.before / 1e6:,.1f} MB before, {self.after / 1e6:,.1f} MB now"
-
-    __repr__ = __str__
 
 
 def compact(
@@ -82,29 +73,32 @@ def compact(
     progress = progress or default_progress()
     if untrusted:
         check_untrusted(store, progress=progress)
-    size = _used_bytes(store)
+    with open_environment(store) as environment:
+        with environment.read() as transaction:
+            read_meta(transaction, environment.databases, "format", dict, store)
+        size = environment.used_bytes()
     before = (store / "data.mdb").stat().st_size
-    target = store.resolve() if out is None else out
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
         raise UsageError(f"{out} exists already, or lies in the store", todo="choose another --out")
+    target = (out or store.resolve()).absolute()
     with _own_errors(target):
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-    if free_bytes(target.absolute().parent) < size + _SPARE_BYTES:
-        raise MachineShort(
-            f"the disk that holds {target.parent} has no room for a copy of {store}",
-            found=f"{free_bytes(target.absolute().parent) >> 20} MB free",
-            expected=f"{size >> 20} MB",
-            todo="make room, or pass --out with a path on another disk",
-        )
-    with (
-        _own_errors(target),
-        _copy_of(store, out) as part,
-        progress.bar("compact", unit="bytes", total=size) as bar,
-    ):
-        _copy(store, part, size, bar)
-        carry_files(store, part)
-        after = (part / "data.mdb").stat().st_size
-    return CompactResult(str(target if out else store), before, after)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = free_bytes(target.parent)
+        if free < size + _SPARE_BYTES:
+            raise MachineShort(
+                f"the disk that holds {target.parent} has no room for a copy of {store}",
+                found=f"{free >> 20} MB free",
+                expected=f"{size >> 20} MB",
+                todo="make room, or pass --out with a path on another disk",
+            )
+        with (
+            in_place_of(store) if out is None else _new_folder(out) as part,
+            progress.bar("compact", unit="bytes", total=size) as bar,
+        ):
+            _copy(store, part, size, bar)
+            carry_files(store, part)
+            after = (part / "data.mdb").stat().st_size
+    return CompactResult(str(out or store), before, after)
 
 
 def carry_files(store: Path, part: Path) -> None:
@@ -118,7 +112,7 @@ def carry_files(store: Path, part: Path) -> None:
             shutil.copy2(path, part / path.name, follow_symlinks=False)
     data = store / "data.mdb"
     shutil.copymode(data, part / "data.mdb")
-    with contextlib.suppress(PermissionError):  # only root gives files away
+    with suppress(PermissionError):  # only root gives files away
         os.chown(part / "data.mdb", data.stat().st_uid, data.stat().st_gid)
         os.chown(part, store.stat().st_uid, store.stat().st_gid)
 
@@ -166,52 +160,34 @@ def in_place_of(store: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _copy_of(store: Path, out: Path | None) -> Iterator[Path]:
-    """The folder for the copy, which at the end is the store, or `out`."""
-    if out is not None:
-        with appearing(out, hidden=True) as part:
-            shutil.rmtree(part, ignore_errors=True)  # of one that was killed
-            part.mkdir(parents=True)
-            yield part
-        return
-    with in_place_of(store) as part:
+def _new_folder(path: Path) -> Iterator[Path]:
+    """An empty folder that gets its name at the end."""
+    with appearing(path, hidden=True) as part:
+        shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+        part.mkdir()
         yield part
 
 
 def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
     """Copy in a worker process, which can be ended at any moment, and which a damaged store may kill."""
-    pool = WorkerPool(1, silence)
+    copy = part / "data.mdb"
     try:
-        copied: Future[None] = pool.submit(_copy_compacted, store, part)
-        while True:
-            try:
-                copied.result(timeout=_SECONDS_BETWEEN_LOOKS)
-            except NotYet:
-                if (part / "data.mdb").exists():
-                    bar.update(min(size, (part / "data.mdb").stat().st_size))
-            else:
-                return
+        with WorkerPool(1, silence) as pool:
+            copied = pool.submit(_copy_compacted, store, part)
+            while not wait([copied], timeout=0.1).done:
+                if copy.exists():
+                    bar.update(min(size, copy.stat().st_size))
+            result_of(copied)
     except WorkerDied as error:
-        refuse_killed(error)
         raise DamagedStore(
             f"{store} cannot be copied", found=f"LMDB {error}", todo="see `histopipe verify`"
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _copy_compacted(store: Path, folder: Path) -> None:
-    """Let LMDB copy data.mdb into an empty folder, and write it to disk.
-
-    Raises:
-        DamagedStore: the copy is damaged, because the store is.
-    """
-    environment = open_environment(store)
-    try:
-        with mapped_errors(folder):
-            environment.handle.copy(str(folder), compact=True)
-    finally:
-        environment.close()
+    """Let LMDB copy data.mdb into an empty folder, verify the copy, and write it to disk."""
+    with open_environment(store) as environment, mapped_errors(folder):
+        environment.handle.copy(str(folder), compact=True)
     faults = page_faults(folder, False)
     if faults:
         raise DamagedStore(
@@ -223,18 +199,3 @@ def _copy_compacted(store: Path, folder: Path) -> None:
             os.fsync(file)
         finally:
             os.close(file)
-
-
-def _used_bytes(store: Path) -> int:
-    """Bytes of the pages that a store uses, by LMDB's statistics.
-
-    Raises:
-        NothingToDo, DamagedStore, UnknownVersion: there is no store, or it cannot be read.
-    """
-    environment = open_environment(store)
-    try:
-        with environment.read() as transaction:
-            read_meta(transaction, environment.databases, "format", dict, store)
-        return environment.used_bytes()
-    finally:
-        environment.close()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
-from histopipe.ingestion.checks import refuse_network
+from histopipe.ingestion.ingest_slides import refuse_network
+from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.claims import Claims
 from histopipe.store.format import (
-    INDEX,
-    META,
-    PATCHES,
-    SLIDES,
+    DATABASES,
     STAINS,
     THUMBNAILS,
     patch_key,
@@ -31,14 +30,14 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import free_bytes
-from histopipe.system.progress import Bar
+from histopipe.system.progress import Bar, Progress
+from histopipe.system.result import Result
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
 """Trees and free pages take a little besides the values."""
 _CHUNK_ROWS, _CHUNK_BYTES = 4096, 32 << 20
 """Of patches that are held in memory and written by one transaction."""
-_OWN = {META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,12 @@ class StoredSlide:
         """The slide's record."""
         return self.store.records[self.number]
 
+    def __str__(self) -> str:
+        return f"{self.store.path}, slide {self.record.id}"
 
-@dataclass(frozen=True, slots=True)
-class CopyResult:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CopyResult(Result):
     """What was copied into a store.
 
     Attributes:
@@ -72,50 +74,47 @@ class CopyResult:
     patches: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         already = f", {len(self.already)} were there" if self.already else ""
         return f"{self.store}: {len(self.slides)} slides copied{already}; {self.patches:,} patches"
 
-    __repr__ = __str__
 
-
-def common_spec(stores: Sequence[Store]) -> dict[str, Any]:
-    """Return the spec of all stores.
+def open_stores(
+    paths: Sequence[Path], stack: ExitStack, *, untrusted: bool, progress: Progress
+) -> list[Store]:
+    """Open stores of one spec, to be closed by the stack. Untrusted ones are verified before.
 
     Raises:
         SpecMismatch: the stores have different specs.
     """
+    if untrusted:
+        for path in paths:
+            check_untrusted(path, progress=progress)
+    stores = [stack.enter_context(Store(path)) for path in paths]
     first = stores[0]
     for other in stores[1:]:
         if other.spec != first.spec:
+            texts = "; ".join(differences(other.spec, first.spec))
+            texts = texts.replace("in the store", f"in {other.path}")
             raise SpecMismatch(
                 f"{other.path} was made with other settings than {first.path}",
-                found="; ".join(
-                    text.replace("in the store", f"in {other.path}").replace("asked for", f"in {first.path}")
-                    for text in differences(other.spec, first.spec)
-                ),
+                found=texts.replace("asked for", f"in {first.path}"),
                 expected="equal settings",
-            )  # fmt: skip
-    return dict(first.spec)
+            )
+    return stores
 
 
 def copy_slides(
-    slides: Sequence[StoredSlide], out: Path, spec: dict[str, Any], *, allow_network: bool, bar: Bar
+    slides: Sequence[StoredSlide],
+    out: Path,
+    spec: Mapping[str, Any],
+    *,
+    allow_network: bool,
+    bar: Bar,
 ) -> CopyResult:
-    """Copy complete and failed slides into a store, which is made if missing. Slides that it has already stay.
+    """Copy complete and failed slides of different ids into a store, which is made if missing. Slides that it has stay.
 
-    Each slide appears by one transaction. After an interruption, the same call continues.
-
-    Args:
-        slides: of different ids; a slide that the store has already is the same one.
-        out: the store's folder.
-        spec: of all of them.
-        allow_network: allow the store to be on a network filesystem.
-        bar: advanced by the bytes of values.
+    Each slide appears by one transaction. After an interruption, the same call continues. `bar` is advanced by bytes of values.
 
     Raises:
         SpecMismatch, UsageError: the store has another spec or is something else, or another process works on a slide.
@@ -124,50 +123,47 @@ def copy_slides(
     """
     if not allow_network:
         refuse_network(out)
-    copied, already, patches = [], [], 0
+    copied, already = [], []
     if not (out / "data.mdb").exists():
         _check_room(slides, out, set(), 0)  # before anything is made
-    with StoreWriter(out, spec) as writer:
+    with StoreWriter(out, spec) as writer, Claims(out) as claims:
         there = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
         _check_room(slides, out, there, writer.reusable_bytes())
-        with Claims(out) as claims:
-            numbers = writer.register([_pending(slide.record) for slide in slides])
-            for slide in slides:
-                record, number = slide.record, numbers[slide.record.id]
-                if not claims.take(number):
-                    raise UsageError(
-                        f"another process is at slide {record.id} of {out}", todo="wait for it"
-                    )
-                before = writer.record(number)
-                if before.state is SlideState.COMPLETE:
-                    already.append(record.id)
-                    bar.advance(record.stored_bytes)
+        records = [slide.record for slide in slides]
+        pending = [
+            SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records
+        ]
+        numbers = writer.register(pending)
+        for slide in slides:
+            record, number = slide.record, numbers[slide.record.id]
+            if not claims.take(number):
+                raise UsageError(
+                    f"another process is at slide {record.id} of {out}", todo="wait for it"
+                )
+            before = writer.record(number)
+            if before.state is SlideState.COMPLETE:
+                already.append(record.id)
+                bar.advance(record.stored_bytes)
+            else:
+                writer.restart(number, before)  # an interrupted copy may have left patches
+                if record.state is SlideState.FAILED:
+                    writer.update(number, record)
                 else:
-                    writer.restart(number, before)  # an interrupted copy may have left patches
-                    if record.state is SlideState.FAILED:
-                        writer.update(number, record)
-                    else:
-                        _copy_slide(slide, writer, number, bar)
-                    copied.append(record.id)
-                claims.release(number)
-                patches += record.planned
-            for store in {id(slide.store): slide.store for slide in slides}.values():
-                writer.add_meta(store.further_meta())
-    return CopyResult(str(out), copied, already, patches)
-
-
-def _pending(record: SlideRecord) -> SlideRecord:
-    return SlideRecord(id=record.id, path=record.path, resolved_path=record.resolved_path)
+                    _copy_slide(slide, writer, number, bar)
+                copied.append(record.id)
+            claims.release(number)
+        for store in {id(slide.store): slide.store for slide in slides}.values():
+            writer.add_meta(store.further_meta())
+    return CopyResult(str(out), copied, already, sum(slide.record.planned for slide in slides))
 
 
 def _check_room(slides: Sequence[StoredSlide], out: Path, there: set[str], reusable: int) -> None:
     """Refuse what the disk cannot hold, before anything is copied."""
-    size = sum(
-        int(stored_size(np.array([slide.record.stored_bytes / slide.record.planned]))[0])
-        * slide.record.planned
-        for slide in slides
-        if slide.record.planned and slide.record.id not in there
-    )
+    size = 0
+    for record in (slide.record for slide in slides):
+        if record.planned and record.id not in there:
+            average = np.array([record.stored_bytes / record.planned])
+            size += int(stored_size(average)[0]) * record.planned
     disk = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = free_bytes(disk) + reusable
     if free < size * _SPARE:
@@ -180,44 +176,30 @@ def _check_room(slides: Sequence[StoredSlide], out: Path, there: set[str], reusa
 
 
 def _copy_slide(slide: StoredSlide, target: StoreWriter, number: int, bar: Bar) -> None:
-    """Copy a complete slide to a pending one of the target. Every value is compared with its checksum.
-
-    Raises:
-        DamagedStore: it is not what was written; it stays pending in the target.
-    """
+    """Copy a complete slide to a pending one of the target, which stays pending if a value is not what was written."""
     index = dict(slide.store.index(slide.number))
-    index["crc"] = _copy_patches(slide, target, number, index, bar)
+    made = np.zeros(len(index["crc"]), np.uint32)
+    for rows in _chunks(index["length"]):
+        slide.store.advise([(slide.number, row) for row in rows])
+        values = _values(slide, rows, index)
+        made[rows] = target.put_patches(number, rows, values)
+        bar.advance(sum(map(len, values)))
+    index["crc"] = made  # bound to the new keys
     index["label"] = _renumbered(index["label"], slide.store.classes, target)
     target.complete(
         number, slide.record, index, _thumbnails(slide), dict(_other_entries(slide, number))
     )
 
 
-def _copy_patches(
-    slide: StoredSlide, target: StoreWriter, number: int, columns: dict[str, NDArray[Any]], bar: Bar
-) -> NDArray[np.uint32]:
-    """Copy the values; returns their checksums under their new keys."""
-    made = np.zeros(len(columns["crc"]), np.uint32)
-    for rows in _chunks(columns["length"]):
-        slide.store.advise([(slide.number, row) for row in rows])
-        values = _values(slide, rows, columns)
-        made[rows] = target.put_patches(number, rows, values)
-        bar.advance(sum(map(len, values)))
-    return made
-
-
-def _values(
-    slide: StoredSlide, rows: Sequence[int], columns: dict[str, NDArray[Any]]
-) -> list[bytes]:
-    length, crc = columns["length"][rows].tolist(), columns["crc"][rows].tolist()
+def _values(slide: StoredSlide, rows: Sequence[int], index: dict[str, NDArray[Any]]) -> list[bytes]:
+    length, crc = index["length"][rows].tolist(), index["crc"][rows].tolist()
     with slide.store.reading() as reading:
         values = [bytes(reading.value(slide.number, row)) for row in rows]
     for row, value, size, checksum in zip(rows, values, length, crc, strict=True):
-        if len(value) != size or (
-            size and value_crc(patch_key(slide.number, row), value) != checksum
-        ):
+        key = patch_key(slide.number, row)
+        if len(value) != size or (size and value_crc(key, value) != checksum):
             raise DamagedStore(
-                f"{_where(slide)}: patch {row} is not what was written",
+                f"{slide}: patch {row} is not what was written",
                 todo="see `histopipe verify` and `histopipe repair`",
             )
     return values
@@ -229,7 +211,7 @@ def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
     for key, value in slide.store.entries(THUMBNAILS, slide.number):
         name, crc = key[len(slide_key(slide.number)) :].decode(), value_crc(key, value)
         if known.get(name, crc) != crc:
-            raise DamagedStore(f"{_where(slide)}: picture {name!r} is not what was written")
+            raise DamagedStore(f"{slide}: picture {name!r} is not what was written")
         pictures[name] = value
     return pictures
 
@@ -237,15 +219,11 @@ def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
 def _other_entries(slide: StoredSlide, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
     """The stain fit, and what a later version stores of a slide, by database and key under its new number."""
     for key, value in slide.store.entries(STAINS, slide.number):
-        stain = unseal(key, value, where=f"{_where(slide)}: stain")
+        stain = unseal(key, value, where=f"{slide}: stain")
         yield (STAINS, slide_key(number)), seal(slide_key(number), stain)
-    for database in slide.store.databases - _OWN:
+    for database in slide.store.databases - set(DATABASES):
         for key, value in slide.store.entries(database, slide.number):
             yield (database, slide_key(number) + key[4:]), value
-
-
-def _where(slide: StoredSlide) -> str:
-    return f"{slide.store.path}, slide {slide.record.id}"
 
 
 def _renumbered(
@@ -262,11 +240,13 @@ def _renumbered(
 
 def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
     """Rows that are copied at once."""
-    begin, size = 0, 0
+    rows: list[int] = []
+    size = 0
     for row, length in enumerate(lengths.tolist()):
-        if row > begin and (row - begin == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
-            yield list(range(begin, row))
-            begin, size = row, 0
+        if rows and (len(rows) == _CHUNK_ROWS or size + length > _CHUNK_BYTES):
+            yield rows
+            rows, size = [], 0
+        rows.append(row)
         size += length
-    if begin < len(lengths):
-        yield list(range(begin, len(lengths)))
+    if rows:
+        yield rows

@@ -2,53 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from histopipe.errors import ExitCode
+from histopipe.system.result import Result
 
 _SHOWN = 8
 
 
 class FindingKind(StrEnum):
-    """What a finding is about."""
+    """What a finding is about; docs/maintenance.md describes the kinds."""
 
     STRUCTURE = "structure"
-    """Pages of the file: LMDB cannot read it safely."""
     FORMAT = "format"
-    """The databases and the entries of `meta`."""
     RECORD = "record"
-    """The record of a slide."""
     INDEX = "index"
-    """The index of a slide's patches, which holds their checksums."""
     VALUE = "value"
-    """A patch differs from what was written."""
     SWAPPED = "swapped"
-    """A patch is stored under the key of another one."""
     HOLE = "hole"
-    """Something is missing."""
     ORPHAN = "orphan"
-    """Something belongs to no slide."""
     COUNT = "count"
-    """Two numbers that should be equal differ."""
     THUMBNAIL = "thumbnail"
-    """The thumbnail or tissue mask of a slide."""
     STAIN = "stain"
-    """The stain fit of a slide."""
     IMAGE = "image"
-    """A value is what was written, but no image of the patch size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong, and the slide that is damaged, if any.
 
-    Attributes:
-        slide: id of the slide that is damaged; None if no slide is, or its id is unknown.
-        number: number of that slide.
-        entry: database and key, in hexadecimal digits, of a single entry that should not be there.
+    `entry` is the database and the key, in hexadecimal digits, of a single entry that should not be there.
     """
 
     kind: FindingKind
@@ -62,8 +48,8 @@ class Finding:
         return f"{self.kind}: {name + ': ' if name else ''}{self.what}"
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyResult(Result):
     """What was verified, and what is wrong.
 
     Attributes:
@@ -117,22 +103,20 @@ class VerifyResult:
             f"{self.file_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"
         )
         if not self.findings:
-            return f"{self.store} is whole: {checked}" + (
-                ", every patch decoded" if self.full else ""
-            )
+            decoded = ", every patch decoded" if self.full else ""
+            return f"{self.store} is whole: {checked}{decoded}"
+        counts = f"{len(self.findings)} findings, {len(self.damaged_slides)} damaged slides"
         return "\n".join(
-            [
-                *map(str, self.findings),
-                "",
-                f"{self.store} is damaged: {len(self.findings)} findings, "
-                f"{len(self.damaged_slides)} damaged slides; {checked}",
-            ]
+            [*map(str, self.findings), "", f"{self.store} is damaged: {counts}; {checked}"]
         )
 
-    __repr__ = __str__
+
+def entry_of(database: bytes, key: bytes) -> tuple[str, str]:
+    """Return a database and a key as a finding has them."""
+    return database.decode("ascii", "replace"), key.hex()
 
 
-def some(items: Sequence[object] | Iterable[object]) -> str:
+def some(items: Iterable[object]) -> str:
     """List the first few of many items, for a message."""
     items = list(items)
     text = ", ".join(map(str, items[:_SHOWN]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.format import VERSION
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class StoreInfo:
+@dataclass(frozen=True, slots=True, repr=False)
+class StoreInfo(Result):
     """The contents of a store.
 
     Attributes:
@@ -47,10 +48,6 @@ class StoreInfo:
     routes: dict[str, int]
     slides: list[dict[str, Any]]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         spec = self.spec
         scale = f"{spec['mpp']:g} mpp" if spec["mpp"] else f"level {spec['level']}"
@@ -69,8 +66,6 @@ class StoreInfo:
             f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} why, notes",
         ]
         return "\n".join([*lines, *map(_slide_line, self.slides)])
-
-    __repr__ = __str__
 
 
 def info(
@@ -98,8 +93,11 @@ def info(
 
 
 def info_of(store: Store) -> StoreInfo:
-    """Return the contents of a store that is open."""
+    """Return the contents of an open store."""
     complete = list(store.complete.values())
+    patch_labels: Counter[str] = Counter()
+    for record in complete:
+        patch_labels.update(record.patch_labels)
     return StoreInfo(
         path=str(store.path),
         version=VERSION,
@@ -112,18 +110,11 @@ def info_of(store: Store) -> StoreInfo:
         file_bytes=(store.path / "data.mdb").stat().st_blocks * 512,
         states=dict(Counter(str(record.state) for record in store.slides)),
         labels=dict(Counter(record.label or "unlabelled" for record in complete)),
-        patch_labels=_sum(record.patch_labels for record in complete),
+        patch_labels=dict(patch_labels),
         mpp_sources=dict(Counter(record.mpp_source or "unknown" for record in complete)),
         routes=dict(Counter(record.route or "none" for record in complete)),
         slides=[record.to_json() for record in store.slides],
     )
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return dict(total)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

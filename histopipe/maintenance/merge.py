@@ -12,9 +12,8 @@ import numpy as np
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.records import duplicates
-from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, common_spec, copy_slides
+from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
 from histopipe.maintenance.findings import some
-from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.catalog import read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -54,11 +53,7 @@ def merge(
     out, progress = Path(out), progress or default_progress()
     with ExitStack() as stack:
         paths = find_stores([Path(source) for source in sources], out)
-        if untrusted:
-            for path in paths:
-                check_untrusted(path, progress=progress)
-        stores = [stack.enter_context(Store(path)) for path in paths]
-        spec = common_spec(stores)
+        stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
         there: list[StoredSlide] = []
         try:
             with Store(out) as before:
@@ -69,7 +64,7 @@ def merge(
             chosen, notes = choose(stores)
         total = sum(slide.record.stored_bytes for slide in chosen)
         bar = stack.enter_context(progress.bar("merge", unit="bytes", total=total))
-        result = copy_slides(chosen, out, spec, allow_network=allow_network, bar=bar)
+        result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
     return replace(
         result,
         already=[*result.already, *(slide.record.id for slide in there)],
@@ -106,14 +101,9 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
 def choose(
     stores: Sequence[Store], out: Store | None = None
 ) -> tuple[list[StoredSlide], list[str]]:
-    """Choose the store that each slide is copied from, in the order of the stores.
+    """Choose the store that each slide is copied from, in the order of the stores. Slides that are in `out` stay.
 
-    Args:
-        stores: to be merged.
-        out: what they are merged into, if it exists; its slides stay.
-
-    Returns:
-        The slides, and notes for the user.
+    Returns the slides, and notes for the user.
 
     Raises:
         UsageError: slides of one id are not the same.
@@ -147,9 +137,10 @@ def choose(
                 unequal.append(f"{record.id} of {first.store.path} and of {store.path}")
     if unequal:
         raise UsageError(
-            "slides of one id are not the same", found=some(unequal),
+            "slides of one id are not the same",
+            found=some(unequal),
             todo="take one of each out of its store first (`histopipe remove`)",
-        )  # fmt: skip
+        )
     notes += [
         f"{name} of {path} is not done yet: left out"
         for name, path in pending
@@ -165,14 +156,12 @@ def choose(
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
     """Labels, patients and sites in which two records differ."""
-    facts = [
-        (fact, _given(one, fact), _given(other, fact)) for fact in ("label", "patient", "site")
-    ]
-    return ", ".join(
-        f"{fact} {here!r} and {there!r}"
-        for fact, here, there in facts
-        if None not in (here, there) and here != there
-    )
+    texts = []
+    for fact in ("label", "patient", "site"):
+        here, there = _given(one, fact), _given(other, fact)
+        if None not in (here, there) and here != there:
+            texts.append(f"{fact} {here!r} and {there!r}")
+    return ", ".join(texts)
 
 
 def _has_more(one: SlideRecord, other: SlideRecord) -> bool:

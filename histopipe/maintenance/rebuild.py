@@ -6,14 +6,17 @@ Worker processes read the old file, since LMDB may crash on it. What makes one c
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.compact import carry_files, in_place_of
+from histopipe.maintenance.store_check import Examination
 from histopipe.maintenance.worker_tasks import results_of, silence
 from histopipe.store.data_file import newest_transaction
 from histopipe.store.environment import open_environment
@@ -29,56 +32,48 @@ from histopipe.store.format import (
 )
 from histopipe.store.raw_store import RawStore
 from histopipe.store.record import SlideRecord, SlideState
-from histopipe.system.progress import Bar
+from histopipe.system.progress import Bar, Progress
 from histopipe.system.worker_pool import WorkerPool
-
-T = TypeVar("T")
 
 _CHUNK_BYTES = 32 << 20
 """Of one transaction."""
-_BATCH = 4096
-"""Items of one task."""
-_SECONDS = 600.0
-"""For one task, before its worker counts as hanging."""
+_BATCH, _SECONDS = 4096, 600.0
+"""Items of one task; seconds after which its worker counts as hanging."""
 
-Entry = tuple[bytes, bytes]
-"""Database and key."""
+Item = tuple[bytes, bytes, bool]
+"""Database, key, and whether it is a prefix of the keys of what is copied."""
 
 
 def rebuild(
     store: Path,
+    found: Examination,
     records: Mapping[int, SlideRecord],
-    databases: Iterable[bytes],
     *,
     next_number: int,
-    transaction: int,
-    bar: Bar,
+    progress: Progress,
 ) -> None:
     """Copy what can be read of a store into a new file, under the same numbers, which replaces the old one by one rename.
 
-    Args:
-        store: the store's folder, without links. No process may have it open for writing.
-        records: of the slides to keep, by number.
-        databases: that the store has.
-        next_number: the number that a new slide gets.
-        transaction: that made the state which was verified.
-        bar: advanced by slides.
+    `store` is without links. The new file has the slides of `records` only, which are by number.
 
     Raises:
         UsageError: the store is open for writing, or was written since it was verified.
         MachineShort: there is not enough free space.
     """
-    with in_place_of(store) as part:
-        if newest_transaction(store / "data.mdb") != transaction:
+    with (
+        progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar,
+        in_place_of(store) as part,
+    ):
+        if newest_transaction(store / "data.mdb") != found.transaction:
             raise UsageError(f"{store} was written meanwhile", todo="run the same command again")
-        pool = WorkerPool(1, silence)
-        try:
-            _copy(pool, _copy_ranges, store, part, _ranges(records, databases))
-            _copy(pool, _copy_rows, store, part, _rows(records, bar))
-        finally:
-            pool.shutdown(cancel_futures=True)
-        own = [((SLIDES, slide_key(n)), record.to_bytes(n)) for n, record in records.items()]
-        _put(part, [*own, ((META, b"next_number"), to_json(next_number))])
+        with WorkerPool(1, silence) as pool:
+            items = _items(records, found.databases, bar)
+            task = partial(_copy_items, store, part)
+            while batch := list(islice(items, _BATCH)):
+                # An item that kills the worker cannot be read, and is left out.
+                deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
+        entries = {(SLIDES, slide_key(n)): record.to_bytes(n) for n, record in records.items()}
+        _put(part, entries | {(META, b"next_number"): to_json(next_number)})
         carry_files(store, part)
     try:
         Path.cwd()
@@ -86,92 +81,53 @@ def rebuild(
         os.chdir(store)
 
 
-def _ranges(
-    records: Mapping[int, SlideRecord], databases: Iterable[bytes]
-) -> Iterator[tuple[bytes, int | None]]:
-    """Databases with the slides whose entries are copied; None for all entries."""
-    others = [name for name in databases if name not in (META, SLIDES, PATCHES, SET_ASIDE)]
-    yield META, None
-    yield SET_ASIDE, None
+def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) -> Iterator[Item]:
+    yield META, b"", True
+    yield SET_ASIDE, b"", True
+    others = databases - {META, SLIDES, PATCHES, INDEX, SET_ASIDE}
     for number, record in records.items():
-        yield from ((name, number) for name in others)
-        if record.state is not SlideState.COMPLETE:
-            yield PATCHES, number
-
-
-def _rows(records: Mapping[int, SlideRecord], bar: Bar) -> Iterator[tuple[int, int]]:
-    """Slide numbers and rows of the patches of complete slides."""
-    for number, record in records.items():
+        key = slide_key(number)
+        yield from ((name, key, True) for name in others)
+        yield INDEX, key, False
         if record.state is SlideState.COMPLETE:
-            yield from ((number, row) for row in range(record.planned))
+            yield from ((PATCHES, patch_key(number, row), False) for row in range(record.planned))
+        else:
+            yield PATCHES, key, True
         bar.advance()
 
 
-def _copy(
-    pool: WorkerPool,
-    task: Callable[[Path, Path, list[T]], None],
-    store: Path,
-    part: Path,
-    items: Iterator[T],
-) -> None:
-    """Run a task on all items, in batches. An item that kills the worker cannot be read, and is left out."""
-    while batch := list(islice(items, _BATCH)):
-        for _ in results_of(pool, _SECONDS, partial(task, store, part), [batch]):
-            pass
-
-
-def _copy_ranges(store: Path, part: Path, ranges: list[tuple[bytes, int | None]]) -> None:
-    """Copy entries, as far as their keys can be listed."""
-    with RawStore(store) as raw:
-        _copy_entries(raw, part, (entry for found in ranges for entry in _keys(raw, *found)))
-
-
-def _keys(raw: RawStore, database: bytes, number: int | None) -> list[Entry]:
-    low, high = (b"", None) if number is None else (slide_key(number), slide_key(number + 1))
-    keys = [low] if database == INDEX else []
-    try:
-        for key in raw.keys(database, low, high):
-            keys.append(key)
-    except DamagedStore:
-        pass
-    return [(database, key) for key in dict.fromkeys(keys)]
-
-
-def _copy_rows(store: Path, part: Path, rows: list[tuple[int, int]]) -> None:
-    """Copy patches."""
-    with RawStore(store) as raw:
-        _copy_entries(raw, part, ((PATCHES, patch_key(*row)) for row in rows))
-
-
-def _copy_entries(raw: RawStore, part: Path, entries: Iterable[Entry]) -> None:
-    chunk: list[tuple[Entry, bytes]] = []
+def _copy_items(store: Path, part: Path, items: list[Item]) -> None:
+    entries: dict[tuple[bytes, bytes], bytes] = {}
     size = 0
-    for entry in entries:
-        try:
-            value = raw.get(*entry)
-        except DamagedStore:
-            continue
-        if value is None:
-            continue
-        chunk.append((entry, bytes(value)))
-        size += len(value)
-        if size > _CHUNK_BYTES:
-            _put(part, chunk)
-            chunk, size = [], 0
-    _put(part, chunk)
+    with RawStore(store) as raw:
+        for database, start, is_prefix in items:
+            for key in _keys(raw, database, start) if is_prefix else [start]:
+                with suppress(DamagedStore):
+                    value = raw.get(database, key)
+                    if value is not None:
+                        entries[database, key] = bytes(value)
+                        size += len(value)
+                if size > _CHUNK_BYTES:
+                    _put(part, entries)
+                    entries, size = {}, 0
+    _put(part, entries)
 
 
-def _put(part: Path, entries: Sequence[tuple[Entry, bytes]]) -> None:
-    """Write entries into the new store, in one transaction."""
-    if not entries:
-        return
-    environment = open_environment(part, write=True)
+def _keys(raw: RawStore, database: bytes, prefix: bytes) -> list[bytes]:
+    """The keys that begin with a prefix, as far as they can be listed."""
+    keys = []
+    with suppress(DamagedStore):
+        for key in raw.keys(database, prefix):
+            keys.append(key)  # one by one, for those before an error
+    return keys
+
+
+def _put(part: Path, entries: Mapping[tuple[bytes, bytes], bytes]) -> None:
+    """Write values by database and key into the new store, in one transaction."""
 
     def work(transaction: Any) -> None:
-        for (database, key), value in entries:
+        for (database, key), value in entries.items():
             transaction.put(key, value, db=environment.database(database, transaction))
 
-    try:
+    with open_environment(part, write=True) as environment:
         environment.change(work)
-    finally:
-        environment.close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import UsageError
 from histopipe.maintenance.findings import some
@@ -15,10 +14,11 @@ from histopipe.store.claims import Claims
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RemoveResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class RemoveResult(Result):
     """What was removed.
 
     Attributes:
@@ -33,17 +33,11 @@ class RemoveResult:
     patches: int
     reusable_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return (
             f"{self.store}: {len(self.slides)} slides of {self.patches:,} patches removed; "
             f"{self.reusable_bytes / 1e6:,.1f} MB of the file are free (`histopipe compact` returns them to the disk)"
         )
-
-    __repr__ = __str__
 
 
 def remove(
@@ -69,7 +63,6 @@ def remove(
     if untrusted:
         check_untrusted(store, progress=progress)
     with Store(store) as opened:
-        spec = opened.spec
         numbers = {record.id: number for number, record in opened.records.items()}
         planned = {record.id: record.planned for record in opened.slides}
     wanted = list(dict.fromkeys(slides))
@@ -80,7 +73,7 @@ def remove(
             expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers) or "any slide",
         )  # fmt: skip
     with (
-        StoreWriter(store, spec) as writer,
+        StoreWriter(store) as writer,
         Claims(store) as claims,
         progress.bar("remove", unit="slides", total=len(wanted)) as bar,
     ):

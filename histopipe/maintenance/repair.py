@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from histopipe.annotations.folder import find_annotations
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.read import find_annotations
+from histopipe.annotations.regions import AnnotationRules, Origin
 from histopipe.errors import DamagedStore, ExitCode, UsageError
-from histopipe.ingestion.checks import refuse_network
+from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.records import resolved
-from histopipe.maintenance.findings import Finding, FindingKind, some
+from histopipe.maintenance.findings import FindingKind, some
 from histopipe.maintenance.rebuild import rebuild
 from histopipe.maintenance.reingest import Reingestion
-from histopipe.maintenance.verify import Examination, examine
+from histopipe.maintenance.store_check import Examination
+from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
+from histopipe.store.catalog import no_store
 from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
-from histopipe.store.deletion import delete_entries
-from histopipe.store.environment import Environment
+from histopipe.store.environment import Environment, delete_entries
 from histopipe.store.folder import open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
-from histopipe.store.meta import read_records
+from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.system.locks import locked
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
-@dataclass(frozen=True, slots=True)
-class RepairResult:
+@dataclass(frozen=True, slots=True, repr=False)
+class RepairResult(Result):
     """What was repaired.
 
     Attributes:
@@ -70,8 +72,6 @@ class RepairResult:
             return f"{self.store} is whole: nothing to repair"
         names = f": {', '.join(self.slides)}" if self.slides else ""
         return f"{self.store}: {self.findings} findings, {len(self.slides)} slides ingested again{names}"
-
-    __repr__ = __str__
 
 
 def repair(
@@ -108,7 +108,8 @@ def repair(
         DamagedStore: the entries of `meta` are damaged.
         UsageError, MachineShort: the store cannot be written, or was written meanwhile.
     """
-    given = discover([Path(p) for p in ([slides] if isinstance(slides, str | Path) else slides)])
+    paths = [slides] if isinstance(slides, str | Path) else slides
+    given = discover([Path(path) for path in paths])
     rules = AnnotationRules(
         threshold=annotation_threshold, unclassified=unclassified, origin=annotation_origin
     )
@@ -118,17 +119,21 @@ def repair(
     if not allow_network:
         refuse_network(Path(store))
     options = IngestOptions(
-        workers=workers, rules=rules, retry_failed=True, allow_network=True,
-        allow_mixed_mpp=True,
-    )  # fmt: skip
+        workers=workers, rules=rules, retry_failed=True, allow_network=True, allow_mixed_mpp=True
+    )
     real = Path(store).resolve()
-    shown = progress or default_progress()
-    look = partial(examine, full=full, workers=workers, progress=shown)
+    progress = progress or default_progress()
+    notes: list[str] = []
+    look = partial(examine, real, full=full, workers=workers, progress=progress)
+    if not (real / "data.mdb").is_file():
+        raise no_store(real)
     with _alone(real):
-        length = make_readable(real) if (real / "data.mdb").exists() else 0
-        found = look(real)
-        count = len(found.result.findings)
-        notes = _stain_notes(found.result.findings)
+        length = make_readable(real)
+        before = found = look()
+        count = len(found.findings)
+        fits = sum(finding.kind is FindingKind.STAIN for finding in found.findings)
+        if fits:
+            notes.append(f"the stain fits of {fits} slides are damaged: run `histopipe stains`")
         known = _known_records(found)
         if found.result.is_structural:
             try:
@@ -136,25 +141,24 @@ def repair(
             except DamagedStore:
                 os.truncate(real / "data.mdb", length)
                 raise
-            _rebuild(real, found, known, shown)
+            number = _next_number(found, known)
+            rebuild(real, found, known, next_number=number, progress=progress)
             notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
-    with _alone(real):
-        if found.result.is_structural:
-            before, found = found, look(real)
+    with _alone(real):  # again, since the folder may be another one
+        if before.result.is_structural:
+            found = look()
         else:
-            before = found
             _refuse_lost_meta(found)
             _delete_orphans(real, found, known)
             if found.damaged_records or found.without_record:
-                found = look(real)
-        work = Reingestion(real, found, given, options, outlines, shown)
+                found = look()
+        work = Reingestion(real, found, given, options, outlines, progress)
         work.run()
     left = work.left | _lost(before, known, given, found)
     remaining = []
     if count or work.done:
-        remaining = [
-            str(f).partition(": ")[2] for f in look(real).result.findings if f.slide not in left
-        ]
+        findings = look().findings
+        remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
     return RepairResult(
         str(store), count, list(work.done.values()), left, notes + work.notes, remaining
     )
@@ -162,14 +166,7 @@ def repair(
 
 @contextmanager
 def _alone(store: Path) -> Iterator[None]:
-    """Let no other repair of the store run.
-
-    Raises:
-        UsageError: another one does.
-    """
-    if not store.is_dir():
-        yield
-        return
+    """Refuse that two repairs of a store run at once."""
     with locked(store) as free:
         if not free:
             raise UsageError("another repair of the store is at work", todo="wait until it is done")
@@ -178,22 +175,17 @@ def _alone(store: Path) -> Iterator[None]:
 
 def _refuse_lost_meta(found: Examination) -> None:
     """Refuse a store whose own settings are damaged: no slide could bring them back."""
-    lost = [f for f in found.result.findings if f.kind is FindingKind.FORMAT]
-    if lost or found.store.spec is None:
+    lost = [f for f in found.findings if f.kind is FindingKind.FORMAT]
+    if lost or found.spec is None:
         raise DamagedStore(
             f"what {found.result.store} says of itself is lost",
-            found=some(f.what for f in lost or found.result.findings),
+            found=some(f.what for f in lost or found.findings),
             todo="take it from a backup, or ingest into a new store",
         )
 
 
-def _stain_notes(findings: Sequence[Finding]) -> list[str]:
-    fits = sum(finding.kind is FindingKind.STAIN for finding in findings)
-    return [f"the stain fits of {fits} slides are damaged: run `histopipe stains`"] if fits else []
-
-
-def _next_number(found: Examination, records: Mapping[int, SlideRecord]) -> int:
-    return max([found.store.next_number, *(number + 1 for number in records)])
+def _next_number(found: Examination, numbers: Iterable[int]) -> int:
+    return max([found.next_number, *(number + 1 for number in numbers)])
 
 
 def _known_records(found: Examination) -> dict[int, SlideRecord]:
@@ -208,65 +200,40 @@ def _known_records(found: Examination) -> dict[int, SlideRecord]:
     return dict(sorted(records.items()))
 
 
-def _is_placeholder(record: SlideRecord) -> bool:
-    return record.state is SlideState.PENDING and not record.path
-
-
-def _rebuild(
-    store: Path, found: Examination, records: Mapping[int, SlideRecord], progress: Progress
-) -> None:
-    with progress.bar(f"rebuild {store}", unit="slides", total=len(records)) as bar:
-        rebuild(
-            store,
-            records,
-            found.store.databases,
-            next_number=_next_number(found, records),
-            transaction=found.transaction,
-            bar=bar,
-        )
-
-
 def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
     """Delete what belongs to no slide, write records that were corrected, and hide slides that have none."""
-    findings = found.result.findings
-    entries = [
-        f.entry for f in findings if f.entry and f.number not in known.keys() - found.records
-    ]
-    hit = {f.number for f in findings if f.number is not None and f.entry is None}
+    if not found.findings:
+        return
+    hidden = known.keys() - found.records
+    entries = [f.entry for f in found.findings if f.entry and f.number not in hidden]
+    hit = {f.number for f in found.findings if f.number is not None and f.entry is None}
     strays = {n for n in hit if n not in known or known[n].state is SlideState.FAILED}
     changed = {n: record for n, record in known.items() if found.records.get(n) != record}
-    if not entries and not strays and not changed and not findings:
-        return
-    environment = open_for_change(store)
+    with open_for_change(store) as environment, Claims(store) as claims:
+        for number in sorted(strays):
+            if claims.take(number) and not _is_in_use(environment, number):
+                delete_entries(environment, number)
 
-    def work(transaction: Any) -> None:
-        for database, key in entries:
-            held = environment.database(database.encode(), transaction)
-            transaction.delete(bytes.fromhex(key), db=held)
-        slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
-        for number, record in changed.items():
-            transaction.put(slide_key(number), record.to_bytes(number), db=slides)
-        # An ingest may have given numbers to slides since the store was verified.
-        now = read_records(transaction, environment.databases, store)
-        wanted = max([_next_number(found, known), *(number + 1 for number in now)])
-        transaction.put(b"next_number", to_json(wanted), db=meta)
+        def work(transaction: Any) -> None:
+            for database, key in entries:
+                held = environment.database(database.encode(), transaction)
+                transaction.delete(bytes.fromhex(key), db=held)
+            slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
+            for number, record in changed.items():
+                transaction.put(slide_key(number), record.to_bytes(number), db=slides)
+            # An ingest may have given numbers to slides since the store was verified.
+            now = read_records(transaction, environment.databases, store)
+            next_number = _next_number(found, [*known, *now])
+            transaction.put(b"next_number", to_json(next_number), db=meta)
 
-    try:
-        with Claims(store) as claims:
-            for number in sorted(strays):
-                if claims.take(number) and not _is_in_use(environment, store, number):
-                    delete_entries(environment, number)
         environment.change(work)
-    finally:
-        environment.close()
 
 
-def _is_in_use(environment: Environment, store: Path, number: int) -> bool:
+def _is_in_use(environment: Environment, number: int) -> bool:
     """Whether a number has a slide by now, which has not failed."""
-    with environment.read() as transaction:
-        value = transaction.get(slide_key(number), db=environment.databases[SLIDES]) or b""
     try:
-        record = SlideRecord.from_bytes(number, value, where=str(store))
+        with environment.read() as transaction:
+            record = read_record(transaction, environment.databases, number, environment.path)
     except DamagedStore:
         return False
     return record.state is not SlideState.FAILED
@@ -280,13 +247,11 @@ def _lost(
 ) -> dict[str, str]:
     """Reasons why slides are not back whose records are lost, and files that no slide of the store is of."""
     why = "its record is lost: `histopipe ingest` adds its file again, `histopipe remove` removes what is left"
-    lost = {r.id: why for n, r in known.items() if _is_placeholder(r) and n not in before.records}
-    pages = [f.what for f in before.result.findings if f.kind is FindingKind.STRUCTURE]
+    placeholders = (r for n, r in known.items() if n not in before.records and not r.path)
+    lost = {r.id: why for r in placeholders if r.state is SlideState.PENDING}
+    pages = [f.what for f in before.findings if f.kind is FindingKind.STRUCTURE]
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in found.records.values()}
-        for slide in given:
-            if resolved(slide.path) not in stored:
-                lost[slide.id] = (
-                    "it is not in the store, or its record is lost: `histopipe ingest` adds it"
-                )
+        missing = "it is not in the store, or its record is lost: `histopipe ingest` adds it"
+        lost |= {s.id: missing for s in given if resolved(s.path) not in stored}
     return lost

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.maintenance.findings import Finding, FindingKind, some
+from histopipe.maintenance.findings import Finding, FindingKind, entry_of, some
 from histopipe.store.format import (
     INDEX,
     META,
@@ -24,21 +22,22 @@ from histopipe.store.format import (
     STAINS,
     THUMBNAILS,
     decode_index,
+    patch_key,
     slide_key,
     value_crc,
 )
-from histopipe.store.picture import decode_picture
 from histopipe.store.raw_store import RawStore
+from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import read_fits
 
 _NUMBER = 4
 """Bytes of a slide number at the start of a key."""
-_PATCH_KEY = struct.Struct(">II")
+
+Columns = dict[str, NDArray[Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class WrongValue:
+class WrongValue(NamedTuple):
     """A patch that differs from what its index says: its length and CRC, and those expected."""
 
     slide: int
@@ -51,68 +50,49 @@ class WrongValue:
 
 @dataclass(slots=True)
 class SlideCheck:
-    """The result for one slide.
-
-    Attributes:
-        number: of the slide.
-        record: None if it is missing or damaged.
-        damaged_record: its bytes, if it is damaged.
-        patches: rows of its index, of a complete slide.
-        value_bytes: bytes of patches that were read.
-        findings: what is wrong, without the ids of the slide.
-        wrong: patches that are not what was written.
-    """
+    """The result for one slide. A record that is damaged is None, and its bytes are kept."""
 
     number: int
     record: SlideRecord | None = None
-    damaged_record: bytes | None = None
-    patches: int = 0
+    damaged_record: bytes = b""
     value_bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
     wrong: list[WrongValue] = field(default_factory=list)
 
-    def add(self, kind: FindingKind, what: str, entry: tuple[bytes, bytes] | None = None) -> None:
+    def add(self, kind: FindingKind, what: str, entry: tuple[str, str] | None = None) -> None:
         """Add a finding."""
         name = self.record.id if self.record else None
-        written = (entry[0].decode(), entry[1].hex()) if entry else None
-        self.findings.append(Finding(kind, what, name, self.number, written))
+        self.findings.append(Finding(kind, what, name, self.number, entry))
 
 
-def check_slides(store: Path, full: bool, numbers: Sequence[int]) -> list[SlideCheck]:
-    """Check slides, each in one transaction.
+def check_slides(
+    store: Path, numbers: Sequence[int], *, side: int | None = None, records_only: bool = False
+) -> list[SlideCheck]:
+    """Check slides, each in one transaction. Slides that were removed meanwhile have no result.
 
-    Args:
-        store: the store's folder.
-        full: decode every value, too.
-        numbers: of the slides.
-
-    Returns:
-        The results. Slides that were removed meanwhile have none.
+    With `side`, in pixels, every patch and picture is decoded, too; with 0, which is unknown, every picture. `records_only` is for slides whose patches kill a worker.
     """
+    checks = []
     with RawStore(store) as raw:
-        checks = []
         for number in numbers:
             raw.refresh()
-            check = _check_slide(raw, SlideCheck(number), full)
-            if check is not None:
-                checks.append(check)
-        return checks
+            check = _read_record(raw, number)
+            if check is None:
+                continue
+            checks.append(check)
+            record = check.record
+            if record and record.state is SlideState.COMPLETE and not records_only:
+                _check_complete(raw, check, record, side)
+    return checks
 
 
-def check_records(store: Path, numbers: Sequence[int]) -> list[SlideCheck]:
-    """Check only the records of slides, whose patches kill a worker."""
-    with RawStore(store) as raw:
-        checks = (_check_record(raw, SlideCheck(number)) for number in numbers)
-        return [check for check in checks if check is not None]
-
-
-def _check_record(raw: RawStore, check: SlideCheck) -> SlideCheck | None:
-    key = slide_key(check.number)
+def _read_record(raw: RawStore, number: int) -> SlideCheck | None:
+    check, key = SlideCheck(number), slide_key(number)
     try:
         value = raw.get(SLIDES, key)
         if value is None:
             return None
-        check.record = SlideRecord.from_bytes(check.number, value, where="its record")
+        check.record = SlideRecord.from_bytes(number, value, where="its record")
     except DamagedStore as error:
         with contextlib.suppress(DamagedStore):
             check.damaged_record = bytes(raw.get(SLIDES, key) or b"")
@@ -120,36 +100,30 @@ def _check_record(raw: RawStore, check: SlideCheck) -> SlideCheck | None:
     return check
 
 
-def _check_slide(raw: RawStore, slide: SlideCheck, full: bool) -> SlideCheck | None:
-    check = _check_record(raw, slide)
-    if check is None or check.record is None or check.record.state is not SlideState.COMPLETE:
-        return check
-    check.patches = check.record.planned
-    columns = _read_index(raw, check)
-    if columns is not None:
-        _check_counts(raw, check, check.record, columns)
-        _check_patches(raw, check, columns, _patch_problem(raw) if full else None)
-    _check_thumbnails(raw, check, check.record, full)
-    _check_stains(raw, check)
-    return check
-
-
-def _read_index(raw: RawStore, check: SlideCheck) -> dict[str, NDArray[Any]] | None:
+def _check_complete(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, side: int | None
+) -> None:
     key = slide_key(check.number)
     try:
         block = raw.get(INDEX, key)
         if block is None:
             check.add(FindingKind.HOLE, "its index is missing")
-            return None
-        return decode_index(key, bytes(block), where="index")
+        else:
+            columns = decode_index(key, bytes(block), where="index")
+            _check_counts(raw, check, record, columns)
+            _check_patches(raw, check, columns, side)
     except DamagedStore as error:
         check.add(FindingKind.INDEX, str(error))
-        return None
+    _check_thumbnails(raw, check, record, is_full=side is not None)
+    try:
+        value = raw.get(STAINS, key)
+        if value is not None:
+            read_fits({check.number: bytes(value)}, where="its stains")
+    except DamagedStore as error:
+        check.add(FindingKind.STAIN, str(error), entry_of(STAINS, key))
 
 
-def _check_counts(
-    raw: RawStore, check: SlideCheck, record: SlideRecord, columns: dict[str, NDArray[Any]]
-) -> None:
+def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns: Columns) -> None:
     length, labels = columns["length"], columns["label"]
     stored = int(np.count_nonzero(length))
     for what, expected, found in (
@@ -169,19 +143,21 @@ def _check_counts(
             )
 
 
-def _check_patches(
-    raw: RawStore,
-    check: SlideCheck,
-    columns: dict[str, NDArray[Any]],
-    problem_of: Callable[[memoryview], str | None] | None,
-) -> None:
-    """Look up every patch as a reader does, and compare it with its CRC; then look for patches that should not be there."""
+def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int | None) -> None:
+    """Look up every patch as a reader does, and compare it with its CRC. With `side`, decode it, too."""
+    pixels = None
+    if side:
+        # Late: otherwise no image library is needed.
+        from histopipe.dataset.patch_batches import decode
+
+        pixels = np.empty((side, side, 3), np.uint8)
+
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
     found: set[int] = set()
     faults: dict[int, str] = {}
     no_images: dict[int, str] = {}
     for row, (length, crc) in enumerate(zip(lengths, crcs, strict=True)):
-        key = _PATCH_KEY.pack(check.number, row)
+        key = patch_key(check.number, row)
         try:
             value = raw.get(PATCHES, key)
         except DamagedStore as error:
@@ -191,14 +167,15 @@ def _check_patches(
             continue
         found.add(row)
         size = len(value)
-        actual = zlib.crc32(value, zlib.crc32(key)) if size else 0
+        actual = value_crc(key, value) if size else 0
         check.value_bytes += size
         if size != length or actual != crc:
             check.wrong.append(WrongValue(check.number, row, size, actual, length, crc))
-        elif problem_of is not None and size:
-            problem = problem_of(value)
-            if problem is not None:
-                no_images[row] = problem
+        elif pixels is not None and size:
+            try:
+                decode(value, pixels)
+            except DamagedStore as error:
+                no_images[row] = str(error)
     if faults:
         texts = some(sorted(set(faults.values())))
         check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}")
@@ -217,9 +194,10 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
     """Check that there are no other patches, and that a lookup reaches all that lie in the tree."""
     beyond, unreached = [], []
     try:
-        for key in raw.slide_keys(PATCHES, check.number):
-            if len(key) != _PATCH_KEY.size:
-                check.add(FindingKind.ORPHAN, f"patches: a key {key.hex()}", (PATCHES, key))
+        for key in raw.keys(PATCHES, slide_key(check.number)):
+            if len(key) != 2 * _NUMBER:
+                entry = entry_of(PATCHES, key)
+                check.add(FindingKind.ORPHAN, f"patches: a key {key.hex()}", entry)
                 continue
             row = int.from_bytes(key[_NUMBER:], "big")
             if row >= planned:
@@ -234,10 +212,12 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
         check.add(FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}")
 
 
-def _check_thumbnails(raw: RawStore, check: SlideCheck, record: SlideRecord, full: bool) -> None:
+def _check_thumbnails(
+    raw: RawStore, check: SlideCheck, record: SlideRecord, *, is_full: bool
+) -> None:
     kinds = set()
     try:
-        for key in list(raw.slide_keys(THUMBNAILS, check.number)):
+        for key in list(raw.keys(THUMBNAILS, slide_key(check.number))):
             kind = key[_NUMBER:].decode("utf-8", "replace")
             if not kind:
                 continue  # found among the entries of no slide
@@ -246,50 +226,13 @@ def _check_thumbnails(raw: RawStore, check: SlideCheck, record: SlideRecord, ful
             crc = value_crc(key, value)
             if record.thumbnail_crc.get(kind, crc) != crc:
                 check.add(FindingKind.THUMBNAIL, f"its picture {kind!r} is not what was written")
-            elif full and (problem := _picture_problem(value)) is not None:
-                check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {problem}")
+            elif is_full:
+                try:
+                    decode_picture(value, "it")
+                except DamagedStore as error:
+                    check.add(FindingKind.THUMBNAIL, f"its picture {kind!r}: {error}")
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, f"its pictures: {error}")
         return
     for kind in sorted(record.thumbnail_crc.keys() - kinds):
         check.add(FindingKind.HOLE, f"its picture {kind!r} is missing")
-
-
-def _check_stains(raw: RawStore, check: SlideCheck) -> None:
-    key = slide_key(check.number)
-    try:
-        value = raw.get(STAINS, key)
-        if value is not None:
-            read_fits({check.number: bytes(value)}, where="its stains")
-    except DamagedStore as error:
-        check.add(FindingKind.STAIN, str(error), (STAINS, key))
-
-
-def _patch_problem(raw: RawStore) -> Callable[[memoryview], str | None] | None:
-    """Return a function that decodes a patch and returns what is wrong with it."""
-    # Late: without --full no image library is needed.
-    from histopipe.dataset.patch_batches import decode
-
-    try:
-        side = json.loads(bytes(raw.get(META, b"spec") or b""))["patch_size"]
-        pixels = np.empty((side, side, 3), np.uint8)
-    except (DamagedStore, ValueError, TypeError, KeyError, MemoryError):
-        return None  # found as damage of `meta`
-
-    def problem_of(value: memoryview) -> str | None:
-        try:
-            decode(value, pixels)
-        except DamagedStore as error:
-            return str(error)
-        return None
-
-    return problem_of
-
-
-def _picture_problem(value: bytes) -> str | None:
-    """Why a value is no picture of a slide; None if it is one."""
-    try:
-        decode_picture(value, "it")
-    except DamagedStore as error:
-        return str(error)
-    return None

@@ -12,9 +12,8 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import DROPPED, SlideSplit, read_splits
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, common_spec, copy_slides
+from histopipe.maintenance.copy_slides import CopyResult, StoredSlide, copy_slides, open_stores
 from histopipe.maintenance.findings import some
-from histopipe.maintenance.verify import check_untrusted
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
 
@@ -63,11 +62,8 @@ def split(
     splits, out, progress = Path(splits), Path(out), progress or default_progress()
     with ExitStack() as stack:
         paths = store_paths(sources)
-        if untrusted:
-            for path in paths:
-                check_untrusted(path, progress=progress)
-        stores = [stack.enter_context(Store(path)) for path in paths]
-        spec = common_spec(stores)
+        stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
+        spec = stores[0].spec
         sides = _sides(read_splits(splits, stores).slides, splits)
         if not sides:
             raise NothingToDo(f"{splits} has no slide on any side")
@@ -75,27 +71,21 @@ def split(
             side: [StoredSlide(stores[slide.store], slide.slide) for slide in held]
             for side, held in sides.items()
         }
+        targets = {side: out / f"{side}.lmdb" for side in slides}
         for side, held in slides.items():
-            _refuse_others(out / f"{side}.lmdb", {slide.record.id for slide in held})
+            _refuse_others(targets[side], {slide.record.id for slide in held})
         total = sum(slide.record.stored_bytes for held in slides.values() for slide in held)
         out.mkdir(parents=True, exist_ok=True)
         bar = stack.enter_context(progress.bar("split", unit="bytes", total=total))
-        return SplitResult(
-            {
-                side: copy_slides(
-                    held, out / f"{side}.lmdb", spec, allow_network=allow_network, bar=bar
-                )
-                for side, held in slides.items()
-            }
-        )
+        copied = {
+            side: copy_slides(held, targets[side], spec, allow_network=allow_network, bar=bar)
+            for side, held in slides.items()
+        }
+    return SplitResult(copied)
 
 
 def _refuse_others(store: Path, ids: set[str]) -> None:
-    """Refuse to add to the store of another split: a slide would stand on two sides.
-
-    Raises:
-        UsageError: it holds slides that are not of this side.
-    """
+    """Refuse to add to the store of another split: a slide would be on two sides."""
     try:
         with Store(store) as there:
             others = [record.id for record in there.slides if record.id not in ids]
@@ -113,9 +103,8 @@ def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSpl
     found: dict[Side, list[SlideSplit]] = {side: [] for side in SIDES}
     divided = []
     for slide in slides:
-        numbers = sorted(
-            set(slide.sides.tolist()) - {DROPPED}
-        )  # of patches left out: a store holds slides whole
+        # Patches that are left out do not count: a store holds slides whole.
+        numbers = sorted(set(slide.sides.tolist()) - {DROPPED})
         if len(numbers) > 1:
             divided.append(slide.id)
         elif numbers:

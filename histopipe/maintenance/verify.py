@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from zlib import crc32
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, some
-from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_records, check_slides
-from histopipe.maintenance.store_check import Orphans, StoreCheck, check_store, find_orphans
-from histopipe.maintenance.worker_tasks import refuse_killed, results_of, silence
+from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
+from histopipe.maintenance.store_check import Examination, check_store, find_orphans
+from histopipe.maintenance.worker_tasks import result_of, results_of, silence
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
-from histopipe.store.record import SlideRecord
+from histopipe.store.record import SlideState
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
@@ -91,27 +90,6 @@ def check_untrusted(store: Path, *, progress: Progress | None = None) -> None:
         )
 
 
-@dataclass(slots=True)
-class Examination:
-    """What was found out about a store.
-
-    Attributes:
-        result: what is wrong.
-        store: settings and slide numbers of the store.
-        records: by slide number, of those that can be read.
-        damaged_records: bytes of the other ones by slide number; empty where there are none.
-        without_record: numbers that have entries, but no record.
-        transaction: number of the last transaction before the store was verified.
-    """
-
-    result: VerifyResult
-    store: StoreCheck = field(default_factory=StoreCheck)
-    records: dict[int, SlideRecord] = field(default_factory=dict)
-    damaged_records: dict[int, bytes] = field(default_factory=dict)
-    without_record: set[int] = field(default_factory=set)
-    transaction: int = 0
-
-
 def examine(
     store: Path,
     *,
@@ -125,146 +103,120 @@ def examine(
     data = store / "data.mdb"
     if not data.is_file() or data.stat().st_size == 0:
         raise no_store(store)
-    size = data.stat().st_size
-    found = Examination(VerifyResult(str(store), full, 0, 0, size, 0.0))
-    count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
-    progress = progress or default_progress()
+    size, transaction = data.stat().st_size, 0
     try:
         check_length(data)
-        found.transaction = newest_transaction(data)
+        transaction = newest_transaction(data)
     except DamagedStore as error:
-        findings, patches = [Finding(FindingKind.STRUCTURE, str(error))], 0
+        found = Examination(findings=[_broken(error)])
     else:
-        pool = WorkerPool(count, silence)
-        try:
-            with progress.bar(f"verify {store}", unit="bytes", total=size) as bar:
-                findings, patches = _examine(found, pool, store, untrusted=untrusted, bar=bar)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    found.result = replace(
-        found.result, slides=len(found.records), patches=patches, findings=findings,
-        seconds=round(time.monotonic() - started, 3),
+        progress = progress or default_progress()
+        count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
+        with (
+            WorkerPool(count, silence) as pool,
+            progress.bar(f"verify {store}", unit="bytes", total=size) as bar,
+        ):
+            found = _examine(store, pool, size, full=full, untrusted=untrusted, bar=bar)
+    found.transaction = transaction
+    complete = [r for r in found.records.values() if r.state is SlideState.COMPLETE]
+    found.result = VerifyResult(
+        str(store), full, len(found.records), sum(record.planned for record in complete),
+        size, round(time.monotonic() - started, 3), found.findings,
     )  # fmt: skip
     return found
 
 
 def _examine(
-    found: Examination, pool: WorkerPool, store: Path, *, untrusted: bool, bar: Bar
-) -> tuple[list[Finding], int]:
-    """Findings, and the number of patches."""
-    findings: list[Finding] = _links(store) if untrusted else []
-    seconds = _LEAST_SECONDS + found.result.file_bytes / _SLOWEST
+    store: Path, pool: WorkerPool, size: int, *, full: bool, untrusted: bool, bar: Bar
+) -> Examination:
+    seconds = _LEAST_SECONDS + size / _SLOWEST
     pages = pool.submit_within(seconds, page_faults, store, not untrusted)
     if untrusted:
-        findings += _structure(pages)
+        findings = _links(store) + _page_findings(pages)
         if findings:
-            return findings, 0
+            return Examination(findings=findings)
     try:
-        found.store = pool.submit_within(seconds, check_store, store).result()
-    except WorkerDied as error:
-        refuse_killed(error)
-        found.store.findings.append(
-            Finding(FindingKind.STRUCTURE, f"LMDB cannot read `meta` and `slides`: {error}")
-        )
-    except UnknownVersion:
-        raise
-    except DamagedStore as error:
-        return [*findings, *_structure(pages), Finding(FindingKind.STRUCTURE, str(error))], 0
+        found = result_of(pool.submit_within(seconds, check_store, store))
     except NothingToDo:
-        findings += _structure(pages)
+        findings = _page_findings(pages)
         if not findings:
             raise
-        return findings, 0
-    numbers = found.store.slides
-    if numbers is None:
-        numbers = list(range(found.store.next_number))
-    checks = _check_all_slides(found, pool, store, numbers, seconds=seconds, bar=bar)
-    checks.sort(key=lambda check: check.number)
-    _collect(found, checks)
-    orphans = _orphans(pool, seconds, store, {c.number for c in checks if c.patches})
-    found.without_record = orphans.without_record
-    findings += [
-        *_structure(pages), *found.store.findings, *(f for c in checks for f in c.findings),
-        *_duplicate_ids(found), *_wrong_values(found, [w for c in checks for w in c.wrong]), *orphans.findings,
-    ]  # fmt: skip
-    return findings, sum(check.patches for check in checks)
+        return Examination(findings=findings)
+    except UnknownVersion:
+        raise
+    except (WorkerDied, DamagedStore) as error:
+        failure = _broken(f"LMDB cannot read `meta` and `slides`: {error}")
+        return Examination(findings=[*_page_findings(pages), failure])
+    average = max(1, size // max(1, len(found.slides)))
+    batch_size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
+    batches = [found.slides[i : i + batch_size] for i in range(0, len(found.slides), batch_size)]
+    side = (found.spec or {}).get("patch_size", 0) if full else None
+    checks = _check_slides(pool, partial(check_slides, store, side=side), batches, seconds, bar)
+    found.records = {c.number: c.record for c in checks if c.record is not None}
+    found.damaged_records = {c.number: c.damaged_record for c in checks if c.record is None}
+    complete = {n for n, r in found.records.items() if r.state is SlideState.COMPLETE}
+    try:
+        task = pool.submit_within(seconds, find_orphans, store, complete)
+        orphans, found.without_record = result_of(task)
+    except (WorkerDied, DamagedStore) as error:
+        orphans = [_broken(f"LMDB cannot list the keys: {error}")]
+    found.findings = [
+        *_page_findings(pages),
+        *found.findings,
+        *(finding for check in checks for finding in check.findings),
+        *_duplicate_ids(found),
+        *_wrong_values(found, [value for check in checks for value in check.wrong]),
+        *orphans,
+    ]
+    return found
 
 
-def _check_all_slides(
-    found: Examination,
-    pool: WorkerPool,
-    store: Path,
-    numbers: Sequence[int],
-    *,
-    seconds: float,
-    bar: Bar,
-) -> list[SlideCheck]:
-    """Check every slide. A slide that ends its worker is checked by its record only."""
-    batches = _batches(numbers, found.result.file_bytes)
-    checks: list[SlideCheck] = []
-    died: dict[int, WorkerDied] = {}
-    for batch, result in results_of(
-        pool, seconds, partial(check_slides, store, found.result.full), batches
-    ):
-        if isinstance(result, WorkerDied):
-            died[batch[0]] = result
-            continue
-        checks += result
-        bar.advance(sum(check.value_bytes for check in result))
-    for (number,), result in results_of(
-        pool, seconds, partial(check_records, store), [[number] for number in died]
-    ):
-        check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
-        what = f"LMDB crashes or hangs reading this slide: {died[number]}"
-        check.add(FindingKind.STRUCTURE, what)
-        checks.append(check)
-    return checks
+def _broken(what: object) -> Finding:
+    return Finding(FindingKind.STRUCTURE, str(what))
 
 
-def _structure(pages: Future[list[str]]) -> list[Finding]:
+def _page_findings(pages: Future[list[str]]) -> list[Finding]:
     """Findings of LMDB's verifier."""
     try:
-        faults = pages.result()
+        return [_broken(fault) for fault in result_of(pages)]
     except WorkerDied as error:
-        refuse_killed(error)
-        faults = [f"LMDB's verifier crashes or hangs: {error}"]
+        return [_broken(f"LMDB's verifier crashes or hangs: {error}")]
     except DamagedStore as error:
-        faults = [str(error)]
-    return [Finding(FindingKind.STRUCTURE, fault) for fault in faults]
+        return [_broken(error)]
 
 
 def _links(store: Path) -> list[Finding]:
     """Files of the folder that would have another file read or written."""
     return [
-        Finding(FindingKind.STRUCTURE, f"{path.name} is a link or a device, not a regular file")
+        _broken(f"{path.name} is a link or a device, not a regular file")
         for path in sorted(store.iterdir())
         if path.is_symlink() or not (path.is_file() or path.is_dir())
     ]
 
 
-def _batches(numbers: Sequence[int], file_bytes: int) -> list[list[int]]:
-    """Slides that are checked by one task each."""
-    average = max(1, file_bytes // max(1, len(numbers)))
-    size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
-    return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
-
-
-def _collect(found: Examination, checks: Iterable[SlideCheck]) -> None:
-    for check in checks:
-        if check.record is not None:
-            found.records[check.number] = check.record
-        else:
-            found.damaged_records[check.number] = check.damaged_record or b""
-
-
-def _orphans(pool: WorkerPool, seconds: float, store: Path, complete: set[int]) -> Orphans:
-    try:
-        return pool.submit_within(seconds, find_orphans, store, complete).result()
-    except (WorkerDied, DamagedStore) as error:
-        if isinstance(error, WorkerDied):
-            refuse_killed(error)
-        what = f"LMDB cannot list the keys: {error}"
-        return Orphans([Finding(FindingKind.STRUCTURE, what)])
+def _check_slides(
+    pool: WorkerPool,
+    task: Callable[..., list[SlideCheck]],
+    batches: Iterable[list[int]],
+    seconds: float,
+    bar: Bar,
+) -> list[SlideCheck]:
+    """Check slides by number. A slide that ends its worker is checked by its record only."""
+    checks: list[SlideCheck] = []
+    died: dict[int, WorkerDied] = {}
+    for batch, result in results_of(pool, seconds, task, batches):
+        if isinstance(result, WorkerDied):
+            died[batch[0]] = result
+            continue
+        checks += result
+        bar.advance(sum(check.value_bytes for check in result))
+    task = partial(task, records_only=True)
+    for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
+        check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
+        why = f"LMDB crashes or hangs reading this slide: {died[number]}"
+        check.add(FindingKind.STRUCTURE, why)
+        checks.append(check)
+    return sorted(checks, key=lambda check: check.number)
 
 
 def _duplicate_ids(found: Examination) -> list[Finding]:
@@ -277,20 +229,18 @@ def _duplicate_ids(found: Examination) -> list[Finding]:
 
 
 def _wrong_values(found: Examination, wrong: list[WrongValue]) -> list[Finding]:
-    """Findings by slide; of few wrong values, whether they are stored under each other's keys."""
+    """Findings of wrong values by slide. If there are few, values under each other's keys are found, too."""
     findings: list[Finding] = []
     changed: dict[int, list[int]] = defaultdict(list)
+    others = wrong if len(wrong) <= _MOST_COMPARED else []
     for value in wrong:
-        name = found.records[value.slide].id
-        others = wrong if len(wrong) <= _MOST_COMPARED else []
         owner = next((other for other in others if _is_value_of(value, other)), None)
         if owner is None:
             changed[value.slide].append(value.row)
             continue
-        place = f"patch {owner.row}"
-        if owner.slide != value.slide:
-            place += f" of {found.records[owner.slide].id}"
-        what = f"patch {value.row} holds the value of {place}"
+        place = "" if owner.slide == value.slide else f" of {found.records[owner.slide].id}"
+        what = f"patch {value.row} holds the value of patch {owner.row}{place}"
+        name = found.records[value.slide].id
         findings.append(Finding(FindingKind.SWAPPED, what, name, value.slide))
     for slide, rows in changed.items():
         count = f"{len(rows)} patches are" if len(rows) > 1 else "a patch is"

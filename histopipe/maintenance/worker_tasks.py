@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import TypeVar
 
 from histopipe.errors import MachineShort
-from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -20,53 +20,41 @@ def silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
-def results_of(
-    pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Sequence[list[T]]
-) -> Iterator[tuple[list[T], R | WorkerDied]]:
-    """Run a task on batches of items. A batch whose worker dies or hangs is halved, until the item is known.
-
-    Args:
-        pool: of the workers.
-        seconds: that a batch may take.
-        task: called with a batch in a worker.
-        batches: lists of items.
-
-    Yields:
-        Each batch with its result, or with the error for a single item whose worker died.
+def result_of(future: Future[R]) -> R:
+    """Return the result of a task, as `Future.result`.
 
     Raises:
-        MachineShort: the system killed a worker, most likely because memory ran out.
+        WorkerDied: the task killed its worker, or took too long.
+        MachineShort: the system killed the worker by SIGKILL, most likely because memory ran out.
     """
-    waiting: deque[tuple[list[T], Future[R]]] = deque()
-
-    def submit(batch: list[T]) -> None:
-        waiting.append((batch, pool.submit_within(seconds, task, batch)))
-
-    for batch in batches:
-        submit(batch)
-    while waiting:
-        batch, future = waiting.popleft()
-        try:
-            yield batch, future.result()
-        except WorkerDied as error:
-            refuse_killed(error)
-            if len(batch) == 1:
-                yield batch, error
-            else:
-                half = len(batch) // 2
-                submit(batch[:half])
-                submit(batch[half:])
-
-
-def refuse_killed(error: WorkerDied) -> None:
-    """Raise the right error for a worker that the system killed: the store is not the reason.
-
-    Raises:
-        MachineShort: it was killed by SIGKILL.
-    """
-    if "SIGKILL" in str(error) and not isinstance(error, TookTooLong):
+    try:
+        return future.result()
+    except WorkerDied as error:
+        if "SIGKILL" not in str(error):
+            raise
         raise MachineShort(
             "a worker process was killed",
             found=str(error),
             todo="free memory, or use fewer --workers",
         ) from error
+
+
+def results_of(
+    pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Iterable[list[T]]
+) -> Iterator[tuple[list[T], R | WorkerDied]]:
+    """Run a task on batches of items. A batch that kills its worker, or takes too long, is halved until the item is known.
+
+    Yields each batch with its result, or a batch of one item with the error of its worker. Raises MachineShort as `result_of`.
+    """
+    waiting = deque((batch, pool.submit_within(seconds, task, batch)) for batch in batches)
+    while waiting:
+        batch, future = waiting.popleft()
+        try:
+            yield batch, result_of(future)
+        except WorkerDied as error:
+            if len(batch) == 1:
+                yield batch, error
+                continue
+            half = len(batch) // 2
+            for part in (batch[:half], batch[half:]):
+                waiting.append((part, pool.submit_within(seconds, task, part)))

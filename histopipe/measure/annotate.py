@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from histopipe.annotations.folder import find_annotations
 from histopipe.annotations.patch_labels import label_patches
-from histopipe.annotations.regions import read_regions, source_text
-from histopipe.annotations.rules import AnnotationRules, Origin
+from histopipe.annotations.read import find_annotations
+from histopipe.annotations.regions import AnnotationRules, Origin, read_regions, source_text
 from histopipe.errors import ExitCode, UsageError
 from histopipe.geometry import PointL0, RegionL0, Size
-from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides
+from histopipe.measure.columns import SlideColumns, measure_slides
 from histopipe.slides.tables import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, SilentProgress, default_progress
+from histopipe.system.result import Result, exit_code_of
 
 _SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AnnotateResult:
+class AnnotateResult(Result):
     """Result of `annotate`.
 
     Attributes:
@@ -49,11 +48,7 @@ class AnnotateResult:
         """0 if no slide failed, 3 if some did, 4 if all did."""
         return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """Number of slides, and of patches per class."""
         counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
         return (
@@ -61,38 +56,6 @@ class AnnotateResult:
             f"{len(self.without)} without annotations, {len(self.failed)} failed\n"
             f"patches: {counts or 'none of any class'}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class LabelPatches:
-    """Labels the patches of one slide from one file: a `SlideMeasure`."""
-
-    file: Path
-    rules: AnnotationRules
-
-    def __call__(self, store: Path, slide: int) -> SlideColumns:
-        """Label the patches.
-
-        Raises:
-            UsageError: the file cannot be used.
-        """
-        with Store(store) as opened:
-            record, index = opened.records[slide], opened.index(slide)
-        left, top, width, height = record.bounds or (0, 0, record.width, record.height)
-        regions = read_regions(
-            self.file, self.rules, size=Size(record.width, record.height),
-            bounds=RegionL0(PointL0(left, top), Size(width, height)),
-        )  # fmt: skip
-        side_l0 = (record.read_size or 0) * (record.downsample or 0)
-        labels = label_patches(
-            regions, index["x_l0"], index["y_l0"], side_l0, threshold=self.rules.threshold
-        )
-        facts = {
-            "annotations": source_text(self.file, self.rules),
-            "annotation_notes": regions.note_texts(self.file),
-            "patch_labels": labels.counts(),
-        }
-        return SlideColumns(index["crc"], {"covered": labels.covered}, facts, labels)
 
 
 def annotate(
@@ -155,15 +118,9 @@ def annotate_slides(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> AnnotateResult:
-    """Label the patches of slides whose files are known.
+    """Label the patches of slides from files by slide id; of the slides `only`, if given.
 
-    Args:
-        store: the store's folder.
-        files: annotation files by slide id.
-        rules: how outlines become labels; the region of interest is that of the store.
-        only: ids of the slides to label; None labels all.
-        workers: number of processes; one per core if not given.
-        progress: where progress is shown; None shows nothing.
+    The region of interest is that of the store, whatever the rules say. Without `progress`, nothing is shown.
     """
     with Store(store) as opened:
         complete = {
@@ -181,26 +138,45 @@ def annotate_slides(
             result.same.append(record.id)
             patches.update(record.patch_labels)
         else:
-            measures[number] = LabelPatches(file, rules)
+            measures[number] = partial(_label_slide, file, rules)
     shown = progress or SilentProgress()
     with shown.bar("annotate", unit="slides", total=len(measures)) as bar:
-        for found in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
-            name = complete[found.number].id
+        for number, found in measure_slides(store, measures, seconds=_SECONDS, workers=workers):
+            name = complete[number].id
             bar.advance()
-            if found.columns is None:
-                result.failed[name] = found.reason
-                shown.message(f"{name}: failed: {found.reason}")
+            if isinstance(found, str):
+                result.failed[name] = found
+                shown.message(f"{name}: failed: {found}")
             else:
-                result.done[name] = found.columns.facts["annotation_notes"]
-                patches.update(found.columns.facts["patch_labels"])
+                result.done[name] = found.facts["annotation_notes"]
+                patches.update(found.facts["patch_labels"])
     return replace(result, patches=dict(patches))
+
+
+def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) -> SlideColumns:
+    """Label the patches of a slide from a file: a `SlideMeasure`."""
+    with Store(store) as opened:
+        record, index = opened.records[slide], opened.index(slide)
+    left, top, width, height = record.bounds or (0, 0, record.width, record.height)
+    regions = read_regions(
+        file, rules, size=Size(record.width, record.height),
+        bounds=RegionL0(PointL0(left, top), Size(width, height)),
+    )  # fmt: skip
+    side_l0 = (record.read_size or 0) * (record.downsample or 0)
+    labels = label_patches(
+        regions, index["x_l0"], index["y_l0"], side_l0, threshold=rules.threshold
+    )
+    facts = {
+        "annotations": source_text(file, rules),
+        "annotation_notes": regions.note_texts(file),
+        "patch_labels": labels.counts(),
+    }
+    return SlideColumns(index["crc"], {"covered": labels.covered}, facts, labels)
 
 
 def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
     """Return whether a slide has these labels already, so that its index need not be written."""
-    if record.annotations is None:
-        return False
     try:
-        return record.annotations == source_text(file, rules)
+        return record.annotations is not None and record.annotations == source_text(file, rules)
     except (OSError, UsageError):
         return False  # reading the file reports the reason

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.annotations.patch_labels import PatchLabels
-from histopipe.errors import DamagedStore, ExitCode, HistopipeError, SlideError, UsageError
-from histopipe.store.columns import ColumnWriter
+from histopipe.errors import DamagedStore, HistopipeError, SlideError, UsageError
+from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _TASKS_PER_WORKER = 4
@@ -23,13 +24,9 @@ _TASKS_PER_WORKER = 4
 
 @dataclass(frozen=True, slots=True)
 class SlideColumns:
-    """What was measured of a slide.
+    """What was measured of a slide whose N patches have these CRCs: (N,) columns, and fields of its record (`facts`).
 
-    Attributes:
-        crc: (N,) of the patches that were measured.
-        columns: of the index, (N,) each.
-        facts: fields of the slide's record.
-        labels: classes of its patches, which become the column `label`; None keeps that column.
+    `labels` become the column `label`; None keeps that column.
     """
 
     crc: NDArray[np.integer]
@@ -38,99 +35,56 @@ class SlideColumns:
     labels: PatchLabels | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredSlide:
-    """Result of one slide.
-
-    Attributes:
-        number: its number in the store.
-        columns: what was measured; None if it failed.
-        reason: why it failed; empty otherwise.
-    """
-
-    number: int
-    columns: SlideColumns | None
-    reason: str = ""
-
-
-class SlideMeasure(Protocol):
-    """Measures a slide in a worker process; picklable."""
-
-    def __call__(self, store: Path, slide: int) -> SlideColumns:
-        """Measure a slide of a store, given by its number."""
+SlideMeasure = Callable[[Path, int], SlideColumns]
+"""Measures a slide, given by store and number, in a worker process; picklable."""
 
 
 def measure_slides(
     store: Path, measures: Mapping[int, SlideMeasure], *, seconds: float, workers: int | None = None
-) -> Iterator[MeasuredSlide]:
-    """Measure slides and add the results to the store, slide by slide. An interruption keeps what is added.
+) -> Iterator[tuple[int, SlideColumns | str]]:
+    """Measure slides by number and add the results to the store, slide by slide. An interruption keeps what is added.
 
-    Args:
-        store: the store's folder. No `Store` of it may be open in this process.
-        measures: how to measure each slide, by its number.
-        seconds: time limit per slide.
-        workers: number of processes; one per core if not given.
+    No `Store` of it may be open in this process. `seconds` limit each slide. Without `workers` there is one per core.
 
     Yields:
-        Each slide as soon as it is in the store, or has failed.
+        The number of each slide, and what was measured as soon as it is in the store, or the reason of a failure.
 
     Raises:
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
     """
     count = min(workers or len(os.sched_getaffinity(0)), max(1, len(measures)))
-    with ColumnWriter(store) as writer:
-        pool = WorkerPool(count)
-        try:
-            waiting = iter(measures.items())
-            running: dict[Future[SlideColumns], int] = {}
-            while True:
-                for slide, measure in waiting:
-                    running[pool.submit_within(seconds, measure, store, slide)] = slide
-                    if len(running) >= _TASKS_PER_WORKER * count:
-                        break
-                if not running:
-                    return
-                done = next(as_completed(running))
-                yield _stored(writer, running.pop(done), done, seconds)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def exit_code_of(failed: int, others: int) -> ExitCode:
-    """Return the exit code of a command that measured slides.
-
-    Args:
-        failed: number of slides that failed.
-        others: number of slides that have results.
-    """
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if others else ExitCode.NOTHING
+    waiting = iter(measures.items())
+    running: dict[Future[SlideColumns], int] = {}
+    with StoreWriter(store) as writer, WorkerPool(count) as pool:
+        while True:
+            for slide, measure in islice(waiting, _TASKS_PER_WORKER * count - len(running)):
+                running[pool.submit_within(seconds, measure, store, slide)] = slide
+            if not running:
+                return
+            done = next(as_completed(running))
+            slide = running.pop(done)
+            yield slide, _stored(writer, slide, done, seconds)
 
 
 def _stored(
-    writer: ColumnWriter, slide: int, future: Future[SlideColumns], seconds: float
-) -> MeasuredSlide:
-    """Add the result of a slide to the store."""
+    writer: StoreWriter, slide: int, future: Future[SlideColumns], seconds: float
+) -> SlideColumns | str:
+    """Add the result of a slide to the store, and return it, or why it failed."""
     try:
         found = future.result()
         columns = dict(found.columns)
         if found.labels is not None:
             numbers = writer.class_numbers(list(found.labels.counts()))
             columns["label"] = found.labels.numbered(numbers)
-        writer.put(slide, columns, crc=found.crc, **found.facts)
+        writer.put_columns(slide, columns, crc=found.crc, **found.facts)
     except (SlideError, UsageError, DamagedStore) as error:
-        return MeasuredSlide(slide, None, str(error))
+        return str(error)
     except TookTooLong:
-        return MeasuredSlide(slide, None, f"not done after {seconds:.0f} s of work")
+        return f"not done after {seconds:.0f} s of work"
     except WorkerDied as error:
-        return MeasuredSlide(
-            slide, None, f"the worker process died ({error}); memory ran out, or a file crashes its reader"
-        )  # fmt: skip
+        return f"the worker process died ({error}); memory ran out, or a file crashes its reader"
     except HistopipeError:
         raise  # of the store or the machine, not of the slide
     except Exception as error:  # noqa: BLE001 - an unexpected error of one slide must not end the run
-        return MeasuredSlide(
-            slide, None, f"{type(error).__name__}: {error}; please report this error of histopipe"
-        )
-    return MeasuredSlide(slide, found)
+        return f"{type(error).__name__}: {error}; please report this error of histopipe"
+    return found

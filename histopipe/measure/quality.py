@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import simplejpeg
@@ -14,10 +12,12 @@ from PIL import Image
 
 from histopipe.dataset.patch_batches import decode
 from histopipe.errors import DamagedStore, ExitCode
-from histopipe.measure.columns import SlideColumns, exit_code_of, measure_slides
+from histopipe.measure.columns import SlideColumns, measure_slides
 from histopipe.store.format import patch_key, value_crc
+from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result, exit_code_of
 from histopipe.tiling.quality import (
     ALGORITHMS,
     COLOUR_MPP,
@@ -37,7 +37,7 @@ _JPEG_START = b"\xff\xd8"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class QualityResult:
+class QualityResult(Result):
     """Result of `quality`.
 
     Attributes:
@@ -59,11 +59,7 @@ class QualityResult:
         """0 if no slide failed, 3 if some did, 4 if all did."""
         return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """A table of the medians, then totals."""
         lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
         for name, medians in sorted(self.done.items()):
@@ -75,36 +71,6 @@ class QualityResult:
             f"{self.patches:,} patches, {self.damaged} of them damaged"
         )
         return "\n".join(lines)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasureQuality:
-    """Measures the patches of one slide: a `SlideMeasure`."""
-
-    def __call__(self, store: Path, slide: int) -> SlideColumns:
-        """Measure the patches; damaged ones get no values.
-
-        Raises:
-            DamagedStore: the slide's index is damaged.
-        """
-        with Store(store) as opened:
-            record, index = opened.records[slide], opened.index(slide)
-            columns = {name: np.full(record.planned, np.nan, np.float32) for name in COLUMNS}
-            focus = reduction_to(FOCUS_MPP, record.patch_mpp, opened.patch_size)
-            colour = reduction_to(COLOUR_MPP, record.patch_mpp, opened.patch_size)
-            crcs = index["crc"].tolist()
-            with opened.reading() as reading:
-                for row in np.flatnonzero(index["length"]).tolist():
-                    value = reading.value(slide, row)
-                    if value_crc(patch_key(slide, row), value) != crcs[row]:
-                        continue
-                    try:
-                        found = _measures(value, opened.patch_size, focus, colour)
-                    except DamagedStore:
-                        continue
-                    for name, measure in zip(COLUMNS, found, strict=True):
-                        columns[name][row] = measure
-        return SlideColumns(index["crc"], dict(columns), {"quality": _method(focus, colour)})
 
 
 def quality(
@@ -138,24 +104,31 @@ def quality(
         complete, size = opened.complete, opened.patch_size
     result, measures, patches, damaged = QualityResult(), {}, 0, 0
     for number, record in complete.items():
-        reductions = (reduction_to(m, record.patch_mpp, size) for m in (FOCUS_MPP, COLOUR_MPP))
-        if record.quality == _method(*reductions) and not force:
+        if record.quality == _method(*_reductions(record, size)) and not force:
             result.same.append(record.id)
         else:
-            measures[number] = MeasureQuality()
+            measures[number] = _measure_slide
     with shown.bar("quality", unit="slides", total=len(measures)) as bar:
-        for found in measure_slides(path, measures, seconds=_SECONDS, workers=workers):
-            record = complete[found.number]
+        for number, found in measure_slides(path, measures, seconds=_SECONDS, workers=workers):
+            record = complete[number]
             bar.advance()
-            if found.columns is None:
-                result.failed[record.id] = found.reason
-                shown.message(f"{record.id}: failed: {found.reason}")
+            if isinstance(found, str):
+                result.failed[record.id] = found
+                shown.message(f"{record.id}: failed: {found}")
                 continue
-            columns = found.columns.columns
-            result.done[record.id] = _medians(columns)
+            finite = {name: values[np.isfinite(values)] for name, values in found.columns.items()}
+            result.done[record.id] = {
+                name: float(np.median(values)) for name, values in finite.items() if len(values)
+            }
             patches += record.stored
-            damaged += record.stored - int(np.isfinite(columns["focus"]).sum())
+            damaged += record.stored - len(finite["focus"])
     return replace(result, patches=patches, damaged=damaged)
+
+
+def _reductions(record: SlideRecord, side: int) -> tuple[int, int]:
+    """Return how much the patches of a slide are reduced to measure focus and colour."""
+    focus, colour = (reduction_to(mpp, record.patch_mpp, side) for mpp in (FOCUS_MPP, COLOUR_MPP))
+    return focus, colour
 
 
 def _method(focus: int, colour: int) -> str:
@@ -163,17 +136,29 @@ def _method(focus: int, colour: int) -> str:
     return ", ".join([*ALGORITHMS.values(), f"pixels of {focus} and {colour} across"])
 
 
-def _medians(columns: dict[str, NDArray[Any]]) -> dict[str, float]:
-    kept = {name: values[np.isfinite(values)] for name, values in columns.items()}
-    return {name: float(np.median(values)) for name, values in kept.items() if len(values)}
+def _measure_slide(store: Path, slide: int) -> SlideColumns:
+    """Measure the patches of a slide; damaged ones get no values. A `SlideMeasure`."""
+    with Store(store) as opened:
+        record, index = opened.records[slide], opened.index(slide)
+        columns = {name: np.full(record.planned, np.nan, np.float32) for name in COLUMNS}
+        focus, colour = _reductions(record, opened.patch_size)
+        crcs = index["crc"].tolist()
+        with opened.reading() as reading:
+            for row in np.flatnonzero(index["length"]).tolist():
+                value = reading.value(slide, row)
+                if value_crc(patch_key(slide, row), value) != crcs[row]:
+                    continue
+                try:
+                    found = _measures(value, opened.patch_size, focus, colour)
+                except DamagedStore:
+                    continue
+                for name, measure in zip(COLUMNS, found, strict=True):
+                    columns[name][row] = measure
+    return SlideColumns(index["crc"], columns, {"quality": _method(focus, colour)})
 
 
 def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[float, float, float]:
-    """Focus, pen and dark of a patch's file.
-
-    Raises:
-        DamagedStore: it cannot be decoded.
-    """
+    """Return focus, pen and dark of a patch's file."""
     scale = next((s for s in _SCALES if focus % s == 0), 1) if value[:2] == _JPEG_START else 1
     fine = Image.fromarray(_decoded(value, side, scale)).reduce(focus // scale)
     coarse = np.asarray(fine.reduce(max(1, colour // focus)))
@@ -182,7 +167,7 @@ def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[fl
 
 
 def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
-    """(side / scale, side / scale, 3); libjpeg averages as it decodes."""
+    """Return (side / scale, side / scale, 3) pixels; libjpeg averages as it decodes."""
     if scale == 1:
         pixels = np.empty((side, side, 3), np.uint8)
         decode(value, pixels)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from histopipe.dataset.stain_fit import TooLittleTissue, fit_slide
 from histopipe.errors import DamagedStore, ExitCode
-from histopipe.store.stains import StainWriter
 from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class StainsResult:
+class StainsResult(Result):
     """Result of `stains`.
 
     Attributes:
@@ -33,11 +32,7 @@ class StainsResult:
         """0 if no slide failed, else 3."""
         return ExitCode.PARTLY if self.failed else ExitCode.DONE
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as a JSON-ready dict."""
-        return dataclasses.asdict(self)
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """Number of slides."""
         return f"{len(self.done)} slides measured, {len(self.failed)} not"
 
@@ -64,7 +59,7 @@ def stains(
     """
     path, shown, result = Path(store), progress or default_progress(), StainsResult()
     Store(path).close()  # refuse what cannot be read before anything is written
-    with StainWriter(path) as writer, Store(path) as opened:
+    with StoreWriter(path) as writer, Store(path) as opened:
         known = set() if force else set(opened.stains())
         with_patches = {n: record for n, record in opened.complete.items() if record.stored}
         result.same.extend(record.id for n, record in with_patches.items() if n in known)
@@ -73,7 +68,7 @@ def stains(
             for number in todo:
                 name = with_patches[number].id
                 try:
-                    writer.put(number, fit_slide(opened, number))
+                    writer.put_stain(number, fit_slide(opened, number))
                     result.done.append(name)
                 except (TooLittleTissue, DamagedStore) as error:
                     result.failed[name] = str(error)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import html
 import io
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,6 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
@@ -43,9 +43,6 @@ _VARIABLES = {
 }  # fmt: skip
 """Placeholder colours, and the CSS variables that replace them."""
 
-_SIZE = (4.2, 3.0)
-_BINS, _SHARE_BINS = 30, 20
-
 Line = tuple[str, Sequence[float], Sequence[float | None]]
 """Name, x values and y values."""
 
@@ -66,18 +63,19 @@ def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | N
         return _svg(figure, f"{title}: {', '.join(name for name, _, _ in curves)}")
 
 
-def histogram(title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False) -> str:  # fmt: skip
+def histogram(
+    title: str, values: NDArray[np.floating], *, x: str, y: str = "patches", share: bool = False
+) -> str:
     """Draw a histogram."""
     with _chart(title) as (figure, axes):
         if share:
-            axes.hist(values, bins=_SHARE_BINS, range=(0, 1), color=_SERIES[0])
+            axes.hist(values, bins=20, range=(0, 1), color=_SERIES[0])
         else:
-            axes.hist(values, bins=min(_BINS, max(5, len(np.unique(values)))), color=_SERIES[0])
+            axes.hist(values, bins=min(30, max(5, len(np.unique(values)))), color=_SERIES[0])
         axes.set(xlabel=x, ylabel=y)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        return _svg(
-            figure, f"{title}: {len(values)} values from {values.min():g} to {values.max():g}"
-        )
+        span = f"from {values.min():g} to {values.max():g}"
+        return _svg(figure, f"{title}: {len(values)} values {span}")
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
@@ -89,17 +87,15 @@ def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
 
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc], colours: _Colours) -> None:
     axes.plot([0, 1], [0, 1], color=colours.line, linewidth=0.8, linestyle="--")
-    for (name, roc), (colour, dashes) in zip(curves.items(), _ways(colours), strict=False):
+    # All colours with each line style in turn.
+    styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), colours.series))
+    for (name, roc), (dashes, colour) in zip(curves.items(), styles, strict=False):
         if roc.low is not None and roc.high is not None:
             axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(
-            roc.false_positive,
-            roc.true_positive,
-            color=colour,
-            linestyle=dashes,
-            linewidth=1.6,
-            label=_shown(name),
-        )
+        # A legend hides names that start with an underscore.
+        shown = f" {name}" if name.startswith("_") else name
+        rates = roc.false_positive, roc.true_positive
+        axes.plot(*rates, dashes, color=colour, linewidth=1.6, label=shown)
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     axes.legend(loc="lower right")
 
@@ -114,12 +110,8 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
             xs, ys = [it.probability or 0 for it in filled], [it.observed or 0 for it in filled]
             axes.plot(xs, ys, color=colour, linewidth=1, label=name)
             axes.scatter(xs, ys, s=[6 + 60 * it.count / most for it in filled], color=colour)
-        axes.set(
-            xlabel="predicted probability",
-            ylabel="share observed",
-            xlim=(-0.02, 1.02),
-            ylim=(-0.02, 1.02),
-        )
+        axes.set(xlabel="predicted probability", ylabel="share observed")
+        axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left")
         return _svg(figure, f"{title} of {', '.join(curves)}")
 
@@ -135,54 +127,32 @@ def _style(colours: _Colours) -> Any:
     }  # fmt: skip
 
 
-def _ways(colours: _Colours) -> Iterator[tuple[str, str]]:
-    """Yield colours and line styles: all colours with each style."""
-    for dashes in itertools.cycle(("-", "--", ":", "-.")):
-        for colour in colours.series:
-            yield colour, dashes
-
-
-def _shown(name: str) -> str:
-    """Return a name that a legend shows: it hides names that start with an underscore."""
-    return f" {name}" if name.startswith("_") else name
-
-
-class _chart:  # noqa: N801 - reads as a function
-    """A figure and its axes, in the style of the page."""
-
-    def __init__(self, title: str, *, square: bool = False, colours: _Colours = _PAGE) -> None:
-        self._title, self._square = title, square
-        self._style = mpl.rc_context(_style(colours))
-
-    def __enter__(self) -> tuple[Figure, Axes]:
-        self._style.__enter__()
-        figure = Figure(figsize=(3.4, 3.4) if self._square else _SIZE, layout="constrained")
-        FigureCanvasSVG(figure)
+@contextmanager
+def _chart(
+    title: str, *, square: bool = False, colours: _Colours = _PAGE
+) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure and its axes, in the style of the page."""
+    with mpl.rc_context(_style(colours)):
+        figure = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained")
         axes = figure.subplots()
-        axes.set_title(self._title, fontsize=10, loc="left")
-        return figure, axes
-
-    def __exit__(self, *error: object) -> None:
-        self._style.__exit__(None, None, None)
+        axes.set_title(title, fontsize=10, loc="left")
+        yield figure, axes
 
 
 def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
     with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
         _draw_roc(axes, curves, _LIGHT)
-        FigureCanvasAgg(figure)
         with appearing(path, hidden=True) as part:
-            figure.savefig(
-                part, dpi=120, format="png", facecolor="white", metadata={"Software": None}
-            )
+            metadata = {"Software": None}
+            figure.savefig(part, dpi=120, format="png", facecolor="white", metadata=metadata)
 
 
 def _svg(figure: Figure, label: str) -> str:
     """Return the figure as an SVG element."""
     buffer = io.StringIO()
-    figure.savefig(
-        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-    )
+    metadata = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(buffer, format="svg", metadata=metadata)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
@@ -193,9 +163,5 @@ def _svg(figure: Figure, label: str) -> str:
         text = text.replace(colour, variable)
     text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font: \1px system-ui, sans-serif", text)
     width, height = figure.get_size_inches() * 72
-    head = f'<svg class="chart" role="img" aria-label="{_escaped(label)}" viewBox="0 0 {width:g} {height:g}"'
+    head = f'<svg class="chart" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {width:g} {height:g}"'
     return re.sub(r"<svg[^>]*?(?= xmlns)", head, text, count=1)
-
-
-def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

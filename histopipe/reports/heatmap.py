@@ -11,12 +11,14 @@ from typing import Any, Literal, get_args
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
 from histopipe.inference.predictions_folder import PredictionsFolder
-from histopipe.reports.heatmap_geojson import Objects, write_heatmap_geojson
-from histopipe.reports.heatmap_images import write_heatmap_png, write_heatmap_tiff
-from histopipe.reports.heatmap_sources import HeatmapSource, SlideImages
-from histopipe.reports.patch_values import PatchValues
+from histopipe.reports.heatmap_files import (
+    Objects,
+    write_heatmap_geojson,
+    write_heatmap_png,
+    write_heatmap_tiff,
+)
+from histopipe.reports.heatmap_sources import PatchValues, SlideImages, open_values
 from histopipe.runs import folder as run_folder
-from histopipe.runs.folder import check_one_run
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.store.catalog import parts_of
@@ -97,28 +99,44 @@ def heatmap(
     """
     _check(formats, objects, threshold)
     folder, target, shown = Path(predictions), Path(out), progress or default_progress()
-    check_one_run(folder)
+    run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in _store_paths(folder, stores)]
         found = discover([Path(path) for path in slides]) if slides else []
         predicted = PredictionsFolder(folder)
-        drawing = _Drawing(
-            target, formats, objects, threshold, shown,
-            SlideImages(
-                {it.id: it.path for it in found}, opened, predicted if predicted.exists else None
-            ),
-        )  # fmt: skip
+        images = SlideImages(
+            {it.id: it.path for it in found}, opened, predicted if predicted.exists else None
+        )
         bar = stack.enter_context(closing(shown.bar("drawing", unit="slides", detail=True)))
         with run_folder.writable(target):
             target.mkdir(parents=True, exist_ok=True)
         stack.enter_context(run_folder.roomy(target))
-        for name, read_values in HeatmapSource(folder, opened, class_name).slides(slide):
+
+        def write(values: PatchValues, kind: str) -> Path:
+            base = path_within(target, values.slide)
+            base.parent.mkdir(parents=True, exist_ok=True)
+            # Never the name of a slide file or of its annotations.
+            path = base.with_name(f"{base.name}.heat.{kind}")
+            if kind == "tiff":
+                write_heatmap_tiff(values, path)
+            elif kind == "geojson":
+                write_heatmap_geojson(values, path, objects=objects, threshold=threshold)
+            else:
+                background = images.of(values.slide)
+                if background is None:
+                    hint = "no image of the slide found: use --slides or --store"
+                    shown.message(f"{values.slide}: {hint}")
+                write_heatmap_png(values, background, path)
+            return path
+
+        names, read_values = open_values(folder, opened, class_name, slide)
+        for name in names:
             try:
-                values = read_values()
+                values = read_values(name)
                 if values is not None:
-                    files[name] = drawing.draw(values)
+                    files[name] = tuple(write(values, kind) for kind in formats)
             except (SlideError, DamagedStore, NothingToDo) as error:
                 failed[name] = str(error)
                 shown.message(f"{name}: failed: {error}")
@@ -145,35 +163,3 @@ def _store_paths(folder: Path, stores: Sequence[str | Path]) -> list[Path]:
     named = read_config(config).get("stores", ()) if config.exists() else ()
     parts = [part for path in named for part in parts_of(Path(path))]
     return [path for path in parts if (path / "data.mdb").exists()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    folder: Path
-    formats: Sequence[str]
-    objects: Objects
-    threshold: float
-    progress: Progress
-    images: SlideImages
-
-    def draw(self, values: PatchValues) -> tuple[Path, ...]:
-        """Write the files of a slide."""
-        base = path_within(self.folder, values.slide)
-        base.parent.mkdir(parents=True, exist_ok=True)
-        written = []
-        for kind in self.formats:
-            # Never the name of a slide file or of its annotations.
-            path = base.with_name(f"{base.name}.heat.{kind}")
-            if kind == "png":
-                background = self.images.of(values.slide)
-                if background is None:
-                    self.progress.message(
-                        f"{values.slide}: no image of the slide found: use --slides or --store"
-                    )
-                write_heatmap_png(values, background, path)
-            elif kind == "tiff":
-                write_heatmap_tiff(values, path)
-            else:
-                write_heatmap_geojson(values, path, objects=self.objects, threshold=self.threshold)
-            written.append(path)
-        return tuple(written)

@@ -1,11 +1,10 @@
-"""Sources of heatmaps: predictions, the validation and test patches of a run, or attention; and images of the slides."""
+"""Values of patches to draw: predictions, validation and test patches of a run, or attention; and images of the slides."""
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,189 +15,230 @@ from histopipe.evaluation.predictions_file import read_predictions
 from histopipe.evaluation.scores import PatchScores, joined_scores
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.reports.patch_values import PatchValues, ranks
 from histopipe.runs import folder as run_folder
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
-
-ReadValues = Callable[[], PatchValues | None]
-"""Reads the values of a slide; None if it has no patch."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeatmapSource:
-    """A folder with values of slides' patches.
-
-    Attributes:
-        folder: folder of predictions, or of a run.
-        stores: open stores of the patches, for the size of slides and patches if the folder does not record it.
-        class_name: class whose probability is used; the last one if None.
-    """
-
-    folder: Path
-    stores: Sequence[Store]
-    class_name: str | None = None
-
-    def slides(self, only: Sequence[str] = ()) -> Iterator[tuple[str, ReadValues]]:
-        """Yield the id of each slide with a function that reads its values.
-
-        That function raises NothingToDo if a store is needed for the size of patches, and DamagedStore.
-
-        Args:
-            only: ids of the slides; all if empty.
-
-        Raises:
-            UsageError: the folder holds no values, or not of these slides or this class.
-            DamagedStore: it cannot be read.
-        """
-        if PredictionsFolder(self.folder).exists:
-            yield from self._predicted(only)
-        elif (self.folder / run_folder.ATTENTION).is_dir():
-            yield from self._attention(only)
-        elif (self.folder / run_folder.PREDICTIONS).exists():
-            yield from self._judged(only)
-        else:
-            raise UsageError(
-                f"{self.folder} holds no predictions",
-                expected="a folder of `histopipe predict`, or of a finished run",
-            )
-
-    def _predicted(self, only: Sequence[str]) -> Iterator[tuple[str, ReadValues]]:
-        predictions = PredictionsFolder(self.folder)
-        slides = predictions.slides()
-
-        def read(name: str) -> PatchValues | None:
-            if not slides[name].patches:
-                return None
-            scores = predictions.read(name)
-            return self._values(scores, np.arange(len(scores.label)), slides[name])
-
-        for name in _chosen(only, slides, self.folder):
-            yield name, partial(read, name)
-
-    def _judged(self, only: Sequence[str]) -> Iterator[tuple[str, ReadValues]]:
-        """Of a run on patches, only validation and test patches: the others were trained on."""
-        sides = list(read_predictions(self.folder / run_folder.PREDICTIONS).values())
-        if sides and sides[0].level != "patch":
-            raise UsageError(
-                f"{self.folder} predicts whole {sides[0].level}s, and has no attention",
-                todo="train with --pooling gated or attention",
-            )
-        names = sorted({name for side in sides for name in side.slides})
-
-        def read(name: str) -> PatchValues:
-            # A slide may have patches in both splits.
-            scores = joined_scores([side for side in sides if name in side.slides])
-            rows = np.flatnonzero(scores.slide == scores.slides.index(name))
-            return self._values(scores, rows, self._stored(name))
-
-        for name in _chosen(only, names, self.folder):
-            yield name, partial(read, name)
-
-    def _attention(self, only: Sequence[str]) -> Iterator[tuple[str, ReadValues]]:
-        if self.class_name is not None:
-            raise UsageError("--class", found="attention", expected="no class")
-        found = {
-            slide: values
-            for path in sorted((self.folder / run_folder.ATTENTION).rglob("*.csv"))
-            for slide, values in _read_attention(path).items()
-        }
-
-        def read(name: str) -> PatchValues:
-            x, y, attention, side = found[name]
-            slide = self._stored(name)
-            return PatchValues(
-                name, "attention, rank among the slide's patches", x, y, side or slide.size_l0,
-                ranks(attention), None, _bounds(slide), slide.mpp,
-            )  # fmt: skip
-
-        for name in _chosen(only, found, self.folder):
-            yield name, partial(read, name)
-
-    def _values(
-        self, scores: PatchScores, rows: NDArray[np.intp], slide: PredictedSlide
-    ) -> PatchValues:
-        name = scores.classes[-1] if self.class_name is None else self.class_name
-        if name not in scores.classes:
-            raise UsageError("--class", found=repr(name), expected=" or ".join(scores.classes))
-        probability = scores.probability[rows]
-        return PatchValues(
-            slide.slide, f"probability of {name}", scores.x_l0[rows], scores.y_l0[rows],
-            slide.size_l0, probability[:, scores.classes.index(name)],
-            np.array(scores.classes, object)[probability.argmax(axis=1)], _bounds(slide), slide.mpp,
-        )  # fmt: skip
-
-    def _stored(self, slide: str) -> PredictedSlide:
-        """Return size and scale of a slide and its patches from the store that holds it."""
-        name, _, store_uuid = slide.partition("@")
-        for store in self.stores:
-            for record in store.complete.values():
-                if record.id == name and store.uuid.startswith(store_uuid):
-                    return PredictedSlide.of(record, source="")
-        raise NothingToDo(
-            f"no store holds slide {slide}", found=", ".join(str(s.path) for s in self.stores) or "no store",
-            todo="give the store of its patches with --store",
-        )  # fmt: skip
-
-
-def _bounds(slide: PredictedSlide) -> tuple[float, float, float, float]:
-    left, top, width, height = slide.bounds
-    if min(width, height, slide.size_l0) <= 0:
-        raise DamagedStore(
-            f"slide {slide.slide}: its size, or that of its patches", found=f"{width}×{height}, {slide.size_l0}"
-        )  # fmt: skip
-    return left, top, width, height
-
-
-def _chosen(only: Sequence[str], names: Collection[str], folder: Path) -> list[str]:
-    missing = [name for name in only if name not in names]
-    if missing:
-        some = ", ".join(list(names)[:3])
-        raise UsageError(
-            f"{folder} has no predictions of slide {missing[0]!r}", expected=f"such as {some}"
-        )
-    return list(only) or list(names)
-
-
-_Attention = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], float]
-
-
-def _read_attention(path: Path) -> dict[str, _Attention]:
-    """Return x, y, attention and side of patches by slide, without patches of unknown position."""
-    rows: dict[str, list[tuple[int, int, float, float]]] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["x_l0"]:
-                    value = float(row["attention"]), float(row["size_l0"] or 0)
-                    rows.setdefault(row["slide"], []).append(
-                        (int(row["x_l0"]), int(row["y_l0"]), *value)
-                    )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
-    found = {}
-    for slide, values in rows.items():
-        table = np.array(values)
-        x, y = table[:, 0].astype(np.int64), table[:, 1].astype(np.int64)
-        found[slide] = (x, y, table[:, 2].astype(np.float32), float(table[0, 3]))
-    return found
-
 
 _IMAGE_SIDE = 1600
 """Approximate longer side of an image that is read from a slide file, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
-class SlideImages:
-    """Images of slides, to draw heatmaps on.
+class PatchValues:
+    """One value per patch of a slide.
 
     Attributes:
-        files: slide files by id; preferred, since their images are finer.
-        stores: open stores with thumbnails.
-        predictions: folder of predictions with thumbnails.
+        slide: slide id.
+        name: name of the value, such as "probability of tumour".
+        x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
+        side_l0: side of the patches, level-0 pixels.
+        values: (N,) float32, 0 to 1.
+        predicted: (N,) most probable class of each; None if the values are not of classes.
+        bounds: x, y, width and height of the scanned area, level-0 pixels.
+        mpp: of level 0; None if unknown.
     """
+
+    slide: str
+    name: str
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    side_l0: float
+    values: NDArray[np.float32]
+    predicted: NDArray[np.object_] | None
+    bounds: tuple[float, float, float, float]
+    mpp: float | None
+
+    def raster(self, pixel_l0: float) -> NDArray[np.float32]:
+        """Return (H, W) float32: the mean of the patches that cover a pixel's centre, NaN where none does.
+
+        The raster covers `bounds`; `pixel_l0` is the side of its pixels in level-0 pixels.
+        """
+        left, top, width, height = self.bounds
+        shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
+        sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
+        edges = []
+        for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1])):
+            # The first pixel whose centre is in the patch, and the first one after it.
+            for edge in (start, start + self.side_l0):
+                centre = np.ceil(edge / pixel_l0 - 0.5)
+                edges.append(np.clip(centre, 0, count).astype(np.int64).tolist())
+        for y0, y1, x0, x1, value in zip(*edges, self.values.tolist(), strict=True):
+            sums[y0:y1, x0:x1] += value
+            counts[y0:y1, x0:x1] += 1
+        with np.errstate(invalid="ignore"):
+            sums /= counts  # NaN where there is no patch
+        return sums
+
+
+def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return (N,) the share of other values below each. Attention weights differ by orders of magnitude; ranks do not."""
+    if len(values) < 2:
+        return np.ones(len(values), np.float32)
+    below = np.searchsorted(np.sort(values), values)
+    return np.asarray(below / (len(values) - 1), np.float32)
+
+
+ReadValues = Callable[[str], PatchValues | None]
+"""Reads the values of a slide; None if it has no patch."""
+
+
+def open_values(
+    folder: Path, stores: Sequence[Store], class_name: str | None, only: Sequence[str] = ()
+) -> tuple[list[str], ReadValues]:
+    """Return the ids of the slides for which a folder has values, and the function that reads those of one slide.
+
+    That function raises DamagedStore, and NothingToDo if no store holds the patch size of the slide.
+
+    Args:
+        folder: folder of predictions, or of a run.
+        stores: open stores of the patches.
+        class_name: class whose probability is the value; the last one if None.
+        only: ids of the slides to return; all if empty.
+
+    Raises:
+        UsageError: the folder has no values, or not of these slides or this class.
+        DamagedStore: it cannot be read.
+    """
+    names: Collection[str]
+    if PredictionsFolder(folder).exists:
+        names, read = _of_predictions(folder, class_name)
+    elif (folder / run_folder.ATTENTION).is_dir():
+        if class_name is not None:
+            raise UsageError("--class", found="attention", expected="no class")
+        names, read = _of_attention(folder, stores)
+    elif (folder / run_folder.PREDICTIONS).exists():
+        names, read = _of_run(folder, stores, class_name)
+    else:
+        raise UsageError(
+            f"{folder} holds no predictions",
+            expected="a folder of `histopipe predict`, or of a finished run",
+        )
+    missing = [name for name in only if name not in names]
+    if missing:
+        some = ", ".join(list(names)[:3])
+        raise UsageError(
+            f"{folder} has no predictions of slide {missing[0]!r}", expected=f"such as {some}"
+        )
+    return list(only) or list(names), read
+
+
+def _of_predictions(folder: Path, class_name: str | None) -> tuple[Collection[str], ReadValues]:
+    predictions = PredictionsFolder(folder)
+    slides = predictions.slides()
+
+    def read(name: str) -> PatchValues | None:
+        if not slides[name].patches:
+            return None
+        scores = predictions.read(name)
+        return _probabilities(scores, np.arange(len(scores.label)), slides[name], class_name)
+
+    return slides, read
+
+
+def _of_run(
+    folder: Path, stores: Sequence[Store], class_name: str | None
+) -> tuple[Collection[str], ReadValues]:
+    """Only validation and test patches have predictions: the others were trained on."""
+    sides = list(read_predictions(folder / run_folder.PREDICTIONS).values())
+    if sides and sides[0].level != "patch":
+        raise UsageError(
+            f"{folder} predicts whole {sides[0].level}s, and has no attention",
+            todo="train with --pooling gated or attention",
+        )
+
+    def read(name: str) -> PatchValues:
+        # A slide may have patches in both splits.
+        scores = joined_scores([side for side in sides if name in side.slides])
+        rows = np.flatnonzero(scores.slide == scores.slides.index(name))
+        return _probabilities(scores, rows, _stored(stores, name), class_name)
+
+    return sorted({name for side in sides for name in side.slides}), read
+
+
+def _of_attention(folder: Path, stores: Sequence[Store]) -> tuple[Collection[str], ReadValues]:
+    found: dict[str, NDArray[np.float64]] = {}
+    for path in sorted((folder / run_folder.ATTENTION).rglob("*.csv")):
+        found |= _read_attention(path)
+
+    def read(name: str) -> PatchValues:
+        x, y, attention, side = found[name].T
+        slide = _stored(stores, name)
+        return PatchValues(
+            name, "attention, rank among the slide's patches", x.astype(np.int64),
+            y.astype(np.int64), float(side[0]) or slide.size_l0,
+            ranks(attention.astype(np.float32)), None, _bounds(slide), slide.mpp,
+        )  # fmt: skip
+
+    return found, read
+
+
+def _read_attention(path: Path) -> dict[str, NDArray[np.float64]]:
+    """Return (N, 4) x, y, attention and side of patches by slide, without patches of unknown position."""
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if row["x_l0"]:
+                    corner = int(row["x_l0"]), int(row["y_l0"])
+                    values = float(row["attention"]), float(row["size_l0"] or 0)
+                    rows.setdefault(row["slide"], []).append((*corner, *values))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+    return {slide: np.array(values, np.float64) for slide, values in rows.items()}
+
+
+def _probabilities(
+    scores: PatchScores, rows: NDArray[np.intp], slide: PredictedSlide, class_name: str | None
+) -> PatchValues:
+    name = scores.classes[-1] if class_name is None else class_name
+    if name not in scores.classes:
+        raise UsageError("--class", found=repr(name), expected=" or ".join(scores.classes))
+    probability = scores.probability[rows]
+    return PatchValues(
+        slide.slide, f"probability of {name}", scores.x_l0[rows], scores.y_l0[rows],
+        slide.size_l0, probability[:, scores.classes.index(name)],
+        np.array(scores.classes, object)[probability.argmax(axis=1)], _bounds(slide), slide.mpp,
+    )  # fmt: skip
+
+
+def _bounds(slide: PredictedSlide) -> tuple[float, float, float, float]:
+    left, top, width, height = slide.bounds
+    if min(width, height, slide.size_l0) <= 0:
+        raise DamagedStore(
+            f"slide {slide.slide}: its size, or that of its patches",
+            found=f"{width}×{height}, {slide.size_l0}",
+        )
+    return left, top, width, height
+
+
+def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
+    """Return the store that holds a slide, given as `ID` or `ID@START-OF-UUID`, and the slide's number there."""
+    name, _, uuid = slide.partition("@")
+    for store in stores:
+        for number, record in store.complete.items():
+            if record.id == name and store.uuid.startswith(uuid):
+                return store, number
+    return None
+
+
+def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
+    """Return size and scale of a slide and its patches from the store that holds it."""
+    found = find_slide(stores, slide)
+    if found is None:
+        raise NothingToDo(
+            f"no store holds slide {slide}",
+            found=", ".join(str(store.path) for store in stores) or "no store",
+            todo="give the store of its patches with --store",
+        )
+    store, number = found
+    return PredictedSlide.of(store.records[number], source="")
+
+
+@dataclass(frozen=True, slots=True)
+class SlideImages:
+    """Images of slides, to draw heatmaps on: from slide files by id, which are the finest, else thumbnails."""
 
     files: Mapping[str, Path]
     stores: Sequence[Store]
@@ -220,11 +260,8 @@ class SlideImages:
             path = self.predictions.thumbnail(slide)
             if path.exists():
                 return path.read_bytes()
-        for store in self.stores:
-            for number, record in store.complete.items():
-                if record.id == slide.partition("@")[0]:
-                    return store.thumbnail(number)
-        return None
+        found = find_slide(self.stores, slide)
+        return found[0].thumbnail(found[1]) if found else None
 
 
 def _read_image(path: Path) -> NDArray[np.uint8]:

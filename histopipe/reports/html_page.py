@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -76,73 +75,76 @@ class Row:
     pictures: Sequence[Picture] = ()
 
 
+class Block:
+    """A part of a section; the template chooses by its kind."""
+
+    __slots__ = ()
+
+    @property
+    def kind(self) -> str:
+        """Name of the class in lower case."""
+        return type(self).__name__.lower()
+
+
 @dataclass(frozen=True, slots=True)
-class Cards:
+class Cards(Block):
     """Numbers side by side."""
 
-    kind: ClassVar[str] = "cards"
     cards: Sequence[Card]
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Text(Block):
     """A paragraph."""
 
-    kind: ClassVar[str] = "text"
     text: str
     tone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Notes:
+class Notes(Block):
     """A list."""
 
-    kind: ClassVar[str] = "notes"
     notes: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(Block):
     """Names and values that fold in and out."""
 
-    kind: ClassVar[str] = "facts"
     title: str
     facts: Sequence[tuple[str, str]]
     open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Charts:
+class Charts(Block):
     """SVG elements, from `charts`."""
 
-    kind: ClassVar[str] = "charts"
     charts: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Gallery:
+class Gallery(Block):
     """Pictures."""
 
-    kind: ClassVar[str] = "gallery"
     title: str
     pictures: Sequence[Picture]
 
 
 @dataclass(frozen=True, slots=True)
-class Confusion:
+class Confusion(Block):
     """A confusion matrix: one row per label."""
 
-    kind: ClassVar[str] = "confusion"
     title: str
     classes: Sequence[str]
     rows: Sequence[tuple[str, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Table(Block):
     """A table that can be sorted and filtered."""
 
-    kind: ClassVar[str] = "table"
     title: str
     columns: Sequence[Column]
     rows: Sequence[Row]
@@ -151,9 +153,6 @@ class Table:
     def has_pictures(self) -> bool:
         """Whether a row opens pictures."""
         return any(row.pictures for row in self.rows)
-
-
-Block = Cards | Text | Notes | Facts | Charts | Gallery | Confusion | Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,27 +190,18 @@ class Page:
 
     def write(self, path: Path) -> None:
         """Write the HTML file, by one rename."""
+        environment = jinja2.Environment(
+            autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        )
+        css, js = (Markup(_asset(name)) for name in ("page.css", "page.js"))  # noqa: S704 - our own
+        made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+        pieces = environment.from_string(_asset("page.html.j2")).generate(
+            page=self, version=__version__, css=css, js=js, made=made
+        )
         with appearing(path) as part, part.open("w", encoding="utf-8") as file:
-            context = {
-                "page": self, "version": __version__, "css": _asset("page.css"), "js": _asset("page.js"),
-                "made": datetime.now(UTC).isoformat(" ", timespec="minutes").replace("+00:00", " UTC"),
-            }  # fmt: skip
             # In pieces: the pictures of a thousand slides need not be one text in memory.
-            file.writelines(_template().generate(**context))
+            file.writelines(pieces)
 
 
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_text), autoescape=True,
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    return environment.get_template("page.html.j2")
-
-
-def _asset(name: str) -> Markup:
-    return Markup(_text(name))  # noqa: S704 - our own file
-
-
-def _text(name: str) -> str:
+def _asset(name: str) -> str:
     return (resources.files("histopipe.reports") / "templates" / name).read_text(encoding="utf-8")

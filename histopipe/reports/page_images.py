@@ -8,14 +8,13 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from histopipe.reports.heatmap_images import ALPHA, coloured
-from histopipe.reports.patch_values import PatchValues
+from histopipe.reports.heatmap_files import ALPHA, coloured
+from histopipe.reports.heatmap_sources import PatchValues
 
 Pixels = NDArray[np.uint8]
 
-_QUALITY = 72
 _GRID, _OUTSIDE = (20, 110, 60), 0.45
 SIDE = 420
 """Longer side of a slide's image, in pixels."""
@@ -24,7 +23,9 @@ SIDE = 420
 def data_uri(pixels: Pixels) -> str:
     """Return an image as a data URI."""
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "WEBP", quality=_QUALITY, method=4)
+    Image.fromarray(pixels).save(
+        buffer, "WEBP", quality=72, method=2
+    )  # half the time of method 4, 2 % larger
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -44,14 +45,9 @@ def plan_image(
     side: float,
     bounds: Sequence[float],
 ) -> Pixels:
-    """Draw the outlines of patches on a thumbnail; areas without tissue are pale.
+    """Draw the outlines of patches on a thumbnail of the bounds; areas where the (H, W) mask is 0 are pale.
 
-    Args:
-        thumbnail: (H, W, 3) uint8 image of the bounds.
-        mask: (H, W) uint8, not 0 on tissue; None if there is no mask.
-        corners: (N, 2) top left corners of the patches, level-0 pixels.
-        side: side of the patches, level-0 pixels.
-        bounds: x, y, width and height, level-0 pixels.
+    `corners` (N, 2) are the patches' top left corners, `bounds` x, y, width and height; all in level-0 pixels, like `side`.
     """
     image = fitted(thumbnail)
     height, width = image.shape[:2]
@@ -59,25 +55,15 @@ def plan_image(
         tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
         pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
         image = np.where((tissue > 0)[..., None], image, pale)
-    image = image.copy()
+    drawn = Image.fromarray(image)
+    canvas = ImageDraw.Draw(drawn)
     left, top, full_width, full_height = bounds
-    x = (corners[:, 0] - left) * width / full_width
-    y = (corners[:, 1] - top) * height / full_height
-    across, down = side * width / full_width, side * height / full_height
-    for x0, y0 in zip(x.tolist(), y.tolist(), strict=True):
-        _frame(image, x0, y0, x0 + across, y0 + down)
-    return image
-
-
-def _frame(image: Pixels, left: float, top: float, right: float, bottom: float) -> None:
-    """Draw the outline of a rectangle, one pixel wide."""
-    height, width = image.shape[:2]
-    x0, x1 = (min(max(round(v), 0), width - 1) for v in (left, right))
-    y0, y1 = (min(max(round(v), 0), height - 1) for v in (top, bottom))
-    for rows, columns in (
-        (y0, slice(x0, x1 + 1)), (y1, slice(x0, x1 + 1)), (slice(y0, y1 + 1), x0), (slice(y0, y1 + 1), x1),
-    ):  # fmt: skip
-        image[rows, columns] = _GRID
+    scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
+    first = (corners - (left, top)) * scale
+    ends = [np.clip(np.rint(it), 0, largest) for it in (first, first + np.multiply(side, scale))]
+    for box in np.hstack(ends).tolist():
+        canvas.rectangle(box, outline=_GRID)
+    return np.asarray(drawn)
 
 
 def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:

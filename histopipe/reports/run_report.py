@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from histopipe.dataset.options import SIDES, Side
+from histopipe.evaluation import table
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.metrics import Bin, Metrics
 from histopipe.evaluation.roc import roc_of
 from histopipe.evaluation.scores import Level, scores_of
-from histopipe.evaluation.table import WITH_INTERVALS
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     Block,
@@ -39,31 +40,22 @@ _FIGURES = (
     ("sensitivity", "sensitivity"), ("specificity", "specificity"), ("f1", "F1"),
     ("brier", "Brier score"), ("log_loss", "log loss"), ("calibration_error", "calibration error"),
 )  # fmt: skip
-_LEVELS: tuple[tuple[Level, str], ...] = (("patch", "patches"), ("slide", "slides"), ("patient", "patients"))  # fmt: skip
+_LEVELS: tuple[tuple[Level, str], ...] = (
+    ("patch", "patches"),
+    ("slide", "slides"),
+    ("patient", "patients"),
+)
 _NAMES: dict[str, str] = dict(_LEVELS)
 
 
 def run_page(
     folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
 ) -> Page:
-    """Return the page of a finished run.
-
-    Args:
-        folder: folder of the run.
-        stores: its stores, if they have moved.
-        pictures: include pictures of patches and slides.
-        follow: open the stores that the run names.
-
-    Raises:
-        UsageError: there is no finished run.
-        DamagedStore: it cannot be read.
-    """
+    """Return the page of a finished run; for the other arguments and the errors see `read_run`."""
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
-        model = _network(run.config)
-        page = Page(
-            f"Run {folder.resolve().name}", f"{model}, {' vs. '.join(run.classes)}, in {folder}"
-        )
+        subtitle = f"{_network(run.config)}, {' vs. '.join(run.classes)}, in {folder}"
+        page = Page(f"Run {folder.resolve().name}", subtitle)
         page.add("Summary", *_summary(run))
         page.add("Metrics", *_metrics(run))
         page.add("Curves", _curves(run))
@@ -89,11 +81,12 @@ def _main_evaluation(run: RunData) -> tuple[Side, Evaluation]:
 def _summary(run: RunData) -> Iterator[Block]:
     side, evaluation = _main_evaluation(run)
     name = "Test set" if side == "test" else "Validation set; there is no test set"
-    cards = [
-        Card(f"{title} of {_NAMES[level.partition('_')[0]]}", _figure(getattr(metrics, figure)), _interval(metrics, figure))
-        for level, metrics in _shown(evaluation)
-        for figure, title in WITH_INTERVALS.items()
-    ]  # fmt: skip
+    cards = []
+    for level, metrics in _shown(evaluation):
+        for figure, title in table.WITH_INTERVALS.items():
+            value = table.number(getattr(metrics, figure))
+            interval = table.interval(metrics, figure) or "no interval"
+            cards.append(Card(f"{title} of {_NAMES[level.partition('_')[0]]}", value, interval))
     yield Text(f"{name}. In brackets: 95 % confidence intervals from resampling patients.", "soft")
     yield Cards(cards)
     result = run.result
@@ -102,19 +95,31 @@ def _summary(run: RunData) -> Iterator[Block]:
         f"Training took {result.seconds:,.0f} s."
     )
     if run.splits.get("split_by") == "patch":
-        yield Text("Split by patch: test patches are neighbours of training patches, so these metrics do not hold for other slides.", "bad")  # fmt: skip
+        yield Text(
+            "Split by patch: test patches are neighbours of training patches, so these metrics do not hold for other slides.",
+            "bad",
+        )
 
 
 def _shown(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
     """Yield metrics of patches, and of slides and patients by their mean; patients only if they differ from slides."""
     slide = evaluation.slide.get("mean")
     for name, metrics in evaluation.named():
-        if name == "patch" or (name.endswith("_mean") and not (name.startswith("patient") and metrics == slide)):  # fmt: skip
+        if name == "patch" or (
+            name.endswith("_mean") and not (name.startswith("patient") and metrics == slide)
+        ):
             yield name, metrics
 
 
 def _metrics(run: RunData) -> Iterator[Block]:
-    columns = (Column("split"), Column("level"), Column("n", True), *(Column(name, True) for _, name in _FIGURES), Column("threshold", True), Column("notes"))  # fmt: skip
+    columns = (
+        Column("split"),
+        Column("level"),
+        Column("n", True),
+        *(Column(name, True) for _, name in _FIGURES),
+        Column("threshold", True),
+        Column("notes"),
+    )
     rows = [
         Row([
             Cell(side), Cell(level.replace("_", ", ")), number(metrics.count),
@@ -148,37 +153,32 @@ def _curves(run: RunData) -> Charts | None:
 
 
 def _roc_and_calibration(run: RunData) -> Charts:
-    found: dict[str, Sequence[Bin]] = {
-        side: evaluation.finest.reliability for side, evaluation in run.result.metrics.items()
-    }
+    judged = run.result.metrics.items()
+    found: dict[str, Sequence[Bin]] = {side: it.finest.reliability for side, it in judged}
     return Charts([*_roc_charts(run), charts.calibration_chart("Calibration", found)])
 
 
 def _roc_charts(run: RunData) -> Iterator[str]:
     """Yield one chart per level: for two classes one curve per split; for more, one curve per class on the main split."""
-    positive = positive_class(run.classes, run.judging.positive)
+    judging = run.config.judging
+    positive = positive_class(run.classes, judging.positive)
+    ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
     for level, title in _LEVELS:
         curves = {}
         sides = list(run.predictions) if positive is not None else [_main_evaluation(run)[0]]
         for side in sides:
             patches = run.predictions[side]
-            if _rank(level) < _rank(patches.level):
+            if ranks[level] < ranks[patches.level]:
                 continue
-            scores = scores_of(
-                patches, level, "mean", top_k=run.judging.top_k, positive=positive or 0
-            )
+            scores = scores_of(patches, level, "mean", top_k=judging.top_k, positive=positive or 0)
             for i, name in enumerate(run.classes):
                 if positive not in (None, i) or not len(scores.label):
                     continue
-                roc = roc_of(scores, i, patients=len(patches.patients), seed=run.judging.seed)
+                roc = roc_of(scores, i, patients=len(patches.patients), seed=judging.seed)
                 if roc is not None:
                     curves[side if positive is not None else name] = roc
         if curves:
             yield charts.roc_chart(f"ROC of {title}", curves)
-
-
-def _rank(level: Level) -> int:
-    return [name for name, _ in _LEVELS].index(level)
 
 
 def _confusions(run: RunData) -> Iterator[Block]:
@@ -192,27 +192,27 @@ def _confusions(run: RunData) -> Iterator[Block]:
 def _splits(run: RunData) -> Iterator[Block]:
     splits = run.splits
     unit = run.config.unit
-    by_annotation = (
-        isinstance(run.config, PatchTrainConfig) and run.config.labels_from == "annotation"
+    labels_from = getattr(run.config, "labels_from", None)
+    labels_from = ", classes from annotations of patches" if labels_from == "annotation" else ""
+    yield Text(
+        f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before the training."
     )
-    labels_from = ", classes from annotations of patches" if by_annotation else ""
-    yield Text(f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before the training.")  # fmt: skip
     counts = splits.get("counts", {})
     yield Table(
         f"{unit} by split and class",
         (Column("split"), *(Column(name, True) for name in run.classes)),
         [Row([Cell(side), *(number(counts.get(side, {}).get(c, 0)) for c in run.classes)]) for side in SIDES],
     )  # fmt: skip
-    sites: dict[tuple[str, str], int] = {}
-    for slide in splits.get("slides", []):
-        key = str(slide.get("site") or "no site"), str(slide.get("label"))
-        sites[key] = sites.get(key, 0) + 1
-    if len({site for site, _ in sites}) > 1:
-        names = sorted({site for site, _ in sites})
+    sites = Counter(
+        (str(slide.get("site") or "no site"), str(slide.get("label")))
+        for slide in splits.get("slides", [])
+    )
+    names = sorted({site for site, _ in sites})
+    if len(names) > 1:
         yield Table(
             "slides by site and label; if a site has one label only, the model can learn the site instead",
             (Column("site"), *(Column(name, True) for name in run.classes)),
-            [Row([Cell(s), *(number(sites.get((s, c), 0)) for c in run.classes)]) for s in names],
+            [Row([Cell(s), *(number(sites[s, c]) for c in run.classes)]) for s in names],
         )  # fmt: skip
 
 
@@ -230,9 +230,8 @@ def _configuration(run: RunData) -> Facts:
 
 def _environment(run: RunData) -> Facts:
     facts = run.metrics_file
-    rows = [
-        (name, str(facts[name])) for name in ("histopipe", "tensorflow", "keras") if name in facts
-    ]
+    versions = ("histopipe", "tensorflow", "keras")
+    rows = [(name, str(facts[name])) for name in versions if name in facts]
     rows += [(name, _text(value)) for name, value in facts.get("environment", {}).items()]
     rows += [
         ("devices", f"{facts.get('replicas', 1)} ({run.config.devices})"),
@@ -247,12 +246,8 @@ def _environment(run: RunData) -> Facts:
 def _not_measured(run: RunData) -> Iterator[str]:
     if "test" not in run.result.metrics:
         yield "There is no test set: the metrics are of the patches by which the model was selected."
-    notes = {
-        note
-        for evaluation in run.result.metrics.values()
-        for _, m in evaluation.named()
-        for note in m.notes
-    }
+    judged = (it for evaluation in run.result.metrics.values() for it in evaluation.named())
+    notes = {note for _, metrics in judged for note in metrics.notes}
     yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
     skipped = run.metrics_file.get("skipped")
     if skipped:
@@ -265,23 +260,9 @@ def _not_measured(run: RunData) -> Iterator[str]:
     yield from run.missing
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
-def _interval(metrics: Metrics, figure: str) -> str:
-    if figure not in metrics.intervals:
-        return "no interval"
-    low, high = metrics.intervals[figure]
-    return f"[{low:.3f}, {high:.3f}]"
-
-
 def _with_interval(metrics: Metrics, figure: str) -> Cell:
     value = getattr(metrics, figure)
-    if value is None:
-        return Cell("", tone="n")
-    interval = f" {_interval(metrics, figure)}" if figure in metrics.intervals else ""
-    return Cell(f"{value:.3f}{interval}", float(value), "n")
+    return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
 
 
 def _text(value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.scores import Level, PatchScores, scores_of
-from histopipe.reports.heatmap_sources import HeatmapSource, SlideImages
+from histopipe.reports.heatmap_sources import SlideImages, find_slide, open_values
 from histopipe.reports.html_page import (
     Block,
     Cell,
@@ -37,43 +38,44 @@ _MAX_HEATMAPS = 24
 
 def slide_table(run: RunData) -> Table | None:
     """Return a table of all validation and test slides, or bags; None if there is none."""
-    rows = [
-        row for side, scores in run.predictions.items() for row in _slide_rows(run, side, scores)
-    ]
+    sides = run.predictions.items()
+    rows = [row for side, scores in sides for row in _slide_rows(run, side, scores)]
     if not rows:
         return None
-    of_bags = isinstance(run.config, BagTrainConfig)
+    if isinstance(run.config, BagTrainConfig):
+        what, item, unit = "Bags", run.config.bag, "bags"
+    else:
+        what, item, unit = "Slides, mean of their patches", "slide", "patches"
     columns = (
-        Column(run.config.bag if isinstance(run.config, BagTrainConfig) else "slide"), Column("patient"), Column("split"),
-        Column("bags" if of_bags else "patches", True), Column("label"), Column("decided"), Column("correct"),
-        *(Column(f"p {name}", True) for name in run.classes),
+        Column(item), Column("patient"), Column("split"), Column(unit, True), Column("label"),
+        Column("decided"), Column("correct"), *(Column(f"p {name}", True) for name in run.classes),
     )  # fmt: skip
-    what = "Bags" if of_bags else "Slides, mean of their patches"
     return Table(f"{what}: labels and predictions", columns, rows)
 
 
 def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]:
     level: Level = "patient" if patches.level == "patient" else "slide"
-    positive = positive_class(run.classes, run.judging.positive)
+    positive = positive_class(run.classes, run.config.judging.positive)
     # All patches are aggregated, also where their labels differ.
     blank = replace(patches, label=np.full(len(patches.label), -1, np.int32))
-    scores = scores_of(blank, level, "mean", top_k=run.judging.top_k, positive=positive or 0)
+    scores = scores_of(blank, level, "mean", top_k=run.config.judging.top_k, positive=positive or 0)
     evaluation = run.result.metrics.get(side)
     metrics = evaluation.at(level, "mean") if evaluation else None
     decided = decide(scores, positive, metrics.threshold if metrics else None)
     group = patches.slide if level == "slide" else patches.patient
     names = patches.slides if level == "slide" else patches.patients
-    counts = np.bincount(group, minlength=len(names))
     for i, item in enumerate(scores.item.tolist()):
         here = np.flatnonzero(group == item)
         labels = np.unique(patches.label[here])
-        label = run.classes[labels[0]] if len(labels) == 1 else "several"
         decision = run.classes[decided[i]]
-        known = len(labels) == 1
-        correct = Cell("yes", tone="good") if label == decision else Cell("no", tone="bad")
+        if len(labels) == 1:
+            label = run.classes[labels[0]]
+            correct = Cell("yes", tone="good") if label == decision else Cell("no", tone="bad")
+        else:
+            label, correct = "several", Cell("")
         yield Row([
             Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[here[0]]]), Cell(side),
-            number(int(counts[item])), Cell(label), Cell(decision), correct if known else Cell(""),
+            number(len(here)), Cell(label), Cell(decision), correct,
             *(number(float(p), 3) for p in scores.probability[i]),
         ])  # fmt: skip
 
@@ -91,42 +93,27 @@ def certain_patches(run: RunData) -> Iterator[Block]:
         of_class = np.flatnonzero(scores.label == code)
         own = scores.probability[of_class, code]
         correct = scores.probability[of_class].argmax(axis=1) == code
-        for title, rows in (
-            (
-                f"{name}: most certain, correct",
-                of_class[correct][np.argsort(-own[correct], kind="stable")],
-            ),
-            (
-                f"{name}: most certain, wrong",
-                of_class[~correct][np.argsort(own[~correct], kind="stable")],
-            ),
-        ):
-            pictures = list(_patches(run, scores, rows, code))
+        for outcome, chosen, order in (("correct", correct, -own), ("wrong", ~correct, own)):
+            rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
+            pictures = list(islice(_patches(run, scores, rows, code), _PATCHES))
             if pictures:
-                yield Gallery(title, pictures)
+                yield Gallery(f"{name}: most certain, {outcome}", pictures)
 
 
 def _patches(
     run: RunData, scores: PatchScores, rows: NDArray[np.intp], code: int
 ) -> Iterator[Picture]:
-    """Yield pictures of the first rows that can be read."""
-    shown = 0
+    """Yield pictures of the rows that can be read."""
     for row in rows.tolist():
-        if shown == _PATCHES:
-            return
         slide = scores.slides[scores.slide[row]]
         pixels = _pixels(run, slide, int(scores.x_l0[row]), int(scores.y_l0[row]))
-        if pixels is None:
-            continue
-        probability = float(scores.probability[row, code])
-        shown += 1
-        yield Picture.of(
-            f"patch-{row}", f"{slide}, p = {probability:.3f}", fitted(pixels, _PATCH_SIDE)
-        )
+        if pixels is not None:
+            caption = f"{slide}, p = {scores.probability[row, code]:.3f}"
+            yield Picture.of(f"patch-{row}", caption, fitted(pixels, _PATCH_SIDE))
 
 
 def _pixels(run: RunData, slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
-    found = run.store_of(slide)
+    found = find_slide(run.stores, slide)
     if found is None:
         return None
     store, slide_number = found
@@ -143,19 +130,20 @@ def heatmaps(run: RunData) -> Gallery | None:
     made: list[Picture] = []
     name = None
     if not isinstance(run.config, BagTrainConfig):
-        positive = positive_class(run.classes, run.judging.positive)
+        positive = positive_class(run.classes, run.config.judging.positive)
         name = run.classes[-1 if positive is None else positive]
     images = SlideImages({}, run.stores)
     try:
-        for slide, read_values in HeatmapSource(run.folder, run.stores, name).slides():
-            if len(made) == _MAX_HEATMAPS:
-                break
-            with suppress(NothingToDo, DamagedStore):
-                values = read_values()
-                if values is not None:
-                    image = heatmap_image(values, images.of(slide))
-                    made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
+        slides, read_values = open_values(run.folder, run.stores, name)
     except UsageError:
         return None  # a bag model without attention
+    for slide in slides:
+        if len(made) == _MAX_HEATMAPS:
+            break
+        with suppress(NothingToDo, DamagedStore, UsageError):
+            values = read_values(slide)
+            if values is not None:
+                image = heatmap_image(values, images.of(slide))
+                made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
     title = "Dark is 0, yellow is 1; without colour: not in validation or test"
     return Gallery(title, made) if made else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from histopipe.reports.html_page import (
     number,
 )
 from histopipe.reports.page_images import SIDE, plan_image, strip
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress
@@ -45,32 +44,20 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-@dataclass(slots=True)
-class _Measures:
-    """Columns of the indexes of all slides, as far as they are measured."""
-
-    values: dict[str, list[NDArray[Any]]]
-
-    def of(self, name: str) -> NDArray[np.float32]:
-        """Return all known values of a column."""
-        found = np.concatenate(self.values.get(name) or [np.empty(0, np.float32)])
-        return np.asarray(found[np.isfinite(found)], np.float32)
+_Measures = dict[str, list[NDArray[np.float32]]]
+"""Known values of the columns of each slide's index."""
 
 
 def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page:
-    """Return the page of a store.
-
-    Args:
-        path: folder of the store.
-        pictures: include pictures of every slide; without them, the page of a large store stays small.
-        progress: shows the progress.
+    """Return the page of a store; without pictures, that of a large store stays small.
 
     Raises:
         NothingToDo, DamagedStore: it cannot be read.
     """
     with Store(path) as store:
         summary = info_of(store).to_json()
-        measures, rows = _Measures({}), []
+        measures: _Measures = {}
+        rows = []
         with progress.bar("report", unit="slides", total=len(store.records)) as bar:
             for slide, record in store.records.items():
                 rows.append(_row(store, slide, record, measures, pictures=pictures))
@@ -122,16 +109,10 @@ def _settings(summary: Mapping[str, Any]) -> Facts:
 def _failures(failed: Sequence[Mapping[str, Any]]) -> Table | None:
     if not failed:
         return None
-    rows = [
-        Row(
-            [
-                Cell(it["id"], tone="id"),
-                Cell(it["error_kind"] or ""),
-                Cell(it["error"] or "", tone="why"),
-            ]
-        )
-        for it in failed
-    ]
+    rows = []
+    for it in failed:
+        reason = Cell(it["error"] or "", tone="why")
+        rows.append(Row([Cell(it["id"], tone="id"), Cell(it["error_kind"] or ""), reason]))
     columns = (Column("slide"), Column("kind"), Column("reason"))
     return Table("Failed slides", columns, rows)
 
@@ -149,9 +130,8 @@ def _warnings(summary: Mapping[str, Any]) -> Notes | None:
         notes.append(f"The scale of {estimated} slides is estimated from the objective power.")
     empty = [it["id"] for it in records if it["state"] == "complete" and not it["stored"]]
     if empty:
-        notes.append(
-            f"{len(empty)} slides have no patches: {', '.join(empty[:5])}{', …' if empty[5:] else ''}"
-        )
+        some = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
+        notes.append(f"{len(empty)} slides have no patches: {some}")
     return Notes(notes) if notes else None
 
 
@@ -164,8 +144,8 @@ def _distributions(summary: Mapping[str, Any], measures: _Measures) -> Charts | 
         ("tissue", "Tissue", True), ("focus", "Focus", False), ("pen", "Pen", True),
         ("dark", "Folded or black", True), ("covered", "Covered by the annotated class", True),
     ):  # fmt: skip
-        values = measures.of(name)
-        if len(values):
+        if name in measures:
+            values = np.concatenate(measures[name])
             x = "variance of the Laplacian at 1 µm" if name == "focus" else "share of a patch"
             made.append(charts.histogram(title, values, x=x, share=share))
     return Charts(made)
@@ -182,11 +162,11 @@ def _row(
         try:
             index = store.index(slide)
             for name in ("tissue", "focus", "pen", "dark", "covered"):
-                if name in index:
-                    measures.values.setdefault(name, []).append(index[name])
-                    known = index[name][np.isfinite(index[name])]
-                    if len(known):
-                        medians[name] = float(np.median(known))
+                values = index.get(name, np.empty(0, np.float32))
+                known = values[np.isfinite(values)]
+                if len(known):
+                    measures.setdefault(name, []).append(known)
+                    medians[name] = float(np.median(known))
             if pictures:
                 shown = _pictures(store, slide, record, index)
         except DamagedStore as error:
@@ -212,13 +192,13 @@ def _pictures(
     if thumbnail is not None and record.bounds:
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
         frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
-        picture = plan_image(
-            decode_picture(thumbnail, where, least=SIDE), None if mask is None else decode_picture(mask, f"{where}: its mask", mode="L"), frames,
-            side, record.bounds,
-        )  # fmt: skip
-        caption = f"{record.id}: {record.stored:,} patches" + (
-            "" if mask is None else "; pale areas: no tissue"
-        )
+        image = decode_picture(thumbnail, where, least=SIDE)
+        caption = f"{record.id}: {record.stored:,} patches"
+        tissue = None
+        if mask is not None:
+            tissue = decode_picture(mask, f"{where}: its mask", mode="L")
+            caption += "; pale areas: no tissue"
+        picture = plan_image(image, tissue, frames, side, record.bounds)
         made.append(Picture.of(f"plan-{slide}", caption, picture))
     rows = np.flatnonzero(index["length"])
     chosen = rows[np.unique(np.linspace(0, len(rows) - 1, min(_PATCHES, len(rows))).astype(int))]
@@ -229,9 +209,8 @@ def _pictures(
         except (DamagedStore, UsageError):
             continue  # `histopipe verify` reports damaged patches
     if patches:
-        made.append(
-            Picture.of(f"patches-{slide}", f"{len(patches)} patches of the slide", strip(patches))
-        )
+        caption = f"{len(patches)} patches of the slide"
+        made.append(Picture.of(f"patches-{slide}", caption, strip(patches)))
     return made
 
 

@@ -12,26 +12,31 @@ from histopipe.runs.settings import check_settings, declared_settings, setting
 if TYPE_CHECKING:
     from histopipe.evaluation.evaluate import JudgeSettings
 
-Optimizer = Literal["adam", "adamw", "adagrad", "sgd"]
-ClassWeights = Literal["none", "balanced"]
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
-Schedule = Literal["constant", "cosine"]
-Communication = Literal["auto", "ring", "nccl"]
 
-DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
-"""What `--devices` may be."""
+_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
 OPTIMIZATION, SAMPLING = "Optimization", "Sampling and augmentation"
 EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainConfig:
-    """Settings of every training.
+def parse_devices(devices: str) -> re.Match[str]:
+    """Return the match of a value of `--devices`: group `cpus` has their number, `gpus` their numbers, if it names them.
 
     Raises:
-        UsageError: a value is not allowed, or does not go with another one.
+        UsageError: it has another form.
     """
+    match = _DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    return match
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """Settings of every training. A UsageError is raised for values that are not allowed, or not together."""
 
     labels: str | None = setting(
         None, "CSV file slide,label[,patient][,site] that replaces the recorded labels.",
@@ -67,12 +72,14 @@ class TrainConfig:
     batch_size: int = setting(
         64, "Patches or bags per step, over all devices.", group=OPTIMIZATION, at_least=1
     )
-    optimizer: Optimizer = setting("adam", "Optimizer.", group=OPTIMIZATION)
+    optimizer: Literal["adam", "adamw", "adagrad", "sgd"] = setting(
+        "adam", "Optimizer.", group=OPTIMIZATION
+    )
     learning_rate: float = setting(1e-3, "Learning rate.", group=OPTIMIZATION, above=0)
     weight_decay: float = setting(
         0.004, "Weight decay of --optimizer adamw.", group=OPTIMIZATION, at_least=0
     )
-    schedule: Schedule = setting(
+    schedule: Literal["constant", "cosine"] = setting(
         "constant", "Learning rate schedule; cosine falls to 0 at the end of --epochs.",
         group=OPTIMIZATION,
     )  # fmt: skip
@@ -86,7 +93,7 @@ class TrainConfig:
     label_smoothing: float = setting(
         0.0, "Label smoothing of the training loss.", group=OPTIMIZATION, at_least=0, below=1
     )
-    class_weights: ClassWeights = setting(
+    class_weights: Literal["none", "balanced"] = setting(
         "none", "Class weights in the loss; balanced: inverse to class frequency.",
         group=OPTIMIZATION,
     )  # fmt: skip
@@ -134,7 +141,7 @@ class TrainConfig:
     deterministic: bool = setting(
         False, "Use bitwise repeatable operations; slower.", group=MACHINE, search=False
     )
-    communication: Communication = setting(
+    communication: Literal["auto", "ring", "nccl"] = setting(
         "auto", "Communication between workers (named by TF_CONFIG or Slurm).",
         group=MACHINE, resume=True, search=False,
     )  # fmt: skip
@@ -178,7 +185,13 @@ class TrainConfig:
                 "--fractions", found=self.fractions,
                 expected="train,validation,test that add up to 1, the first two above 0",
             )  # fmt: skip
-        self._check_devices()
+        match = parse_devices(self.devices)
+        count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
+        if self.batch_size < count:
+            raise UsageError(
+                "--batch-size", found=self.batch_size,
+                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
+            )  # fmt: skip
         if self.warmup_steps and self.schedule == "constant":
             raise UsageError(
                 "--warmup-steps", found="--schedule constant", expected="--schedule cosine"
@@ -193,19 +206,6 @@ class TrainConfig:
                 "--balance class and --class-weights balanced even classes out twice",
                 todo="use one of them",
             )
-
-    def _check_devices(self) -> None:
-        match = DEVICES.fullmatch(self.devices)
-        if match is None:
-            raise UsageError(
-                "--devices", found=repr(self.devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-            )
-        count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
-        if self.batch_size < count:
-            raise UsageError(
-                "--batch-size", found=self.batch_size,
-                expected=f"at least one for each of the {count} devices of --devices {self.devices}",
-            )  # fmt: skip
 
     @property
     def unit(self) -> str:

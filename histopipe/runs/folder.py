@@ -17,9 +17,7 @@ import numpy as np
 from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import METRICS
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.runs.task_config import read_config
 from histopipe.system.files import appearing, read_json
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.locks import locked
@@ -28,27 +26,24 @@ CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
 MEMORY = "memory.json"
 FOLD_SPLITS = "splits"
-"""A folder, of cross-validations: the splits of each fold."""
+"""Folder of a cross-validation: the splits of each fold."""
 ATTENTION = "attention"
-"""A folder, of runs on bags."""
+"""Folder of a run on bags."""
 _DYING_SECONDS = 5.0
 """How long a killed training may keep the lock on its folder."""
 
 
 def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
-    """Check that a run may use a folder, before anything is written.
-
-    Args:
-        folder: folder of the run.
-        resume: whether it must hold a run.
-        ignored: names that may be in a new folder.
+    """Check that a run may use a folder, before anything is written. A new folder may hold the ignored names.
 
     Raises:
         UsageError: it is not empty and not to be resumed, or holds no run to resume.
     """
     if resume:
         if not (folder / CONFIG).exists():
-            raise UsageError(f"{folder} holds no run to resume", expected=f"a {CONFIG} in it")
+            raise UsageError(
+                f"no run to resume in {folder}", expected=f"the folder of a run, with its {CONFIG}"
+            )
     elif folder.exists() and (
         not folder.is_dir() or any(path.name not in ignored for path in folder.iterdir())
     ):
@@ -67,10 +62,10 @@ def clear_leftovers(folder: Path) -> None:
 
 @contextmanager
 def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -> Iterator[None]:
-    """Make a run's folder if it is missing, write splits and configuration, and keep other processes out of it.
+    """Create and lock a run's folder, and write splits and configuration.
 
     Raises:
-        UsageError: it cannot be made or written to, or another process uses it.
+        UsageError: as `held` and `writable`, or another run has begun there.
     """
     with held(folder):
         if not resume and (folder / CONFIG).exists():
@@ -84,10 +79,10 @@ def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Make a folder if it is missing, and keep other processes out of it.
+    """Create a folder if it is missing, and lock it.
 
     Raises:
-        UsageError: it cannot be made, or another process holds it.
+        UsageError: it cannot be created, or another process has locked it.
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +97,7 @@ def held(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def writable(folder: Path) -> Iterator[None]:
-    """Report a folder that cannot be made or written to as a usage error."""
+    """Report a folder that cannot be created or written to as a usage error."""
     try:
         yield
     except OSError as error:
@@ -113,11 +108,7 @@ def writable(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def roomy(folder: Path) -> Iterator[None]:
-    """Report a full disk.
-
-    Raises:
-        MachineShort: it is full.
-    """
+    """Report a full disk as MachineShort."""
     try:
         yield
     except OSError as error:
@@ -144,22 +135,8 @@ def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int
     return [int(number) for number in np.frombuffer(digest.digest(), np.uint16)]
 
 
-def recorded_settings(folder: Path) -> dict[str, Any]:
-    """Read the settings of a run to resume.
-
-    Raises:
-        UsageError: the folder holds no run.
-    """
-    path = folder / CONFIG
-    if not path.is_file():
-        raise UsageError(
-            f"no run to resume in {folder}", expected="the folder of a run, with its config.toml"
-        )
-    return read_config(path)
-
-
 def read_micro_batch(folder: Path) -> int | None:
-    """Return the size of micro-batches that fitted into memory, if it ran out before."""
+    """Return the size of micro-batches to continue with, if memory ran out before."""
     try:
         return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
     except FileNotFoundError:
@@ -172,7 +149,7 @@ def read_micro_batch(folder: Path) -> int | None:
 
 def write_micro_batch(folder: Path, size: int, why: str) -> None:
     """Write `memory.json`: the size of micro-batches to continue with."""
-    write_text(folder / MEMORY, json.dumps({"micro_batch": size, "why": why}, indent=2) + "\n")
+    write_json(folder / MEMORY, {"micro_batch": size, "why": why})
 
 
 def write_text(path: Path, text: str) -> None:
@@ -181,18 +158,18 @@ def write_text(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def write_history(folder: Path, history: Sequence[dict[str, Any]]) -> None:
-    """Write `history.csv`: one row per epoch."""
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file by one rename."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write a CSV file by one rename, with a column for each key of any row."""
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(history[0]))
+    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
     writer.writeheader()
-    writer.writerows(history)
-    write_text(folder / HISTORY, buffer.getvalue())
-
-
-def write_metrics(folder: Path, metrics: dict[str, Any]) -> None:
-    """Write `metrics.json`."""
-    write_text(folder / METRICS, json.dumps(metrics, indent=2, ensure_ascii=False) + "\n")
+    writer.writerows(rows)
+    write_text(path, buffer.getvalue())
 
 
 def is_cross_validation(folder: Path) -> bool:
@@ -201,11 +178,7 @@ def is_cross_validation(folder: Path) -> bool:
 
 
 def check_one_run(folder: Path) -> None:
-    """Check that a folder is not that of a cross-validation.
-
-    Raises:
-        UsageError: it is a cross-validation.
-    """
+    """Raise a UsageError if a folder is that of a cross-validation."""
     if is_cross_validation(folder):
         raise UsageError(
             f"{folder} is a cross-validation", expected="one of its runs",

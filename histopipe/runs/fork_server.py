@@ -50,7 +50,7 @@ class TrainingProcess:
         stderr: file descriptor for its messages.
 
     Attributes:
-        pid: its process number; None until the process has reported it through the pipe.
+        pid: None until the process has reported it through the pipe.
         cancelled: whether it was terminated before that.
     """
 
@@ -104,7 +104,7 @@ _lock = threading.Lock()
 def _connect(
     environment: Mapping[str, str],
 ) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
-    """A socket to a server that suits an environment, and the server's process if it belongs to this one."""
+    """Return a socket to a server that suits an environment, and the server's process if this one started it."""
     key = frozenset(
         (name, value) for name, value in environment.items()
         if name.startswith(_READ_AT_LOADING) and name not in _READ_LATER
@@ -131,14 +131,9 @@ def _connect(
 
 
 def start_server(environment: Mapping[str, str], listener: socket.socket | None = None) -> _Started:
-    """Start a server that ends with this process.
+    """Start a server that ends with this process. Return its process and the control socket.
 
-    Args:
-        environment: of the server; each training has its own.
-        listener: where other processes can connect to use the server too.
-
-    Returns:
-        The server's process, and the control socket.
+    Other processes can use the server, too, if they connect to the listener.
     """
     control, theirs = socket.socketpair()
     fds = [each.fileno() for each in (theirs, listener) if each is not None]
@@ -159,12 +154,7 @@ def _end_server(process: subprocess.Popen[bytes], control: socket.socket) -> Non
 
 
 class _Server:
-    """The process that forks.
-
-    Args:
-        control: from the process that started it.
-        listener: for other processes.
-    """
+    """The process that forks trainings."""
 
     def __init__(self, control: socket.socket, listener: socket.socket | None = None) -> None:
         self._running: dict[socket.socket, int] = {}

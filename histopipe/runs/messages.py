@@ -54,11 +54,8 @@ class ReportedProgress:
 
 class _ReportedBar(Bar):
     def __init__(self, report: Report, number: int, done: int) -> None:
-        self._report, self._number, self._done = report, number, done
-        self._sent = 0.0
-
-    def advance(self, count: int = 1) -> None:
-        self.update(self._done + count)
+        super().__init__(done)
+        self._report, self._number, self._sent = report, number, 0.0
 
     def update(self, done: int, total: int | None = None) -> None:
         self._done = done
@@ -75,11 +72,7 @@ class _ReportedBar(Bar):
 
 
 class ProgressRelay:
-    """Shows the progress of a training's process.
-
-    Args:
-        progress: where.
-    """
+    """Shows the progress of a training's process."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

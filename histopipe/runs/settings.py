@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from histopipe.errors import UsageError
-from histopipe.system.files import read_toml
+from histopipe.system.files import read_text
 
 Format = Literal["", "path", "share", "duration"]
 """How a flag is written, if not as its type: "share" takes 10% too, "duration" takes 2h too, and is in seconds."""
@@ -34,9 +35,7 @@ class Setting:
     Attributes:
         help: one line.
         group: heading under which it is listed.
-        at_least, at_most, above, below: bounds of its value.
         default_text: the default as listed; None to list the value.
-        format: how the flag is written.
         resume: it may change when a run is resumed.
         search: a search may try different values.
         per_worker: it may differ between the workers of a training on several machines.
@@ -56,27 +55,13 @@ class Setting:
 
 
 def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
-    """Declare a setting.
-
-    Args:
-        default: its value if not given; `dataclasses.MISSING` for a required one.
-        help: one line.
-        group: heading under which it is listed.
-        options: further attributes of `Setting`.
-    """
+    """Declare a setting, with further attributes of `Setting`. `dataclasses.MISSING` as the default makes it required."""
     about = Setting(help=help, group=group, **options)
     return dataclasses.field(default=default, metadata={_SETTING: about})
 
 
 class DeclaredSetting(NamedTuple):
-    """A declared setting of a class.
-
-    Attributes:
-        name: of the field.
-        type: its type, resolved.
-        default: `dataclasses.MISSING` for a required one.
-        about: its declaration.
-    """
+    """A declared setting of a class, with the name, the resolved type and the default of its field."""
 
     name: str
     type: Any
@@ -122,16 +107,13 @@ class DeclaredSetting(NamedTuple):
         return "a text" if self.default in (None, MISSING) else f"such as {self.default!r}"
 
     def check(self, value: Any) -> None:
-        """Check type, choices and bounds of a value.
-
-        Raises:
-            UsageError: the value is not allowed.
-        """
+        """Raise a UsageError unless type, choice and bounds of a value are allowed."""
         if not self.fits(value):
             raise UsageError(self.flag, found=repr(value), expected=self.example)
-        for item in value if self.is_list else (value,):
-            if self.choices:
-                one_of(self.flag, item, self.choices)
+        items = value if self.is_list else (value,)
+        wrong = [item for item in items if self.choices and item not in self.choices]
+        if wrong:
+            raise UsageError(self.flag, found=repr(wrong[0]), expected=" or ".join(self.choices))
         problem = self._outside(value)
         if problem is not None:
             raise UsageError(self.flag, found=value, expected=problem)
@@ -173,7 +155,7 @@ def _required(kind: Any) -> Any:
 
 
 def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
-    """Return the declared settings of classes, by name. Where several declare one, the first of them counts."""
+    """Return the declared settings of classes, by name. Where several declare one, the first class counts."""
     return _settings_of(classes)
 
 
@@ -192,44 +174,36 @@ def _settings_of(classes: tuple[Any, ...]) -> Mapping[str, DeclaredSetting]:
 
 
 def check_settings(values: Any) -> None:
-    """Check every setting of a dataclass by its declaration.
-
-    Raises:
-        UsageError: a value is not allowed.
-    """
+    """Raise a UsageError if a setting of a dataclass has a value that its declaration does not allow."""
     for name, declared in declared_settings(type(values)).items():
         declared.check(getattr(values, name))
 
 
 def check_known(names: Iterable[str], *classes: type, where: str = "unknown settings") -> None:
-    """Refuse names that are no settings of any of the classes.
-
-    Raises:
-        UsageError: there is one.
-    """
+    """Raise a UsageError if a name is not a setting of any of the classes."""
     declared = declared_settings(*classes)
     unknown = sorted(set(names) - set(declared))
     if unknown:
         raise UsageError(where, found=", ".join(unknown), expected=", ".join(sorted(declared)))
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or raise a UsageError."""
+    try:
+        return tomllib.loads(read_text(path))
+    except (OSError, ValueError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        found = "its brackets are nested too deep" if deep else str(error)
+        raise UsageError(f"{path} cannot be read", found=found, expected="TOML") from error
+
+
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:
-    """Read settings from a TOML file.
-
-    Args:
-        path: the file.
-        classes: dataclasses of which it may name settings.
-
-    Returns:
-        Those that the file names. Their types are checked, their ranges are not.
+    """Read settings of some dataclasses from a TOML file. Their types are checked, their ranges are not.
 
     Raises:
         UsageError: the file cannot be read, or names something else.
     """
-    try:
-        values = read_toml(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
+    values = read_toml(path)
     check_known(values, *classes, where=f"{path}: unknown settings")
     for name, value in values.items():
         declared = declared_settings(*classes)[name]
@@ -240,7 +214,7 @@ def read_settings(path: Path, *classes: type) -> dict[str, Any]:
 
 def to_toml(*groups: Any) -> str:
     """Return the settings of dataclasses as TOML; those that are None are left out."""
-    # Late: this package is imported where tomli-w may not be.
+    # Late: tomli-w is optional.
     import tomli_w
 
     values: dict[str, Any] = {}
@@ -252,13 +226,3 @@ def to_toml(*groups: Any) -> str:
 def flag(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
-
-
-def one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Check that a value is one of those allowed.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if value not in allowed:
-        raise UsageError(name, found=repr(value), expected=" or ".join(allowed))

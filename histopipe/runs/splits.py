@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from histopipe.dataset.labelling import Labelling, read_slide_labels
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.dataset.splitting import make_folds, make_splits
@@ -25,26 +26,20 @@ from histopipe.store.store import Store, check_patch_sizes
 def opened_sources(
     config: TrainConfig, splits: str | Path | None = None
 ) -> Iterator[Sequence[SampleSource]]:
-    """Open the stores, or the bags, of a training.
-
-    Args:
-        config: the settings.
-        splits: the splits.json that will be read, if any.
+    """Open the stores, or the bags, of a training. `splits` is the splits.json that will be read, if any.
 
     Raises:
         HistopipeError: they cannot be read, or do not fit together.
     """
     if isinstance(config, BagTrainConfig):
-        labels = None if config.labels is None else Path(config.labels)
-        yield [
-            BagSet(
-                Path(config.mil),
-                bag=config.bag,
-                labels=labels,
-                allow_extra=config.allow_extra_rows,
-                numbers=None if splits is None else recorded_numbers(Path(splits)),
-            )
-        ]
+        bags = BagSet(
+            Path(config.mil),
+            bag=config.bag,
+            labels=None if config.labels is None else Path(config.labels),
+            allow_extra=config.allow_extra_rows,
+            numbers=None if splits is None else recorded_numbers(Path(splits)),
+        )
+        yield [bags]
         return
     with ExitStack() as stack:
         paths = store_paths(_of_patches(config).stores)
@@ -57,9 +52,9 @@ def run_splits(
     config: TrainConfig, sources: Sequence[SampleSource], folder: Path, *, resume: bool
 ) -> Splits:
     """Return the splits of a run: read if it is resumed, else by its settings."""
-    return (
-        read_splits(folder / run_folder.SPLITS, sources) if resume else new_splits(config, sources)
-    )
+    if resume:
+        return read_splits(folder / run_folder.SPLITS, sources)
+    return new_splits(config, sources)
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
@@ -72,14 +67,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
         splits = read_splits(Path(config.splits), sources)
         _check_given(splits, config, sources)
     else:
-        splits = make_splits(
-            sources,
-            split_by=config.split_by,
-            seed=config.seed,
-            labelling=_labelling(config, sources),
-            fractions=_three(config.fractions),
-            region=_region(config),
-        )
+        splits = make_splits(sources, **_options(config, sources))
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
     if leaks and not config.allow_leaks:
         raise UsageError(
@@ -92,11 +80,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
 
 
 def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSource]) -> None:
-    """Check that given splits have the labels and patches that the settings ask for.
-
-    Raises:
-        UsageError: they have not.
-    """
+    """Raise a UsageError unless given splits have the labels and patches of the settings."""
     wanted = _patch_rules(config)
     by_annotation = any(slide.labels is not None for slide in splits.slides)
     if splits.slides and by_annotation != (wanted.labels_from == "annotation"):
@@ -120,19 +104,23 @@ def new_folds(
     config: TrainConfig, sources: Sequence[SampleSource], folds: int
 ) -> tuple[Splits, ...]:
     """Make the splits of each fold of a cross-validation."""
-    return make_folds(
-        sources,
-        folds,
-        split_by=config.split_by,
-        seed=config.seed,
-        labelling=_labelling(config, sources),
-        fractions=_three(config.fractions),
-        region=_region(config),
-    )
+    return make_folds(sources, folds, **_options(config, sources))
+
+
+def _options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
+    """Return the options of `make_splits` and `make_folds`. Bags are not split by region."""
+    region_um = config.region_um if isinstance(config, PatchTrainConfig) else 1.0
+    return {
+        "split_by": config.split_by,
+        "seed": config.seed,
+        "labelling": _labelling(config, sources),
+        "fractions": config.fractions,
+        "region": Micrometres(region_um),
+    }
 
 
 def _labelling(config: TrainConfig, sources: Sequence[SampleSource]) -> Labelling:
-    """The labels that settings ask for; bags have theirs already."""
+    """Return the labels by the settings; bags have theirs already."""
     rules = _patch_rules(config)
     if isinstance(config, BagTrainConfig) or config.labels is None:
         return rules
@@ -141,7 +129,7 @@ def _labelling(config: TrainConfig, sources: Sequence[SampleSource]) -> Labellin
 
 
 def _patch_rules(config: TrainConfig) -> Labelling:
-    """Which patches are used, without the labels file."""
+    """Return which patches are used, without the labels file."""
     if isinstance(config, BagTrainConfig):
         return Labelling()
     config = _of_patches(config)
@@ -151,13 +139,3 @@ def _patch_rules(config: TrainConfig) -> Labelling:
 def _of_patches(config: TrainConfig) -> PatchTrainConfig:
     assert isinstance(config, PatchTrainConfig)  # noqa: S101 - there is no other kind
     return config
-
-
-def _region(config: TrainConfig) -> Micrometres:
-    """The side of the regions; bags are not split by region."""
-    return Micrometres(config.region_um if isinstance(config, PatchTrainConfig) else 1.0)
-
-
-def _three(fractions: tuple[float, ...]) -> tuple[float, float, float]:
-    first, second, third = fractions
-    return first, second, third

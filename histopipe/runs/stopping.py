@@ -13,13 +13,11 @@ from typing import Any
 
 from histopipe.system.progress import LineProgress, Progress, default_progress
 
+_STDERR = 2
+
 
 class StopRequest:
-    """A request from another thread to stop trainings.
-
-    Attributes:
-        asked: 0; 1 to save and stop; 2 to stop at once.
-    """
+    """A request from another thread to stop trainings: asked once to save and stop, twice to stop at once."""
 
     def __init__(self) -> None:
         self.asked = 0
@@ -31,7 +29,7 @@ class StopRequest:
 
 @dataclass(slots=True, kw_only=True)
 class Supervision:
-    """What may stop a training from outside, and what is observed of it.
+    """Limits of a training, and its observed memory.
 
     Attributes:
         seconds: time limit.
@@ -50,11 +48,7 @@ class Supervision:
     host_bytes: int = 0
 
     def note_memory(self, pid: int) -> None:
-        """Update `host_bytes` from a running process.
-
-        Source:
-            proc_pid_status(5): VmHWM, the peak resident set size, in kB.
-        """
+        """Update `host_bytes` from the peak resident set size of a process: VmHWM in kB, see proc_pid_status(5)."""
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         except OSError:
@@ -63,13 +57,13 @@ class Supervision:
         self.host_bytes = max([self.host_bytes, *peaks])
 
     @contextlib.contextmanager
-    def shown(self, progress: Progress | None) -> Iterator[Progress]:
-        """Where to show the training's progress: the log, or what is given."""
+    def shown(self, progress: Progress | None) -> Iterator[tuple[Progress, int]]:
+        """Yield where to show progress, and the file descriptor for other messages: of the log, or of standard error."""
         if self.log is None:
-            yield progress or default_progress()
+            yield progress or default_progress(), _STDERR
             return
         with self.log.open("a", encoding="utf-8") as file:
-            yield LineProgress(file)
+            yield LineProgress(file), file.fileno()
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """Supervision of trainings, each in a process of its own: its memory and its crashes end with that process.
 
-Keras frees only part of a model's memory; a fragmented allocator recovers in a new process only; and running out of memory
-usually kills a process without a message.
+Keras frees only part of a model's memory, and running out of memory usually kills a process without a message.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -36,8 +34,7 @@ _GRACE_SECONDS = 25.0
 """Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""
 _MARGIN_SECONDS = 30.0
 _GLANCE_SECONDS = 1.0
-"""How often it is looked at whether a training should end."""
-_STDERR = 2
+"""Interval of checks whether a training should end."""
 _AT_ONCE = "ended at once; the last saved state stays"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """Signals that end a process when memory runs out without an exception."""
@@ -53,13 +50,6 @@ def supervise(
 ) -> TrainResult:
     """Train in a process of its own. Where memory runs out, continue in a new process with smaller micro-batches.
 
-    Args:
-        config: every setting.
-        folder: folder of the run.
-        resume: continue the run that is there.
-        watch: what may stop it from outside.
-        progress: where to show progress. Default: `default_progress()`.
-
     Raises:
         HistopipeError: as `train`.
         OutOfTime: the time limit was reached; the state is saved.
@@ -67,10 +57,10 @@ def supervise(
     _check_early(config, folder, resume=resume)
     watch = watch or Supervision()
     ends = time.monotonic() + watch.seconds
-    with watch.shown(progress) as shown:
+    with watch.shown(progress) as (shown, stderr):
         while True:
             relay = ProgressRelay(shown)
-            process = _Process(config, folder, relay, resume=resume, watch=watch, ends=ends)
+            process = _Process(config, folder, relay, stderr, resume=resume, watch=watch, ends=ends)
             with closing(relay), process:
                 result = process.result()
             if isinstance(result, TrainResult):
@@ -82,7 +72,7 @@ def supervise(
 
 
 def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
-    """Find the most frequent mistakes before TensorFlow is loaded, which takes several seconds."""
+    """Find the most frequent mistakes before TensorFlow is loaded, which takes seconds."""
     if not in_cluster():
         run_folder.check(folder, resume=resume)
     for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
@@ -97,6 +87,7 @@ class _Process:
     config: TrainConfig
     folder: Path
     relay: ProgressRelay
+    stderr: int
     resume: bool = field(kw_only=True)
     watch: Supervision = field(kw_only=True)
     ends: float = field(kw_only=True)
@@ -117,20 +108,11 @@ class _Process:
             "TF_CPP_MIN_LOG_LEVEL": "0" if self.config.log_device_placement else "3",
             **(without_cluster(os.environ) if self.watch.alone else os.environ),
         }
-        with theirs, self._messages() as messages:
-            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=messages)
+        with theirs:
+            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=self.stderr)
         with contextlib.suppress(BrokenPipeError):  # the process died: reported by `_died`
             self._pipe.send((self.config, self.folder, self.resume))
         return self
-
-    @contextlib.contextmanager
-    def _messages(self) -> Iterator[int]:
-        """File descriptor for the training's messages."""
-        if self.watch.log is None:
-            yield _STDERR
-            return
-        with self.watch.log.open("ab") as file:
-            yield file.fileno()
 
     def __exit__(self, *error: object) -> None:
         self._child.end()
@@ -149,13 +131,11 @@ class _Process:
                     return self._interrupted(_AT_ONCE)
 
     def _in_time(self, found: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
-        """The result, or the error for a training that was stopped by its time limit."""
+        """Return the result, or the error of a training that its time limit stopped."""
         if self.watch.stop.asked or not self.stopping or isinstance(found, TrainResult):
             return found
-        return OutOfTime(
-            f"not done within {self.watch.seconds:.0f} s", found=found.found,
-            todo=f"go on with `histopipe train --resume --out {self.folder}`",
-        )  # fmt: skip
+        late = f"not done within {self.watch.seconds:.0f} s"
+        return OutOfTime(late, found=found.found, todo=self._go_on())
 
     def _tell_to_end(self) -> None:
         """Let it save its state and end, within the grace period."""
@@ -236,23 +216,24 @@ class _Process:
 
     def _interrupted(self, found: str) -> Interrupted:
         begun = (self.folder / run_folder.CONFIG).exists()
-        again = f"`histopipe train --resume --out {self.folder}`" if begun else "the same command"
-        return Interrupted("interrupted", found=found, todo=f"go on with {again}")
+        todo = self._go_on() if begun else "go on with the same command"
+        return Interrupted("interrupted", found=found, todo=todo)
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
             what, found=self._cluster.missing(self.folder, self._begun),
-            todo="start all workers within --worker-timeout, or go on with "
-            f"`histopipe train --resume --out {self.folder}` on all of them",
+            todo=f"start all workers within --worker-timeout, or {self._go_on()} on all of them",
         )  # fmt: skip
+
+    def _go_on(self) -> str:
+        return f"go on with `histopipe train --resume --out {self.folder}`"
 
     def _died(self) -> HistopipeError:
         code = self._child.wait()
-        todo = f"go on with `histopipe train --resume --out {self.folder}`"
         if code == -signal.SIGTERM:
             return self._interrupted("nothing was to be saved yet")
         if code in (-signal.SIGABRT, -signal.SIGSEGV) and not self._cluster.alone:
-            # TensorFlow's own ways out where workers lose each other; the second was seen on a busy machine.
+            # TensorFlow ends so where workers lose each other; the second was seen on a busy machine.
             return self._lost("the training process was aborted")
         if -code not in _MEMORY_SIGNALS:
             return HistopipeError(
@@ -263,4 +244,5 @@ class _Process:
             return OutOfMemory(died, todo="take a smaller --batch-size or --model")
         smaller = max(1, self._micro_batch // 2)
         run_folder.write_micro_batch(self.folder, smaller, died)
-        return OutOfMemory(died, todo=f"{todo}, which takes micro-batches of {smaller} patches")
+        todo = f"{self._go_on()}, which takes micro-batches of {smaller} patches"
+        return OutOfMemory(died, todo=todo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +20,8 @@ from histopipe.runs.config import (
 from histopipe.runs.settings import check_known, declared_settings, flag, read_settings, setting
 
 if TYPE_CHECKING:
+    from histopipe.dataset.labelling import PatchFilter
     from histopipe.dataset.options import Augmentation
-    from histopipe.dataset.patch_filter import PatchFilter
 
 Pooling = Literal["gated", "attention", "mean", "max"]
 
@@ -103,7 +103,7 @@ class PatchTrainConfig(TrainConfig):
     def patch_filter(self) -> PatchFilter:
         """Which patches are used."""
         # Late: NumPy, which `--help` does not need.
-        from histopipe.dataset.patch_filter import PatchFilter
+        from histopipe.dataset.labelling import PatchFilter
 
         return PatchFilter(
             min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
@@ -157,10 +157,7 @@ CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
 
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
-    """Make the configuration that settings describe: of bags if `mil` is one of them, else of patches.
-
-    Args:
-        settings: by name. Lists stand for tuples, and paths for texts.
+    """Create a configuration: of bags if `mil` is one of the settings, else of patches. Lists stand for tuples, and paths for texts.
 
     Raises:
         UsageError: a setting is unknown, of the other kind of training, or not allowed.
@@ -182,12 +179,17 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     return kind(**{name: value for name, value in values.items() if name in own})
 
 
-def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
-    """Return a configuration with other values of some settings.
+def with_stores(
+    settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
+) -> dict[str, Any]:
+    """Return settings with a store or several; None changes nothing."""
+    if stores is None:
+        return settings
+    return settings | {"stores": (stores,) if isinstance(stores, str | Path) else tuple(stores)}
 
-    Raises:
-        UsageError: as `make_config`.
-    """
+
+def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
+    """Return a configuration with other values of some settings. Raises as `make_config`."""
     return make_config({**config.values(), **changes})
 
 
@@ -210,11 +212,7 @@ def load_config(path: Path) -> TrainConfig:
 
 
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of a run that is resumed.
-
-    Args:
-        recorded: the settings of the run.
-        changes: settings that were given anew.
+    """Return the configuration of a run that is resumed, with changes to its recorded settings.
 
     Raises:
         UsageError: a change would invalidate what was trained so far.
@@ -236,7 +234,7 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
 
 
 def _plain(value: Any) -> Any:
-    """A value as configurations hold it."""
-    if isinstance(value, list):
-        return tuple(value)
+    """Return a value as configurations hold it: tuples for lists, texts for paths."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
     return str(value) if isinstance(value, Path) else value

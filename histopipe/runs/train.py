@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from histopipe.runs.folder import recorded_settings
+from histopipe.runs import folder as run_folder
 from histopipe.runs.result import TrainResult
 from histopipe.runs.supervision import supervise
-from histopipe.runs.task_config import make_config, resumed_config
+from histopipe.runs.task_config import make_config, read_config, resumed_config, with_stores
 from histopipe.system.progress import Progress, use_progress
 from histopipe.system.tensorflow import load_quietly
 
@@ -52,13 +52,12 @@ def train(
         >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP
         >>> result.metrics["test"].patch.auc  # doctest: +SKIP
     """
-    folder = Path(out)
-    if stores is not None:
-        paths = [stores] if isinstance(stores, str | Path) else stores
-        settings["stores"] = tuple(map(str, paths))
-    config = (
-        resumed_config(recorded_settings(folder), settings) if resume else make_config(settings)
-    )
+    folder, settings = Path(out), with_stores(settings, stores)
+    if resume:
+        run_folder.check(folder, resume=True)
+        config = resumed_config(read_config(folder / run_folder.CONFIG), settings)
+    else:
+        config = make_config(settings)
     if not in_process:
         return supervise(config, folder, resume=resume, progress=progress)
     with use_progress(progress) if progress is not None else nullcontext():

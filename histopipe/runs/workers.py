@@ -1,4 +1,4 @@
-"""The workers of a training on several machines: their addresses, their signs of life, and which one is missing."""
+"""Workers of a training on several machines: addresses, signs of life, and which one is missing."""
 
 from __future__ import annotations
 
@@ -83,15 +83,15 @@ class Cluster:
         thread = threading.Thread(target=show, daemon=True, name="signs of life")
         thread.start()
         try:
-            yield
+            try:
+                yield
+            finally:
+                ended.set()
+                thread.join()
         except BaseException as error:
-            ended.set()
-            thread.join()
             self.doing = f"{_FAILED}{error or type(error).__name__}"
             self._sign(folder)
             raise
-        ended.set()
-        thread.join()
         with contextlib.suppress(OSError):
             (folder / SIGNS / f"{self.index}.json").unlink()
             (folder / SIGNS).rmdir()  # by the last one
@@ -103,27 +103,25 @@ class Cluster:
     def missing(self, folder: Path, since: float) -> str:
         """Return which other worker is missing. Waits as long as a dead worker looks alive.
 
-        Args:
-            folder: folder of the run.
-            since: `time.time()` when this worker started; older signs are of earlier runs.
+        Signs from before `since`, the `time.time()` when this worker started, are of earlier runs.
         """
         until = time.monotonic() + _STALE_SECONDS + 1
         while True:
-            others = [
-                (f"worker {index} ({address})", *self._last_sign(folder, index, since))
-                for index, address in enumerate(self.workers)
-                if index != self.index
-            ]
-            lost = [f"{name} {says}" for name, says, alive in others if not alive]
+            signs: dict[str, bool] = {}
+            for index, address in enumerate(self.workers):
+                if index != self.index:
+                    says, alive = self._last_sign(folder, index, since)
+                    signs[f"worker {index} ({address}) {says}"] = alive
+            lost = [text for text, alive in signs.items() if not alive]
             if lost or time.monotonic() > until:
                 break
             time.sleep(1)
-        # Who computes waits for the others in turn.
-        stuck = [f"{name} {says}" for name, says, _ in others if not says.endswith(COMPUTING)]
-        return "; ".join(lost or stuck or [f"{name} {says}" for name, says, _ in others])
+        # A worker that computes waits for the others in turn.
+        stuck = [text for text in signs if not text.endswith(COMPUTING)]
+        return "; ".join(lost or stuck or signs)
 
     def _last_sign(self, folder: Path, index: int, since: float) -> tuple[str, bool]:
-        """The last sign of another worker, and whether it is alive."""
+        """Return the last sign of another worker, and whether it is alive."""
         path = folder / SIGNS / f"{index}.json"
         try:
             shown = path.stat().st_mtime
@@ -172,7 +170,7 @@ def tf_config(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_tasks(environment: Mapping[str, str]) -> int:
-    """Tasks of the Slurm job step that this process is in: in a batch script itself there is none."""
+    """Return the number of tasks of the Slurm job step of this process. A batch script itself has no step."""
     return int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
 
 

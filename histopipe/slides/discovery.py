@@ -1,7 +1,8 @@
-"""Which files under the user's arguments are slides, and what each is called."""
+"""Find slides in files and folders, give each an id, and see whether their files are the same as before."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import unicodedata
@@ -10,37 +11,26 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from histopipe.errors import NothingToDo, UsageError
+import numpy as np
+
+from histopipe.errors import NothingToDo, SlideUnreadable, UsageError
 
 SUFFIXES = frozenset(
-    [
-        ".bif",
-        ".czi",
-        ".dcm",
-        ".mrxs",
-        ".ndpi",
-        ".scn",
-        ".svs",
-        ".svslide",
-        ".tif",
-        ".tiff",
-        ".vms",
-        ".vmu",
-    ]
-)
-"""File name endings of the formats that OpenSlide reads."""
+    (".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
+)  # fmt: skip
+"""File name suffixes of the formats that OpenSlide reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlideFile:
-    """One slide on disk.
+    """A slide on disk.
 
     Attributes:
         id: its name in stores, tables and messages.
         path: the file that OpenSlide opens, as the user gave it.
-        files: every file that belongs to it, `path` included.
-        subfolder: first folder below the user's argument, a class name for some users; None at the top.
-        problem: why it cannot even be tried; None for almost all.
+        files: all of its files, including `path`.
+        subfolder: first folder below the user's argument, which may name its class; None if it is in none.
+        problem: the reason why it cannot be ingested, if known from its name.
     """
 
     id: str
@@ -51,15 +41,11 @@ class SlideFile:
 
 
 def discover(arguments: Iterable[Path]) -> list[SlideFile]:
-    """The slides in files and folders, sorted by id, each once however often it is reached.
+    """Return the slides in files and folders, sorted by id, each once.
 
     Raises:
-        UsageError: an argument does not exist, or two slides cannot be told apart by name.
+        UsageError: an argument does not exist, or two slides would have the same id.
         NothingToDo: there is no slide.
-
-    Example:
-        >>> [slide.id for slide in discover([Path("slides")])]  # doctest: +SKIP
-        ['CMU-1-Small-Region', 'dicom/j2k/camelyon16-overview']
     """
     roots = list(dict.fromkeys(arguments))
     for root in roots:
@@ -121,21 +107,16 @@ def _refuse(error: OSError) -> None:
 
 
 def _is_candidate(path: Path) -> bool:
-    return (
-        path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and not _is_no_file(path)
-    )
-
-
-def _is_no_file(path: Path) -> bool:
-    """Whether a path is a folder, or a pipe, which would never end; links to nothing are for the ingest to tell of."""
-    try:
-        return not stat.S_ISREG(path.stat().st_mode)
-    except OSError:
+    if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
         return False
+    try:
+        return stat.S_ISREG(path.stat().st_mode)  # reading a pipe would never end
+    except OSError:
+        return True  # such as a broken link: the ingest reports it
 
 
 def _companions(path: Path) -> tuple[Path, ...]:
-    """The other files of a MIRAX slide, which lie in a folder of its name."""
+    """Return the other files of a MIRAX slide, which are in a folder with its name."""
     if path.suffix.lower() != ".mrxs":
         return ()
     folder = path.with_suffix("")
@@ -143,10 +124,15 @@ def _companions(path: Path) -> tuple[Path, ...]:
 
 
 def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
-    """One slide a DICOM series: OpenSlide gathers a series from the files of one folder."""
+    """Yield one slide per DICOM series and folder, as OpenSlide opens them."""
+    if not paths:
+        return
+    from histopipe.slides.tiles.dicom import read_text  # late: mostly there are no DICOM files
+
     series: dict[tuple[Path, str], list[Path]] = defaultdict(list)
     for path in paths:
-        series[path.parent, _series_uid(path) or path.name].append(path)
+        # If a header is damaged, opening the slide gives the reason.
+        series[path.parent, read_text(path, "SeriesInstanceUID") or path.name].append(path)
     large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
     for (folder, _), files in series.items():
         slide = _slide(files[0], base, tuple(files))
@@ -154,14 +140,6 @@ def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
             name = folder.name if folder == base else folder.relative_to(base).as_posix()
             slide = replace(slide, id=_text(name or folder.resolve().name)[0])
         yield slide
-
-
-def _series_uid(path: Path) -> str | None:
-    from histopipe.slides.dicom_header import read_text  # late: mostly there are no DICOM files
-
-    return read_text(
-        path, "SeriesInstanceUID"
-    )  # if it is damaged, opening the slide gives the reason
 
 
 def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
@@ -172,7 +150,7 @@ def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
 
 
 def _text(name: str) -> tuple[str, str | None]:
-    """A name as it may be stored: Unicode NFC, undecodable bytes escaped, with what is wrong with it."""
+    """Return a name that can be stored, in Unicode NFC with undecodable bytes escaped, and what is wrong with it."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -217,3 +195,48 @@ def _what_is_there(roots: list[Path]) -> str:
     kinds = Counter(path.suffix.lower() or "no suffix" for path in names)
     listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common(5))
     return f"{len(names)} other files ({listed})"
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Bytes and newest modification time of all of a slide's files."""
+
+    size_bytes: int
+    mtime_ns: int
+
+
+def fingerprint(slide: SlideFile) -> Fingerprint:
+    """Return size and time of a slide's files.
+
+    Raises:
+        SlideUnreadable: a file is gone.
+    """
+    try:
+        stats = [path.stat() for path in slide.files]
+    except OSError as error:
+        raise SlideUnreadable(f"{slide.path} cannot be read", found=str(error)) from error
+    return Fingerprint(sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats))
+
+
+def tile_hash(path: Path) -> str | None:
+    """Return a hash of a TIFF file for which OpenSlide makes no quickhash; None if it has no tiles.
+
+    It covers the lengths of all native tiles and the bytes of 64 tiles all over the largest image: whole slides are too large
+    to read twice, and two scans never agree in the length of every tile.
+    """
+    import tifffile  # late: few slides need it
+
+    digest = hashlib.sha256()
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            page = tiff.pages.first
+            counts = np.asarray(page.databytecounts, dtype="<u8")
+            offsets = np.asarray(page.dataoffsets, dtype="<u8")
+            digest.update(counts.tobytes())
+            chosen = np.unique(np.linspace(0, len(counts) - 1, 64).astype(int))
+            for index in chosen:
+                tiff.filehandle.seek(int(offsets[index]))
+                digest.update(tiff.filehandle.read(int(counts[index])))
+    except Exception:  # noqa: BLE001 - a damaged header makes tifffile raise anything
+        return None
+    return digest.hexdigest()

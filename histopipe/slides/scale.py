@@ -1,4 +1,4 @@
-"""How many micrometres a slide's pixel is, and how that is known."""
+"""Scale of slides in micrometres per pixel, and its source."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from histopipe.slides.slide import SlideInfo
 
 PLAUSIBLE_MPP = (0.05, 50.0)
 MAGNIFICATION_MPP = 10.0
-"""An objective of power m is taken as 10/m µm a pixel: 20× is 0.5, 40× is 0.25."""
+"""An objective of power m means 10/m µm per pixel: 20× is 0.5, 40× is 0.25."""
 
 _SCREEN_DPI = {72: 352.78, 96: 264.58}
 
 
 class MppSource(StrEnum):
-    """Where a slide's mpp came from, best first."""
+    """Source of a slide's mpp, best first. `OBJECTIVE` means estimated."""
 
     PROPERTIES = "properties"
     CSV = "mpp-csv"
@@ -27,13 +27,7 @@ class MppSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedMpp:
-    """A slide's scale at level 0.
-
-    Attributes:
-        mpp: micrometres per level-0 pixel.
-        source: where it came from. `OBJECTIVE` means estimated.
-        note: what a person should know about it; None if nothing.
-    """
+    """Scale of level 0, its source, and a note for the user if there is something to know."""
 
     mpp: Mpp
     source: MppSource
@@ -41,10 +35,10 @@ class ResolvedMpp:
 
 
 def check_mpp(name: str, value: float) -> Mpp:
-    """A scale that a user gives.
+    """Return a scale given by the user.
 
     Raises:
-        UsageError: no slide has such a scale.
+        UsageError: it is not plausible.
     """
     low, high = PLAUSIBLE_MPP
     if not low <= value <= high:
@@ -53,22 +47,12 @@ def check_mpp(name: str, value: float) -> Mpp:
 
 
 def resolve_mpp(
-    name: str,
-    info: SlideInfo,
-    *,
-    from_csv: Mpp | None = None,
-    default: Mpp | None = None,
+    name: str, info: SlideInfo, *, from_csv: Mpp | None = None, default: Mpp | None = None
 ) -> ResolvedMpp:
-    """The scale of a slide: its properties, else the CSV, else its objective power, else the default.
-
-    Args:
-        name: slide id, for messages.
-        info: the slide's header.
-        from_csv: the user's value for this slide.
-        default: the user's value for slides that have none.
+    """Return the scale of a slide: from its properties, else the CSV file, else its objective power, else the default.
 
     Raises:
-        ScaleError: none of them gives a plausible one, or the pixels are not square.
+        ScaleError: none of these is plausible, or the pixels are not square.
     """
     stated, rejected = _from_properties(name, info)
     if stated is not None:
@@ -92,7 +76,7 @@ def resolve_mpp(
 
 
 def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None]:
-    """The header's mpp, or why it does not count."""
+    """Return the mpp of the header, or the reason why it is rejected."""
     values = [value for value in map(_number, (info.mpp_x, info.mpp_y)) if value is not None]
     if not values:
         return None, None

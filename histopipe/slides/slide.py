@@ -1,4 +1,4 @@
-"""A slide opened with OpenSlide: what it says of itself, and its pixels.
+"""Slides opened with OpenSlide: their header and their pixels.
 
 The only module that calls OpenSlide, so that its errors become ours in one place. Label and macro images, which may show
 a patient's name, are never read.
@@ -7,6 +7,7 @@ a patient's name, are never read.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +27,15 @@ WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, slots=True)
 class SlideInfo:
-    """What a slide's header says.
+    """Header of a slide.
 
     Attributes:
         vendor: OpenSlide's name of the format.
         levels: the pyramid, largest first.
-        bounds: the part of level 0 that was scanned; all of it where the file does not say.
-        mpp_x, mpp_y: the header's own text; None where missing.
-        objective_power: likewise.
-        quickhash: OpenSlide's `quickhash-1`; None where it makes none. It is no content hash.
-        has_icc_profile: whether a colour profile is there. It is not applied.
+        bounds: the part of level 0 that was scanned; all of it if the file does not say.
+        mpp_x, mpp_y, objective_power: text of the header; None if missing.
+        quickhash: OpenSlide's `quickhash-1`, not a hash of the content; None if it makes none.
+        has_icc_profile: whether there is a colour profile. It is not applied.
     """
 
     vendor: str
@@ -56,11 +56,8 @@ class SlideInfo:
 class Slide(Closing):
     """An open slide.
 
-    Args:
-        path: the file to open.
-
     Raises:
-        SlideUnreadable: it is no slide, or broken.
+        SlideUnreadable: the file is no slide, or broken.
 
     Example:
         >>> with Slide(Path("CMU-1.svs")) as slide:  # doctest: +SKIP
@@ -75,30 +72,18 @@ class Slide(Closing):
         self.info = _info(path, self._handle)
 
     def read_region(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Pixels of one level, transparency laid on the slide's background colour.
-
-        Args:
-            origin: top left corner, in level-0 pixels.
-            level: number of the level.
-            size: pixels of that level.
-
-        Returns:
-            (H, W, 3) uint8 RGB.
+        """Return (H, W, 3) uint8 RGB pixels of a level, on the slide's background colour where it is transparent.
 
         Raises:
-            SlideUnreadable: the file is damaged there. The slide can go on being read elsewhere.
+            SlideUnreadable: the file is damaged there. Other regions can still be read.
         """
-        bgrx = self.read_bgrx(origin, level, size)
-        return np.asarray(rgb_image(bgrx))
+        return np.asarray(rgb_image(self.read_bgrx(origin, level, size)))
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """The same as OpenSlide has it in memory: blue first, and a byte of no meaning after each pixel.
+        """Return the same pixels as (H, W, 4) uint8: blue, green, red, and a byte without meaning.
 
-        Without the two conversions to RGB reading and encoding a patch takes a tenth less time, which is why openslide-python's
-        inner function is called: the outer one converts.
-
-        Returns:
-            (H, W, 4) uint8.
+        This is how OpenSlide has them in memory. openslide-python's public function converts them to RGB; its inner function
+        is called because reading and encoding a patch takes a tenth less time without the conversions.
         """
         if self._handle is None:
             self._handle = _open(self.path)
@@ -109,7 +94,7 @@ class Slide(Closing):
                 self._handle._osr, words, origin.x, origin.y, level, size.width, size.height
             )
         except openslide.OpenSlideError as error:
-            self.close()  # OpenSlide's errors latch: the handle is dead, the next read opens another
+            self.close()  # after an error the handle only repeats it; the next read opens another
             raise SlideUnreadable(
                 f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
                 found=str(error),
@@ -117,7 +102,7 @@ class Slide(Closing):
         return _on_background(pixels, self._background)
 
     def close(self) -> None:
-        """Give the file back; the next read opens it again."""
+        """Close the file. The next read opens it again."""
         if self._handle is not None:
             self._handle.close()
             self._handle = None
@@ -139,7 +124,7 @@ def _open(path: Path) -> openslide.OpenSlide:
 
 
 def _first_bytes(path: Path) -> str:
-    """What such a file most often is, in words."""
+    """Describe what a file that is no slide most often is."""
     try:
         with path.open("rb") as file:
             head = file.read(200)
@@ -158,12 +143,8 @@ def _first_bytes(path: Path) -> str:
 
 def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
     try:
-        levels = tuple(
-            Level(number, Size(*size), downsample)
-            for number, (size, downsample) in enumerate(
-                zip(handle.level_dimensions, handle.level_downsamples, strict=True)
-            )
-        )
+        images = zip(handle.level_dimensions, handle.level_downsamples, strict=True)
+        levels = tuple(Level(n, Size(*size), scale) for n, (size, scale) in enumerate(images))
     except openslide.OpenSlideError as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
     properties = handle.properties
@@ -180,7 +161,7 @@ def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
 
 
 def _bounds(properties: Mapping[str, str], size: Size) -> RegionL0:
-    """The scanned part of level 0, cut to the slide."""
+    """Return the scanned part of level 0, within the slide."""
     x = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_X, 0)))
     y = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_Y, 0)))
     width = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_WIDTH, size.width))
@@ -199,7 +180,7 @@ def _colour(text: str | None) -> tuple[int, int, int]:
 
 
 def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:
-    """An RGB image of what `Slide.read_bgrx` returns."""
+    """Return an RGB image of the pixels that `Slide.read_bgrx` returns."""
     height, width = bgrx.shape[:2]
     if bgrx.size == 0:
         return Image.new("RGB", (width, height))
@@ -207,8 +188,8 @@ def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:
 
 
 def _on_background(bgra: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """What OpenSlide read, its colours multiplied by alpha, laid on a colour. (H, W, 4) uint8 each."""
-    # Alpha is the highest byte of a little-endian word, so the least word tells whether any is below 255.
+    """Lay (H, W, 4) uint8 pixels with premultiplied alpha on a colour."""
+    # Alpha is the highest byte of a little-endian word, so the smallest word shows whether any alpha is below 255.
     if bgra.size == 0 or bgra.view(np.dtype("<u4")).min() >= 0xFF000000:
         return bgra
     height, width = bgra.shape[:2]
@@ -216,3 +197,21 @@ def _on_background(bgra: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDA
     ground = Image.new("RGBA", image.size, (*colour, 255))
     rgba = np.asarray(Image.alpha_composite(ground, image))
     return rgba[..., [2, 1, 0, 3]]
+
+
+_VENDORS = (
+    "aperio", "argos", "dicom", "generic-tiff", "hamamatsu", "leica", "mirax", "philips", "sakura", "trestle", "ventana",
+    "zeiss",
+)  # fmt: skip
+
+
+def openslide_formats() -> tuple[str, list[str]]:
+    """Return OpenSlide's version, and the vendors whose formats it opens, found by their names in its library file.
+
+    OpenSlide has no function that lists them. The list is empty if the file is not found.
+    """
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    library = re.search(r"(/\S*libopenslide\S*)$", maps, re.MULTILINE)
+    content = Path(library[1]).read_bytes() if library else b""
+    found = [name for name in _VENDORS if b"\0" + name.encode() + b"\0" in content]
+    return openslide.__library_version__, found

@@ -1,4 +1,4 @@
-"""CSV files that say something about slides: labels, scales, lists. Names in them are matched to slide ids."""
+"""Read CSV files of labels, scales or lists of slides, and match the names in them to slide ids."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import difflib
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -17,21 +18,13 @@ from histopipe.slides.scale import PLAUSIBLE_MPP
 
 _LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _SURVIVAL_WORDS = {
-    "time",
-    "event",
-    "survival",
-    "os",
-    "os_time",
-    "os_event",
-    "days",
-    "status",
-    "censor",
-}
+    "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class SlideLabel:
-    """One row of a labels file; None where a cell is empty or a column missing."""
+    """A row of a labels file; None for empty cells and missing columns."""
 
     label: str | None
     patient: str | None = None
@@ -42,15 +35,14 @@ class SlideLabel:
 class _Row:
     line: int
     slide: str
-    cells: dict[str, str]
+    others: dict[str, str]
+    """Cells of the other columns, by name."""
 
 
 class SlideNames:
-    """Finds slide ids by the names people write: the id, with or without suffix, or its last part where unique.
+    """Finds slide ids by the names that people write: the id, with or without suffix, or its last part if that is unique.
 
-    Args:
-        ids: the slides in hand.
-        others: slides that are known too, and meant where none in hand is.
+    `others` are slides that are meant if none of `ids` is.
     """
 
     def __init__(self, ids: Iterable[str], others: Iterable[str] = ()) -> None:
@@ -63,7 +55,7 @@ class SlideNames:
                 self._last[PurePosixPath(form).name].add(name)
 
     def find(self, written: str, *, where: str) -> str | None:
-        """The id meant, or None.
+        """Return the id that is meant, or None. `where` is for messages.
 
         Raises:
             UsageError: several slides fit.
@@ -84,7 +76,7 @@ class SlideNames:
         return self._others.find(written, where=where) if self._others else None
 
     def nearest(self, written: str) -> str:
-        """A hint for a message: the id most like it."""
+        """Return the most similar id, as a hint."""
         near = difflib.get_close_matches(written, list(self._ids), n=1, cutoff=0.3)
         return near[0] if near else next(iter(sorted(self._ids)), "none")
 
@@ -92,36 +84,33 @@ class SlideNames:
 def read_labels(
     path: Path, names: SlideNames, *, allow_extra: bool = False
 ) -> dict[str, SlideLabel]:
-    """Labels by slide id, from a CSV with the columns slide,label[,patient][,site].
+    """Return labels by slide id, from a CSV file with the columns slide,label[,patient][,site].
 
     Raises:
         UsageError: the file, its header or a row is wrong, or a row names no slide (unless `allow_extra`).
     """
     rows = _rows(path, required=("slide", "label"), allowed=_LABEL_COLUMNS)
-    matched = _matched(path, rows, names, allow_extra=allow_extra)
     labels = {
-        name: SlideLabel(*(row.cells.get(column) or None for column in _LABEL_COLUMNS[1:]))
-        for name, row in matched.items()
+        name: SlideLabel(*(row.others.get(column) or None for column in _LABEL_COLUMNS[1:]))
+        for name, row in _matched(path, rows, names, allow_extra=allow_extra).items()
     }
     _refuse_regression(path, labels.values())
     return labels
 
 
 def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:
-    """Level-0 scales by slide id, from a CSV with the columns slide,mpp.
+    """Return level-0 scales by slide id, from a CSV file with the columns slide,mpp.
 
     Raises:
         UsageError: the file is wrong, or a value is not between 0.05 and 50.
     """
     rows = _rows(path, required=("slide", "mpp"), allowed=("slide", "mpp"))
-    return {
-        name: _mpp(path, row)
-        for name, row in _matched(path, rows, names, allow_extra=allow_extra).items()
-    }
+    matched = _matched(path, rows, names, allow_extra=allow_extra)
+    return {name: _mpp(path, row) for name, row in matched.items()}
 
 
 def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False) -> set[str]:
-    """Slide ids named in a CSV with the column slide.
+    """Return the slide ids in a CSV file with the column slide.
 
     Raises:
         UsageError: the file is wrong.
@@ -154,7 +143,7 @@ def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None)
                 todo="quote cells that contain a comma",
             )
         named = dict(zip(header, (cell.strip() for cell in cells), strict=False))
-        rows.append(_Row(number, named["slide"], named))
+        rows.append(_Row(number, named.pop("slide"), named))
     return rows
 
 
@@ -171,12 +160,8 @@ def _check_header(
         hint = "this looks like a survival table: survival is not supported, only classes"
     elif sum(name.startswith("label") for name in header) > 1:
         hint = "this looks like a multi-label table: only one label a slide is supported"
-    raise UsageError(
-        f"{path}: wrong header",
-        found=",".join(header) or "an empty file",
-        expected=expected,
-        todo=hint,
-    )
+    found = ",".join(header) or "an empty file"
+    raise UsageError(f"{path}: wrong header", found=found, expected=expected, todo=hint)
 
 
 def _matched(
@@ -188,10 +173,10 @@ def _matched(
         name = names.find(row.slide, where=f"{path}, line {row.line}")
         if name is None:
             unknown.append(row)
-        elif name in matched and _values(matched[name]) != _values(row):
+        elif name in matched and matched[name].others != row.others:
             raise UsageError(
-                f"{path}: {name} stands in lines {matched[name].line} and {row.line}",
-                found=f"{_values(matched[name])} and {_values(row)}",
+                f"{path}: {name} is in lines {matched[name].line} and {row.line}",
+                found=f"{matched[name].others} and {row.others}",
                 expected="one row a slide (several labels a slide are not supported)",
                 todo="remove one",
             )
@@ -208,23 +193,17 @@ def _matched(
     return matched
 
 
-def _values(row: _Row) -> dict[str, str]:
-    return {column: cell for column, cell in row.cells.items() if column != "slide"}
-
-
 def _mpp(path: Path, row: _Row) -> Mpp:
     low, high = PLAUSIBLE_MPP
-    try:
-        value = float(row.cells.get("mpp", ""))
-    except ValueError:
-        value = float("nan")
-    if not low <= value <= high:
-        raise UsageError(
-            f"{path}, line {row.line}: mpp of {row.slide}",
-            found=repr(row.cells.get("mpp", "")),
-            expected=f"a number from {low:g} to {high:g}",
-        )
-    return Mpp(value)
+    cell = row.others.get("mpp", "")
+    with suppress(ValueError):
+        if low <= float(cell) <= high:
+            return Mpp(float(cell))
+    raise UsageError(
+        f"{path}, line {row.line}: mpp of {row.slide}",
+        found=repr(cell),
+        expected=f"a number from {low:g} to {high:g}",
+    )
 
 
 def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:

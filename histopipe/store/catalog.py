@@ -1,7 +1,7 @@
 """The catalog of a folder of parts: which part holds which slide of a data set that several machines have ingested.
 
-Only the process that gives out slides writes the catalog, each time a part is complete. Two parts may hold the same slide, for
-example after a machine was thought lost. The catalog names one part per slide, and readers ignore the slide in the others.
+Only the process that assigns slides writes it. If two parts hold the same slide, for example after a machine was thought
+lost, the catalog names one of them, and readers ignore the slide in the other one.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ _SUFFIX = ".lmdb"
 
 @dataclass(slots=True)
 class Catalog:
-    """The slides of a folder of parts.
-
-    Attributes:
-        folder: the folder of the parts.
-        uuid: new for every catalog.
-        slides: the file name of each slide's part, by slide id.
-    """
+    """The slides of a folder of parts: the file name of each slide's part, by slide id."""
 
     folder: Path
     uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -56,10 +50,7 @@ class Catalog:
 
 
 def read_catalog(folder: Path) -> Catalog | None:
-    """Read the catalog of a folder. A `catalog.json` of another tool is ignored.
-
-    Returns:
-        The catalog; None if the folder has none.
+    """Read the catalog of a folder; None if it has none. A `catalog.json` of another tool is ignored.
 
     Raises:
         DamagedStore, UnknownVersion: the catalog cannot be read, or a later version wrote it.
@@ -102,7 +93,7 @@ def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
 
 
 def no_store(path: Path) -> NothingToDo:
-    """The error for a path that is no store. A folder of parts is a store only for commands that read data sets."""
+    """Return the error for a path that is no store. Only commands that read data sets accept a folder of parts."""
     if _catalog_file(path) is not None:
         return NothingToDo(
             f"no store at {path}", found="a folder of parts", expected="one store",
@@ -116,7 +107,7 @@ def no_store(path: Path) -> NothingToDo:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """The stores of a path: the parts of a folder that has a catalog, else the path itself."""
+    """Return the parts of a folder that has a catalog, or the path itself."""
     if (path / "data.mdb").exists():
         return [path]
     catalog = read_catalog(path)
@@ -124,10 +115,7 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideRecord]:
-    """Leave out the records of a part that its catalog gives to another part.
-
-    A store that is not a part of the catalog beside it keeps all of its records.
-    """
+    """Leave out the records of a part that the catalog in its folder assigns to another part."""
     seen = _seen(store.resolve())
     if seen is None:
         return records
@@ -148,7 +136,7 @@ def _seen(store: Path) -> frozenset[str] | None:
 
 @functools.lru_cache(maxsize=4)
 def _by_part(folder: Path, _inode: int, _time: int) -> Mapping[str, frozenset[str]]:
-    """The slides of each part; read once while the file stays the same. A file that is no catalog names no part."""
+    """The slides of each part, cached while the file stays the same. A file that is no catalog names no part."""
     try:
         catalog = read_catalog(folder)
     except DamagedStore:

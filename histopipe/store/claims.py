@@ -23,17 +23,13 @@ _FLOCK = struct.Struct("hhqqixxxx")
 
 
 class Claims(Closing):
-    """The claims of one run. Closing drops them all.
-
-    Args:
-        store: the store's folder, which exists.
-    """
+    """The claims of one run on the slides of a store. Closing drops them all."""
 
     def __init__(self, store: Path) -> None:
-        self._file = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = _open(store)
 
     def take(self, slide: int) -> bool:
-        """Whether the slide is now this run's; False if another run is at it."""
+        """Claim a slide. Return False if another process is ingesting it."""
         return _lock(self._file, fcntl.F_WRLCK, slide)
 
     def release(self, slide: int) -> None:
@@ -46,12 +42,12 @@ class Claims(Closing):
 
 
 class WriteLease(Closing):
-    """The right to write a store, shared with others, or alone; held until it is closed.
+    """The right to write a store, shared with other processes, or alone; held until it is closed.
 
-    Where the lock's file cannot be made, there is none: LMDB then tells that the store cannot be written.
+    If the lock's file cannot be made, nothing is locked: LMDB then says that the store cannot be written.
 
     Raises:
-        UsageError: another process has it alone, or has the store open for writing where this one wants it alone.
+        UsageError: another process has it alone, or has the store open for writing when it is wanted alone.
     """
 
     def __init__(self, store: Path, *, alone: bool = False) -> None:
@@ -59,7 +55,7 @@ class WriteLease(Closing):
         while True:
             try:
                 store.mkdir(exist_ok=True)
-                self._file = os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._file = _open(store)
             except OSError as error:
                 if alone:
                     raise UsageError(f"{store} cannot be written", found=error.strerror) from error
@@ -70,11 +66,11 @@ class WriteLease(Closing):
                 return  # a filesystem without locks
             if not free:
                 self.close()
+                doing = "written" if alone else "rewritten"
                 raise UsageError(
-                    f"{store} is being written by another process" if alone
-                    else f"{store} is being rewritten by another process",
+                    f"{store} is being {doing} by another process",
                     todo="wait until that one is done",
-                )  # fmt: skip
+                )
             if self._is_in(store):
                 return
             self.close()  # another store was put in its place just now
@@ -92,8 +88,12 @@ class WriteLease(Closing):
             return False
 
 
+def _open(store: Path) -> int:
+    return os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
 def _lock(file: int, kind: int, byte: int) -> bool:
-    """Lock a byte or unlock it; False if another has it."""
+    """Lock a byte or unlock it; False if another process has it."""
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by POSIX

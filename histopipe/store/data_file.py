@@ -7,52 +7,34 @@ Source:
 from __future__ import annotations
 
 import contextlib
-import os
 import struct
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_pages
 
 from histopipe.errors import DamagedStore
 from histopipe.store.claims import WriteLease
-from histopipe.store.handle import open_handle
-from histopipe.store.lmdb_errors import mapped_errors
+from histopipe.store.handle import mapped_errors, open_handle
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
-_META = struct.Struct("<10x H 4x IIQQ")
-"""Page header with the page's flags; then magic, version, address and map size."""
+_META = struct.Struct("<10xH4x II16x I92x QQ")
+"""The flags in the page's header; magic and version; page size, in the record of the free pages; last page, transaction."""
 _META_FLAG = 0x08
 _LONGEST, _ROOM = 16, 1 << 30
 """A meta page is damaged that wants the file so many times longer, and by so many bytes."""
-_TREE_BYTES = 48
-_LAST = struct.Struct("<QQ")
-_LAST_OFFSET = _META.size + 2 * _TREE_BYTES
-_META_BYTES = _LAST_OFFSET + _LAST.size
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
 _ATTEMPTS = 5
 
 
-@dataclass(frozen=True, slots=True)
-class MetaPage:
-    """One of the two meta pages. The one of the higher transaction is the state that counts.
-
-    Attributes:
-        page_size: bytes.
-        last_page: number of the last page in use.
-        transaction: number of the transaction that wrote it.
-    """
+class _MetaPage(NamedTuple):
+    """One of the two meta pages: the newest is the one of the higher transaction. `length` is what the file must have."""
 
     page_size: int
-    last_page: int
+    length: int
     transaction: int
-
-    @property
-    def length(self) -> int:
-        """Bytes that the file must have."""
-        return (self.last_page + 1) * self.page_size
 
 
 def check_length(data: Path) -> None:
@@ -61,7 +43,7 @@ def check_length(data: Path) -> None:
     Raises:
         DamagedStore: the file is truncated, or no LMDB file.
     """
-    found, expected = data.stat().st_size, expected_length(data)
+    found, expected = data.stat().st_size, _newest_meta(data).length
     if found < expected:
         raise DamagedStore(
             f"{data} is truncated",
@@ -71,32 +53,16 @@ def check_length(data: Path) -> None:
         )
 
 
-def expected_length(data: Path) -> int:
-    """Return how many bytes a file must have by its newest meta page.
-
-    Raises:
-        DamagedStore: neither meta page can be read.
-    """
-    return _newest_meta(data).length
-
-
 def newest_transaction(data: Path) -> int:
-    """Return the number of the last transaction.
-
-    Raises:
-        DamagedStore: neither meta page can be read.
-    """
+    """Return the number of the last transaction; DamagedStore if neither meta page can be read."""
     return _newest_meta(data).transaction
 
 
 def make_readable(store: Path) -> int:
-    """Change a damaged file so far that LMDB can open it to read what is left.
+    """Change a damaged file so far that LMDB can open it to read what is left; return the length that it had, bytes.
 
-    A damaged meta page is replaced by the other one, the state of which is older by one transaction at most. A truncated file
-    is made as long as it should be, with zeros.
-
-    Returns:
-        The length that the file had, bytes.
+    A damaged meta page is replaced by the other one, whose state is at most one transaction older. A truncated file is
+    extended with zeros.
 
     Raises:
         UsageError: a process has the store open for writing.
@@ -120,49 +86,41 @@ def make_readable(store: Path) -> int:
     return length
 
 
-def _newest_meta(data: Path) -> MetaPage:
-    known = [meta for meta in _meta_pages(data) if meta is not None]
+def _newest_meta(data: Path) -> _MetaPage:
+    known = list(filter(None, _meta_pages(data)))
     if not known:
         size = data.stat().st_size
         raise DamagedStore(f"{data} is no LMDB file", found=f"{size} bytes of something else")
     return max(known, key=lambda meta: meta.transaction)
 
 
-def _meta_pages(data: Path) -> tuple[MetaPage | None, MetaPage | None]:
-    """Both meta pages, None for one that is none."""
-    file = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        first = _parsed(os.pread(file, _META_BYTES, 0))
-        sizes = (first.page_size,) if first else _PAGE_SIZES
-        others = (_parsed(os.pread(file, _META_BYTES, size)) for size in sizes)
-        return first, next((meta for meta in others if meta is not None), None)
-    finally:
-        os.close(file)
+def _meta_pages(data: Path) -> tuple[_MetaPage | None, _MetaPage | None]:
+    """Both meta pages; None for one that is damaged."""
+    with data.open("rb", buffering=0) as file:
+        first = _parsed(file.read(_META.size))
+        for size in (first.page_size,) if first else _PAGE_SIZES:
+            file.seek(size)
+            second = _parsed(file.read(_META.size))
+            if second is not None:
+                return first, second
+    return first, None
 
 
-def _parsed(data: bytes) -> MetaPage | None:
-    """A meta page; None if it is none."""
-    if len(data) < _META_BYTES:
+def _parsed(data: bytes) -> _MetaPage | None:
+    if len(data) < _META.size:
         return None
-    flags, magic, version, _, _ = _META.unpack_from(data)
-    (size,) = struct.unpack_from("<I", data, _META.size)  # kept in the record of the free pages
-    last_page, transaction = _LAST.unpack_from(data, _LAST_OFFSET)
+    flags, magic, version, size, last_page, transaction = _META.unpack(data)
     is_power = 256 <= size <= _PAGE_SIZES[-1] and size & (size - 1) == 0
     if magic != _MAGIC or version != _VERSION or not is_power or not flags & _META_FLAG:
         return None
-    return MetaPage(size, last_page, transaction)
+    return _MetaPage(size, (last_page + 1) * size, transaction)
 
 
 def page_faults(store: Path, keep_state: bool) -> list[str]:
-    """Check the pages of a store with LMDB's own verifier, which only reads the file.
+    """Check the pages of a store with LMDB's own verifier, which only reads the file; return what is wrong.
 
-    Args:
-        store: the store's folder.
-        keep_state: hold a read transaction meanwhile, so that a writer does not reuse pages of the state that is checked.
-            LMDB opens the file for that, which must not happen to a file that is not trusted.
-
-    Returns:
-        What is wrong; empty for a sound file.
+    `keep_state` holds a read transaction meanwhile, so that a writer does not reuse pages of the state that is checked. LMDB
+    opens the file for that, which must not happen to a file that is not trusted.
     """
     with ExitStack() as stack:
         if keep_state:
@@ -179,13 +137,11 @@ def page_faults(store: Path, keep_state: bool) -> list[str]:
 
 
 def _order_faults(data: Path) -> list[str]:
-    """Whether the transactions of the meta pages follow each other: LMDB would else take an older state for the newest."""
+    """Check that the transactions of the meta pages follow each other; otherwise LMDB may use an older state."""
     known = sorted(meta.transaction for meta in _meta_pages(data) if meta is not None)
-    if len(known) == 2 and known[1] - known[0] != (1 if known[1] else 0):
-        return [
-            f"transactions {known[0]} and {known[1]} of the meta pages do not follow each other"
-        ]
-    return []
+    if len(known) < 2 or known[1] - known[0] == (1 if known[1] else 0):
+        return []
+    return [f"transactions {known[0]} and {known[1]} of the meta pages do not follow each other"]
 
 
 def _verifier_s(store: Path) -> list[str]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,24 +22,28 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import check_length
-from histopipe.store.handle import open_handle, read_map_size
-from histopipe.store.lmdb_errors import mapped_errors
+from histopipe.store.format import META, SLIDES, slide_key
+from histopipe.store.handle import mapped_errors, open_handle, read_map_size
+from histopipe.system.files import Closing
 
 T = TypeVar("T")
 
+_DELETE_AT_ONCE = 20_000
+
 
 @dataclass(slots=True)
-class Environment:
+class Environment(Closing):
     """An open environment, shared by all that use it in this process.
 
     Made by `open_environment` only. Close it as often as it was opened.
 
     Attributes:
         path: as it was given, for messages.
-        real_path: absolute and without links, whatever the working folder is by then.
-        pid: the process that opened it. Another one must open its own, which `Store` does.
-        databases: by name, None for one of this version's that is not there; those of a later version too.
-        generation: how often its map was put elsewhere in memory, which it is when the file outgrows it.
+        real_path: absolute and without links.
+        databases: by name; None for one of this version that is missing. Those of a later version are included.
+        users: how often it was opened and not yet closed.
+        pid: the process that opened it. Another one must open its own.
+        generation: how often the map has moved in memory, because the file outgrew it.
     """
 
     path: Path
@@ -56,7 +61,7 @@ class Environment:
 
     @property
     def descriptor(self) -> int:
-        """data.mdb, open for reading; for advice only, since data is read through the map."""
+        """A file descriptor of data.mdb, for advice to the system; data is read through the map."""
         with _registry_lock:
             if self._descriptor < 0:
                 self._descriptor = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
@@ -64,11 +69,14 @@ class Environment:
 
     @contextmanager
     def read(self) -> Iterator[lmdb.Transaction]:
-        """A read transaction; not within another one of the same thread.
+        """Begin a read transaction; not within another one of the same thread.
 
         Its values are views that must not outlive it. An environment that is closed meanwhile closes when it ends.
         """
-        self._take()
+        with _registry_lock:
+            if self.users == 0:
+                raise UsageError(f"the store {self.path} is closed", todo="open it again")
+            self.users += 1
         try:
             with mapped_errors(self.path):
                 transaction = self._begin_read()
@@ -82,12 +90,12 @@ class Environment:
 
     @contextmanager
     def write(self) -> Iterator[lmdb.Transaction]:
-        """A write transaction: durable once left, undone by an exception."""
+        """Begin a write transaction: durable at the end, undone by an exception."""
         with mapped_errors(self.path), self.handle.begin(write=True, buffers=True) as transaction:
             yield transaction
 
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
-        """What `work` returns of one write transaction; where address space is limited and the map is full, of a larger map."""
+        """Run `work` in one write transaction, and again with a larger map if the map is full; return its result."""
         while True:
             try:
                 with self.write() as transaction:
@@ -99,7 +107,7 @@ class Environment:
                     self._remap(self.generation, self.handle.info()["map_size"] * 2)
 
     def used_bytes(self) -> int:
-        """What its pages that are in use take; the rest of the file is left by what was deleted or replaced."""
+        """Return the bytes of the pages in use; the rest of the file was deleted or replaced."""
         known = [database for database in self.databases.values() if database is not None]
         with self.read() as transaction:
             stats = [transaction.stat(), *(transaction.stat(database) for database in known)]
@@ -107,10 +115,15 @@ class Environment:
         return int(pages * stats[0]["psize"])
 
     def database(self, name: bytes, transaction: lmdb.Transaction) -> Any:
-        """A database that may be none of this version's, made in a write transaction if it is missing."""
+        """Return a database of any version, which a write transaction makes if it is missing."""
         if self.databases.get(name) is None:
             self.databases[name] = self.handle.open_db(name, txn=transaction)
         return self.databases[name]
+
+    def slide_databases(self) -> list[Any]:
+        """Databases with entries of slides besides their records. A later version's keys begin with slide numbers, too."""
+        held = self.databases.items()
+        return [db for name, db in held if db is not None and name not in (META, SLIDES)]
 
     def close(self) -> None:
         """Give it back; the last user's call closes it."""
@@ -125,7 +138,7 @@ class Environment:
                     self._lease.close()
 
     def close_later(self) -> None:
-        """As `close`, for finalisers: these run anywhere, even in a thread that holds the lock."""
+        """Close when an environment is next opened. For finalisers, which may run in a thread that holds the lock."""
         _leaving.append(self)
 
     def close_in_child(self) -> bool:
@@ -137,12 +150,6 @@ class Environment:
             return False
         self.handle.close()
         return True
-
-    def _take(self) -> None:
-        with _registry_lock:
-            if self.users == 0:
-                raise UsageError(f"the store {self.path} is closed", todo="open it again")
-            self.users += 1
 
     def _begin_read(self) -> lmdb.Transaction:
         while True:
@@ -196,28 +203,25 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-def _registry_key(path: Path) -> str:
-    return os.path.realpath(path)
-
-
 def open_environment(path: Path, *, write: bool = False) -> Environment:
-    """The environment at a path; the same object for all users in a process.
+    """Open the environment at a path; the same object for all users in a process.
 
     Raises:
         NothingToDo: there is none, and it is opened for reading.
-        DamagedStore: its file is cut short, or no LMDB file.
-        UsageError: it is open for reading in this process, and wanted for writing.
+        DamagedStore: its file is truncated, or no LMDB file.
+        UsageError: it is open for reading in this process, and opened for writing.
         MachineShort: no address space, no permission to lock.
     """
+    real_path = os.path.realpath(path)
     while _leaving:
         _leaving.popleft().close()
     with _registry_lock:
-        if _registry_key(path) in _unusable:
+        if real_path in _unusable:
             raise UsageError(
                 f"{path} was being read or written when this process was forked, and cannot be opened in it",
                 todo="start processes by spawn or forkserver: multiprocessing.get_context('spawn')",
             )
-        shared = _registry.get(_registry_key(path))
+        shared = _registry.get(real_path)
         if shared is not None:
             if write and not shared.writable:
                 raise UsageError(
@@ -225,12 +229,12 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
                 )
             shared.users += 1
             return shared
-        environment = _open(path, write=write)
-        _registry[_registry_key(path)] = environment
+        environment = _open(path, real_path, write=write)
+        _registry[real_path] = environment
         return environment
 
 
-def _open(path: Path, *, write: bool) -> Environment:
+def _open(path: Path, real_path: str, *, write: bool) -> Environment:
     data = path / "data.mdb"
     try:
         # Empty where a writer has only just begun, or was killed.
@@ -249,4 +253,40 @@ def _open(path: Path, *, write: bool) -> Environment:
         if lease is not None:
             lease.close()
         raise
-    return Environment(path, _registry_key(path), write, handle, databases, _lease=lease)
+    return Environment(path, real_path, write, handle, databases, _lease=lease)
+
+
+def entries_with(
+    transaction: lmdb.Transaction, database: Any, prefix: bytes
+) -> Iterator[tuple[bytes, bytes]]:
+    """Iterate over the entries whose keys begin with a prefix."""
+    with transaction.cursor(db=database) as cursor:
+        found = cursor.set_range(prefix)
+        while found and bytes(cursor.key()).startswith(prefix):
+            yield bytes(cursor.key()), bytes(cursor.value())
+            found = cursor.next()
+
+
+def delete_entries(environment: Environment, slide: int) -> None:
+    """Delete all that is stored of a slide but its record, in bounded transactions, since nothing of it is visible."""
+    for database in environment.slide_databases():
+        delete = partial(delete_slide, database=database, slide=slide, most=_DELETE_AT_ONCE)
+        while _holds(environment, database, slide):  # mostly not, and looking costs no commit
+            environment.change(delete)
+
+
+def _holds(environment: Environment, database: Any, slide: int) -> bool:
+    with environment.read() as transaction:
+        return any(entries_with(transaction, database, slide_key(slide)))
+
+
+def delete_slide(
+    transaction: lmdb.Transaction, database: Any, slide: int, most: int | None = None
+) -> None:
+    """Delete a slide's entries of a database, or at most so many of them."""
+    prefix = slide_key(slide)
+    with transaction.cursor(db=database) as cursor:
+        found = cursor.set_range(prefix)
+        while found and bytes(cursor.key()).startswith(prefix) and most != 0:
+            found = cursor.delete() and bool(cursor.key())
+            most = most and most - 1

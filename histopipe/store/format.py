@@ -21,37 +21,23 @@ from histopipe.errors import DamagedStore
 FORMAT_NAME = "histopipe-store"
 VERSION = 1
 KNOWN_FEATURES: frozenset[str] = frozenset()
-"""Names that may stand in `meta.required_features`: none yet. Any other refuses the store."""
+"""The features that `meta.required_features` may have: none yet. A store with another one is refused."""
 
 MAX_SLIDE_NUMBER = (1 << 24) - 1
 MAX_JSON = 1 << 20
 """Bytes of a JSON value; records are of a few thousand."""
 
-META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES = (
-    b"meta",
-    b"slides",
-    b"patches",
-    b"index",
-    b"thumbnails",
-    b"stains",
-)
+DATABASES = (b"meta", b"slides", b"patches", b"index", b"thumbnails", b"stains")
+META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES
 
 SET_ASIDE = b"set-aside"
 """Database of what a repair keeps of slides until they are ingested again. It is there only after an interrupted repair."""
 
 META_NAMES = frozenset(
-    [
-        "format",
-        "required_features",
-        "uuid",
-        "created",
-        "histopipe_version",
-        "spec",
-        "classes",
-        "next_number",
-    ]
+    {b"format", b"required_features", b"uuid", b"created"}
+    | {b"histopipe_version", b"spec", b"classes", b"next_number"}
 )
-"""Entries of `meta`."""
+"""Keys of `meta`."""
 
 INDEX_COLUMNS: Mapping[str, str] = {
     "x_l0": "<i4",
@@ -66,59 +52,57 @@ INDEX_COLUMNS: Mapping[str, str] = {
 }
 """Columns of an index block with their little-endian types, in the order written."""
 
-FURTHER_COLUMNS: Mapping[str, str] = {"covered": "<f4", "pen": "<f4", "dark": "<f4"}
-"""Columns that a block may have, as what they hold is measured."""
-
-_KNOWN_COLUMNS = {**INDEX_COLUMNS, **FURTHER_COLUMNS}
+_KNOWN_COLUMNS = {**INDEX_COLUMNS, "covered": "<f4", "pen": "<f4", "dark": "<f4"}
+"""With the columns that a block may have besides, once they were measured."""
 _PLAIN_TYPE = re.compile(r"[<|][biufS]\d{1,4}")
 _SEAL = b',"crc":'
 _NEARLY_SEAL = re.compile(rb',"(?:.rc|c.c|cr.)":(?=\d+\}$)')
 _ALIGNMENT = 8
 _PAGE, _PAGE_HEADER = 4096, 16
 _PAGE_SHARE = 64
-"""A value's key, its place, and its part of the pages above it in the tree."""
+"""Bytes of a value's key, its place, and its part of the pages above it in the tree."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _PATCH_KEY = struct.Struct(">II")
 _SLIDE_KEY = struct.Struct(">I")
 
 
 def slide_key(number: int) -> bytes:
-    """4-byte big-endian slide number, so that LMDB's order is the numbers' order."""
+    """Return a slide's number as 4 bytes, big-endian, so that LMDB sorts by number."""
     return _SLIDE_KEY.pack(number)
 
 
 def slide_number(key: bytes) -> int:
-    """The number of a key that `slide_key` made."""
+    """Return the number of a key that `slide_key` made."""
     return cast(int, _SLIDE_KEY.unpack(key)[0])
 
 
 def patch_key(slide: int, patch: int) -> bytes:
-    """4-byte slide number, 4-byte patch number, both big-endian."""
+    """Return the numbers of a slide and of its patch, each as 4 bytes, big-endian."""
     return _PATCH_KEY.pack(slide, patch)
 
 
 def thumbnail_key(slide: int, kind: str) -> bytes:
-    """4-byte slide number, then `thumb` or `mask`."""
+    """Return a slide's number as 4 bytes, then `thumb` or `mask`."""
     return slide_key(slide) + kind.encode()
 
 
 def value_crc(key: bytes, value: bytes | memoryview) -> int:
-    """CRC-32 over key and value, so that two swapped values are found."""
+    """Return the CRC-32 over key and value, which finds swapped values, too."""
     return zlib.crc32(value, zlib.crc32(key))
 
 
 def stored_size(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Bytes that values of these lengths take in LMDB's file: whole pages, with their headers and keys."""
+    """Return the bytes that values of these lengths take in LMDB's file: whole pages, with headers and keys."""
     return np.asarray(-(-(lengths + _PAGE_HEADER) // _PAGE) * _PAGE + _PAGE_SHARE, np.int64)
 
 
 def to_json(value: Any) -> bytes:
-    """JSON as it is stored: UTF-8, compact, keys as given, no NaN."""
+    """Return JSON as it is stored: UTF-8, compact, keys as given, no NaN."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes | memoryview, *, where: str) -> Any:
-    """The value, or DamagedStore naming where it stood."""
+    """Parse stored JSON; DamagedStore if it is none, with `where` as its place."""
     if len(data) > MAX_JSON:
         raise DamagedStore(where, found=f"{len(data)} bytes", expected=f"at most {MAX_JSON}")
     try:
@@ -135,13 +119,13 @@ def _no_number(name: str) -> float:
 
 
 def seal(key: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A JSON object with a last field more, `crc`: CRC-32 of what it is without that, bound to its key."""
+    """Return a JSON object with a last field `crc`: the CRC-32 of its key and of the object without that field."""
     body = to_json({name: value for name, value in fields.items() if name != "crc"})
     return body[:-1] + _SEAL + b"%d}" % value_crc(key, body)
 
 
 def unseal(key: bytes, data: bytes | memoryview, *, where: str) -> dict[str, Any]:
-    """The object that was sealed, without its `crc`. One that never had one, as of earlier versions, is taken as it is.
+    """Return a sealed object without its `crc`, which objects of earlier versions may lack.
 
     Raises:
         DamagedStore: it is no JSON object, or not what was written.
@@ -159,15 +143,7 @@ def unseal(key: bytes, data: bytes | memoryview, *, where: str) -> dict[str, Any
 
 
 def corrected(key: bytes, data: bytes) -> bytes | None:
-    """Correct the one wrong byte of a sealed object, which its CRC-32 determines.
-
-    Args:
-        key: of the object.
-        data: as it is stored, with a checksum that does not agree.
-
-    Returns:
-        The object, sealed again; None if more than one byte before the checksum is wrong.
-    """
+    """Correct one wrong byte of a sealed object by its CRC-32; None if more is wrong before the checksum."""
     body, mark, digits = _NEARLY_SEAL.sub(_SEAL, data).rpartition(_SEAL)
     if not mark:
         return None
@@ -191,11 +167,9 @@ def corrected(key: bytes, data: bytes) -> bytes | None:
 
 
 def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
-    """A columnar block: header length, JSON header, then each column at a multiple of 8.
+    """Return a columnar block of arrays (N,): header length, JSON header, then each column at a multiple of 8.
 
-    Args:
-        key: that it is stored under, which its checksum is bound to.
-        columns: (N,) arrays of one length, by name. Names not known here keep their own type.
+    The checksum includes the key. Columns with unknown names keep their types.
     """
     arrays = {
         name: np.ascontiguousarray(
@@ -203,7 +177,7 @@ def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
         )
         for name, values in columns.items()
     }
-    # An offset's digits are in the header, and the header's length decides the offsets: one size for all ends the circle.
+    # The header contains offsets, which depend on its length: so it gets a fixed size for each column.
     header_size = _aligned(_HEADER_LENGTH.size + 96 * len(arrays) + 64)
     offset, described = header_size, []
     for name, array in arrays.items():
@@ -222,11 +196,7 @@ def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> dict[str, NDArray[Any]]:
-    """The columns of a block, views into it, unknown ones too.
-
-    Raises:
-        DamagedStore: the block does not hold what its header says, or is not what was written.
-    """
+    """Return all columns of a block, as views into it; DamagedStore if it is not what was written."""
     block = memoryview(block)
     try:
         (header_length,) = _HEADER_LENGTH.unpack_from(block)
@@ -258,7 +228,7 @@ def _column(block: memoryview, place: Mapping[str, Any]) -> NDArray[Any]:
     if dtype != _KNOWN_COLUMNS.get(name, dtype) or not _PLAIN_TYPE.fullmatch(dtype):
         raise ValueError(f"column {name[:40]!r} of type {dtype[:40]!r}")
     count = int(place["count"])
-    if count == 0:  # numpy would not have an empty one at the end
+    if count == 0:  # numpy refuses an empty one at the end
         return np.empty(0, dtype)
     if count < 0:
         raise ValueError(f"column {name[:40]!r} of length {count}")
@@ -266,7 +236,7 @@ def _column(block: memoryview, place: Mapping[str, Any]) -> NDArray[Any]:
 
 
 def _index_crc(key: bytes, described: Any, columns: memoryview) -> int:
-    """CRC-32 of what a block's header says of its columns, and of these, bound to the block's key."""
+    """CRC-32 of a block's key, of its columns' description, and of the columns."""
     return zlib.crc32(columns, zlib.crc32(to_json(described), zlib.crc32(key)))
 
 

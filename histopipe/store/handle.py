@@ -1,37 +1,82 @@
-"""Opening LMDB under a store: how large a map, with which lock, and the store's databases."""
+"""LMDB under a store: opening it with the right map, lock and databases, and its errors as ours."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
-from histopipe.errors import DamagedStore, MachineShort
+from histopipe.errors import (
+    DamagedStore,
+    HistopipeError,
+    MachineShort,
+    NothingToDo,
+    UnknownVersion,
+    UsageError,
+)
 from histopipe.store.format import DATABASES, META
-from histopipe.store.lmdb_errors import MAX_READERS
 
-MAP_SIZE = 1 << 44
+_WRITE_MAP = 1 << 44
 """16 TiB of address space for a writer. The file grows as it is used; this only bounds it."""
-
 _SMALLEST_MAP = 1 << 28
 _READ_MAP, _READ_ROOM = 1 << 36, 8
 """A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, so that eight stores of 16 TiB would be all it
 could open."""
 _MAX_DATABASES = 32
-_LOCK_BYTES = 128 + 64 * MAX_READERS
+_MAX_READERS = 4096
+_LOCK_BYTES = 128 + 64 * _MAX_READERS
+_FREE_LOW = 16 << 20
+"""A disk with less free space than this counts as full when a write fails."""
+
+ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
+    lmdb.BadChecksumError: (DamagedStore, "a page is damaged"),
+    lmdb.BadDbiError: (DamagedStore, "a database changed under a transaction"),
+    lmdb.BadRslotError: (HistopipeError, "a read transaction was used by two threads"),
+    lmdb.BadTxnError: (DamagedStore, "a page is damaged, so that a transaction ended"),
+    lmdb.BadValsizeError: (HistopipeError, "a key or value is too long for LMDB"),
+    lmdb.CorruptedError: (DamagedStore, "a page is damaged"),
+    lmdb.CryptoFailError: (DamagedStore, "the environment is encrypted"),
+    lmdb.CursorFullError: (DamagedStore, "a tree is deeper than LMDB allows"),
+    lmdb.DbsFullError: (DamagedStore, "it holds more databases than a store has"),
+    lmdb.DiskError: (MachineShort, "the disk failed"),
+    lmdb.EnvEncryptionError: (DamagedStore, "the environment is encrypted"),
+    lmdb.IncompatibleError: (DamagedStore, "a database has flags that a store's have not"),
+    lmdb.InvalidError: (DamagedStore, "data.mdb is no LMDB file"),
+    lmdb.InvalidParameterError: (HistopipeError, "LMDB was called wrongly"),
+    lmdb.KeyExistsError: (HistopipeError, "a key was written twice"),
+    lmdb.LockError: (MachineShort, "its lock file cannot be used"),
+    lmdb.MapFullError: (MachineShort, "it is larger than the address space allowed to it"),
+    lmdb.MapResizedError: (
+        MachineShort,
+        "another process made it larger than the address space here",
+    ),
+    lmdb.MemoryError: (MachineShort, "memory ran out"),
+    lmdb.NotFoundError: (DamagedStore, "a database is missing"),
+    lmdb.PageFullError: (DamagedStore, "a page is damaged"),
+    lmdb.PageNotFoundError: (DamagedStore, "a page is missing"),
+    lmdb.PanicError: (DamagedStore, "LMDB gave up on it"),
+    lmdb.ProblemError: (DamagedStore, "LMDB found it inconsistent"),
+    lmdb.ReadersFullError: (MachineShort, f"more than {_MAX_READERS} readers have it open"),
+    lmdb.ReadonlyError: (UsageError, "it was opened for reading only"),
+    lmdb.TlsFullError: (MachineShort, "the process has too many thread-local slots in use"),
+    lmdb.TxnFullError: (HistopipeError, "a transaction grew too large"),
+    lmdb.VersionMismatchError: (UnknownVersion, "it was written by another version of LMDB"),
+}
+"""What each of LMDB's errors means to a user."""
 
 
 def open_handle(
     path: Path, *, write: bool, readahead: bool = False
 ) -> tuple[lmdb.Environment, dict[bytes, Any]]:
-    """LMDB's environment and the store's databases, None for one that is not there. Called within `mapped_errors`.
+    """Open LMDB's environment and the store's databases, None for one that is not there. Call it within `mapped_errors`.
 
-    `readahead` lets the kernel read ahead also for a reader, which suits reading all of a store.
+    `readahead` lets the kernel read ahead for a reader, too, which suits reading all of a store.
     """
     if write or os.access(path, os.W_OK):
         _allocate_lock(path)
@@ -44,23 +89,21 @@ def open_handle(
     try:
         if write:
             handle.reader_check()  # free the slots of readers that were killed
-        found = {name: _open_database(handle, name, create=write) for name in DATABASES}
-        return handle, found | _further_databases(handle, found)
+        return handle, _databases(handle, create=write)
     except BaseException:
         handle.close()
         raise
 
 
 def read_map_size(length: int) -> int:
-    """Address space for a reader of a file of so many bytes."""
-    return min(MAP_SIZE, max(_READ_MAP, _READ_ROOM * length))
+    """Return the bytes of address space for a reader of a file of so many bytes."""
+    return min(_WRITE_MAP, max(_READ_MAP, _READ_ROOM * length))
 
 
 def _allocate_lock(path: Path) -> None:
     """Give LMDB's lock file its disk space: LMDB maps it sparse, and a full disk would then be a SIGBUS.
 
-    Raises:
-        DamagedStore: it is a link, which would have another file written.
+    A link is refused, since it would have another file written.
     """
     if (path / "lock.mdb").is_symlink():
         raise DamagedStore(
@@ -80,14 +123,14 @@ def _allocate_lock(path: Path) -> None:
 
 
 def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
-    size = MAP_SIZE if write else read_map_size((path / "data.mdb").stat().st_size)
+    size = _WRITE_MAP if write else read_map_size((path / "data.mdb").stat().st_size)
     while True:
         try:
             return lmdb.open(
                 str(path),
                 map_size=size,
                 max_dbs=_MAX_DATABASES,
-                max_readers=MAX_READERS,
+                max_readers=_MAX_READERS,
                 readonly=not write,
                 create=write,
                 # Without the lock a reader beside a writer sees wrong data, so only where no writer can be.
@@ -96,33 +139,70 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
                 readahead=readahead,
             )
         except lmdb.Error as error:
-            if size <= _SMALLEST_MAP or not _out_of_address_space(error):
+            is_too_large = isinstance(error, lmdb.MemoryError) or _mentions(
+                str(error), errno.ENOMEM
+            )
+            if size <= _SMALLEST_MAP or not is_too_large:
                 raise
             size //= 2
 
 
-def _out_of_address_space(error: lmdb.Error) -> bool:
-    return isinstance(error, lmdb.MemoryError) or os.strerror(errno.ENOMEM) in str(error)
-
-
-def _open_database(handle: lmdb.Environment, name: bytes, *, create: bool) -> Any:
-    try:
-        return handle.open_db(name, create=create)
-    except lmdb.NotFoundError:
-        return None  # an environment without our databases: told by whoever reads its meta
-
-
-def _further_databases(handle: lmdb.Environment, known: Mapping[bytes, Any]) -> dict[bytes, Any]:
-    """A later version's databases, of a store of ours."""
-    if known[META] is None:
-        return {}
+def _databases(handle: lmdb.Environment, *, create: bool) -> dict[bytes, Any]:
+    """This version's databases, None for one that is not there, and those of a later version."""
+    found: dict[bytes, Any] = dict.fromkeys(DATABASES)
+    for name in DATABASES:
+        with suppress(lmdb.NotFoundError):
+            found[name] = handle.open_db(name, create=create)
+    if found[META] is None:
+        return found  # no store of ours
     with handle.begin() as transaction, transaction.cursor() as cursor:
         names = [bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)]
-    found = {}
     for name in names:
-        if name not in known:
-            try:
+        if name not in found:
+            with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # no database
                 found[name] = handle.open_db(name, create=False)
-            except (lmdb.IncompatibleError, lmdb.NotFoundError):
-                continue  # no database
     return found
+
+
+@contextmanager
+def mapped_errors(path: Path) -> Iterator[None]:
+    """Turn LMDB's errors into ours, among them a full disk, which LMDB reports as an I/O error."""
+    try:
+        yield
+    except lmdb.Error as error:
+        raise _mapped(error, path) from error
+
+
+def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
+    full = _disk_is_full(path)
+    text = str(error)
+    if full and (isinstance(error, lmdb.DiskError) or _mentions(text, errno.EIO, errno.ENOSPC)):
+        return MachineShort(
+            f"the disk that holds {path} is full",
+            found=full,
+            todo="make room and run the same command again: what was complete stays",
+        )
+    causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
+        (errno.EACCES, UsageError, "may not be written or locked"),
+        (errno.EPERM, UsageError, "may not be written or locked"),
+        (errno.EROFS, UsageError, "lies on a read-only filesystem"),
+        (errno.ENOENT, NothingToDo, "is not there"),
+        (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
+        (errno.ENOSPC, MachineShort, "lies on a full disk"),
+    )
+    for number, cause, what in causes:
+        if _mentions(text, number):
+            return cause(f"the store {path} {what}", found=text)
+    kind, what = ERRORS.get(type(error), (DamagedStore, "LMDB cannot use it"))
+    return kind(f"the store {path}: {what}", found=text)
+
+
+def _mentions(text: str, *numbers: int) -> bool:
+    return any(os.strerror(number) in text for number in numbers)
+
+
+def _disk_is_full(path: Path) -> str | None:
+    existing = next(p for p in (path, *path.absolute().parents) if p.exists())
+    stat = os.statvfs(existing)
+    free = stat.f_bavail * stat.f_frsize
+    return f"{free >> 20} MB free" if free < _FREE_LOW else None

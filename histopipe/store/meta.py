@@ -1,4 +1,4 @@
-"""Reading a store's `meta` and `slides` databases, for reader and writer alike."""
+"""Reading a store's `meta` and `slides` databases."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from histopipe.store.format import (
     SLIDES,
     VERSION,
     from_json,
+    slide_key,
     slide_number,
 )
 from histopipe.store.record import SlideRecord
@@ -26,33 +27,29 @@ T = TypeVar("T")
 Stored = Callable[[bytes], bytes | memoryview | None]
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return type(value) is int and least <= value <= MAX_PATCH_SIZE
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and 0 <= value <= MAX_PATCH_SIZE  # type: ignore[operator]
+def _is_number(value: object, *kinds: type) -> bool:
+    return type(value) in kinds and 0 <= value <= MAX_PATCH_SIZE  # type: ignore[operator]
 
 
 _READ_SETTINGS: Mapping[str, Callable[[object], bool]] = {
-    "patch_size": lambda value: _is_whole(value, 1),
-    "overlap": lambda value: _is_whole(value, 0),
-    "mpp": lambda value: value is None or (_is_number(value) and value != 0),
-    "level": lambda value: value is None or _is_whole(value, 0),
+    "patch_size": lambda value: _is_number(value, int) and value != 0,
+    "overlap": lambda value: _is_number(value, int),
+    "mpp": lambda value: value is None or (_is_number(value, int, float) and value != 0),
+    "level": lambda value: value is None or _is_number(value, int),
     "tissue": lambda value: isinstance(value, str),
-    "tissue_threshold": _is_number,
+    "tissue_threshold": lambda value: _is_number(value, int, float),
     "codec": lambda value: isinstance(value, str),
 }
-"""What readers use of a spec, and how it must be; what later versions add is not among it."""
+"""The settings of a spec that readers use, and how they must be."""
 
 
 def meta_entries(
     transaction: lmdb.Transaction, databases: Mapping[bytes, Any], path: Path
 ) -> Stored:
-    """What gives the values of `meta` by their keys, once the format's name, version and features are known ones.
+    """Check the format, and return a function from a key of `meta` to its value.
 
     Raises:
-        NothingToDo: an LMDB environment, but none of histopipe's.
+        NothingToDo: the LMDB environment is empty, or of another program.
         UnknownVersion, DamagedStore: as `check_format`.
     """
     if databases.get(META) is None:
@@ -76,18 +73,14 @@ def read_meta(
     kind: type[T],
     path: Path,
 ) -> T:
-    """One entry of `meta`.
-
-    Raises:
-        NothingToDo, UnknownVersion, DamagedStore: as `meta_entries` and `entry`.
-    """
+    """Check the format, and return one entry of `meta`; raises as `meta_entries` and `entry`."""
     return entry(meta_entries(transaction, databases, path), name, kind, path)
 
 
 def read_records(
     transaction: lmdb.Transaction, databases: Mapping[bytes, Any], path: Path
 ) -> dict[int, SlideRecord]:
-    """Every slide record by number, in order."""
+    """Return every slide record by number, in order."""
     records = {}
     with transaction.cursor(db=databases[SLIDES]) as cursor:
         for key, value in cursor:
@@ -98,15 +91,23 @@ def read_records(
     return records
 
 
+def read_record(
+    transaction: lmdb.Transaction, databases: Mapping[bytes, Any], slide: int, path: Path
+) -> SlideRecord:
+    """Return a slide's record; DamagedStore if it is missing or damaged."""
+    where = f"{path}, slide {slide}"
+    value = transaction.get(slide_key(slide), db=databases[SLIDES])
+    if value is None:
+        raise DamagedStore(f"{where} has no record")
+    return SlideRecord.from_bytes(slide, value, where=where)
+
+
 def check_format(stored: Stored, path: Path) -> None:
     """Refuse what this version cannot read.
 
-    Args:
-        stored: gives the values of `meta` by their keys.
-
     Raises:
-        UnknownVersion: of a later version, or with a feature not known here.
-        DamagedStore: it does not say, or is something else.
+        UnknownVersion: the store is of a later version, or needs an unknown feature.
+        DamagedStore: the entries of the format are missing or wrong.
     """
     found = entry(stored, "format", dict, path)
     if found.get("name") != FORMAT_NAME:
@@ -131,11 +132,7 @@ def check_format(stored: Stored, path: Path) -> None:
 
 
 def entry(stored: Stored, name: str, kind: type[T], path: Path) -> T:
-    """One entry of `meta`.
-
-    Raises:
-        DamagedStore: it is missing, no JSON, or of another type.
-    """
+    """Return one entry of `meta`; DamagedStore if it is missing, no JSON, or of another type."""
     where = f"{path}, meta {name!r}"
     held = stored(name.encode())
     if held is None:
@@ -147,7 +144,7 @@ def entry(stored: Stored, name: str, kind: type[T], path: Path) -> T:
 
 
 def _can_be_shown(value: object) -> bool:
-    """Whether texts hold no characters that a terminal would obey."""
+    """Whether texts hold no characters that a terminal would obey. Without recursion, since values may be nested deeply."""
     todo = [value]
     while todo:
         part = todo.pop()
@@ -161,18 +158,11 @@ def _can_be_shown(value: object) -> bool:
 
 
 def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
-    """How a store's patches were made, with all that reading needs.
-
-    Raises:
-        DamagedStore: something of that is missing or out of range.
-    """
+    """Return how a store's patches were made; DamagedStore if a setting that readers need is missing or out of range."""
     spec = entry(stored, "spec", dict, path)
-    missing = _READ_SETTINGS.keys() - spec.keys()
-    if missing:
-        raise DamagedStore(
-            f"{path}, meta 'spec'", found=repr(spec)[:120],
-            expected="settings " + ", ".join(sorted(_READ_SETTINGS)),
-        )  # fmt: skip
+    if _READ_SETTINGS.keys() - spec.keys():
+        expected = "settings " + ", ".join(sorted(_READ_SETTINGS))
+        raise DamagedStore(f"{path}, meta 'spec'", found=repr(spec)[:120], expected=expected)
     for name, is_right in _READ_SETTINGS.items():
         if not is_right(spec[name]):
             raise DamagedStore(f"{path}, meta 'spec': {name}", found=repr(spec[name])[:80])
@@ -180,11 +170,7 @@ def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
 
 
 def read_classes(stored: Stored, path: Path) -> list[str]:
-    """Names of the classes of patches.
-
-    Raises:
-        DamagedStore: they are no names, or one is there twice.
-    """
+    """Return the names of the classes of patches; DamagedStore if they are no names, or not unique."""
     classes = entry(stored, "classes", list, path)
     if not all(isinstance(name, str) for name in classes) or len(set(classes)) != len(classes):
         raise DamagedStore(f"{path}, meta 'classes'", found=repr(classes)[:80], expected="names")

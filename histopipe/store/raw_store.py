@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import lmdb
 
 from histopipe.errors import DamagedStore
 from histopipe.store.data_file import check_length
-from histopipe.store.format import slide_key
-from histopipe.store.handle import open_handle
-from histopipe.store.lmdb_errors import mapped_errors
+from histopipe.store.handle import mapped_errors, open_handle
 from histopipe.system.files import Closing
+
+_NUMBER, _LONGEST_KEY = 4, 511
+"""Bytes of a slide number at the start of a key; bytes of the longest key that LMDB allows."""
 
 
 class RawStore(Closing):
@@ -21,14 +21,8 @@ class RawStore(Closing):
 
     A damaged tree can make LMDB crash or hang the process. Open it in a worker process only.
 
-    Args:
-        path: the store's folder.
-
     Raises:
         DamagedStore: the file is truncated, or LMDB refuses it.
-
-    Attributes:
-        databases: names of the databases that the store has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,10 +45,7 @@ class RawStore(Closing):
             self._transaction = self._handle.begin(buffers=True)
 
     def get(self, database: bytes, key: bytes) -> memoryview | None:
-        """Look up a value.
-
-        Returns:
-            A view that is valid until `refresh`; None where there is no entry or no database.
+        """Look up a value, as a view that is valid until `refresh`; None where there is no entry or no database.
 
         Raises:
             DamagedStore: a page on the way is damaged. A new transaction has begun.
@@ -68,63 +59,37 @@ class RawStore(Closing):
             raise DamagedStore(f"LMDB: {error}") from error
         return None if value is None else memoryview(value)
 
-    @contextmanager
-    def _cursor(self, database: bytes) -> Iterator[lmdb.Cursor]:
-        try:
-            with self._transaction.cursor(db=self._databases[database]) as cursor:
-                yield cursor
-        except lmdb.Error as error:
-            self.refresh()
-            raise DamagedStore(f"LMDB: {error}") from error
-
-    def keys(self, database: bytes, low: bytes = b"", high: bytes | None = None) -> Iterator[bytes]:
-        """Iterate over the keys from `low` to before `high`, or to the end.
+    def keys(
+        self, database: bytes, prefix: bytes = b"", *, skip: Set[int] = frozenset()
+    ) -> Iterator[bytes]:
+        """Iterate over the keys that begin with a prefix. The keys of the slides in `skip` are not read.
 
         Raises:
-            DamagedStore: a page on the way is damaged, or keys are out of order.
+            DamagedStore: a page on the way is damaged, or keys are out of order. A new transaction may have begun.
         """
         if database not in self._databases:
             return
-        with self._cursor(database) as cursor:
-            found = cursor.set_range(low) if low else cursor.first()
-            before = b""
-            while found:
-                key = bytes(cursor.key())
-                if high is not None and key >= high:
-                    return
-                if key <= before and before:
-                    raise DamagedStore(f"keys of {database.decode()!r} are out of order")
-                yield key
-                before, found = key, cursor.next()
-
-    def slide_keys(self, database: bytes, slide: int) -> Iterator[bytes]:
-        """Iterate over the keys of a slide, as `keys`."""
-        return self.keys(database, slide_key(slide), slide_key(slide + 1))
-
-    def keys_but(self, database: bytes, slides: set[int]) -> Iterator[bytes]:
-        """Iterate over all keys but those of some slides, which are skipped without reading them, as `keys`."""
-        if database not in self._databases:
-            return
-        with self._cursor(database) as cursor:
-            found = cursor.first()
-            before = b""
-            while found:
-                key = bytes(cursor.key())
-                if key <= before and before:
-                    raise DamagedStore(f"keys of {database.decode()!r} are out of order")
-                before = key
-                if len(key) >= _NUMBER and int.from_bytes(key[:_NUMBER], "big") in slides:
-                    found = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
-                else:
-                    yield key
-                    found = cursor.next()
+        try:
+            with self._transaction.cursor(db=self._databases[database]) as cursor:
+                found = cursor.set_range(prefix)
+                before = b""
+                while found:
+                    key = bytes(cursor.key())
+                    if not key.startswith(prefix):
+                        return
+                    if key <= before and before:
+                        raise DamagedStore(f"keys of {database.decode()!r} are out of order")
+                    before = key
+                    if len(key) >= _NUMBER and int.from_bytes(key[:_NUMBER], "big") in skip:
+                        found = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
+                    else:
+                        yield key
+                        found = cursor.next()
+        except lmdb.Error as error:
+            self.refresh()
+            raise DamagedStore(f"LMDB: {error}") from error
 
     def close(self) -> None:
         """Close the store."""
         self._transaction.abort()
         self._handle.close()
-
-
-_NUMBER = 4
-"""Bytes of a slide number at the start of a key."""
-_LONGEST_KEY = 511

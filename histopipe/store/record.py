@@ -1,4 +1,4 @@
-"""The slide record: all that a store knows of a slide, as JSON in its `slides` database."""
+"""The record of a slide: all that a store knows of it, as JSON in the database `slides`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideRecord:
-    """One slide of a store. Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels.
+    """One slide of a store: the fields that docs/store-format.md describes, and `unknown` ones of a later version, kept as they are.
 
-    Attributes:
-        path: as the user gave it; `resolved_path` without links, to know the slide again by another way.
-        quickhash: OpenSlide's, or None; `tile_hash` then stands in.
-        mpp: at level 0; `patch_mpp` as stored. None where unknown.
-        level, downsample, read_size, stride: what was read, in pixels of that level.
-        error_option: what a failure for the file is also due to, as `--max-unreadable 0.01`; tried again with another.
-        annotations: what the patches' labels come from: the file's name and checksum, and the rules; None for none.
-        annotation_notes: what was repaired or left out of that file.
-        patch_labels: patches by the class that annotations give them.
-        quality: how focus, pen and darkness of the patches were measured; None where they were not.
-        planned, stored, unreadable: patches; `planned = stored + unreadable` when complete.
-        thumbnail_crc: CRC-32 of its pictures by their names, bound to their keys.
-        unknown: fields of a later version, kept as they are.
+    Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels; `level`, `downsample`, `read_size` and `stride` are of
+    the level that was read. `planned = stored + unreadable` when complete.
     """
 
     id: str
@@ -93,12 +82,12 @@ class SlideRecord:
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self, number: int) -> bytes:
-        """The record as it is stored under a slide's number, sealed by a checksum."""
+        """Return the record as it is stored under a slide's number, sealed by a checksum."""
         return seal(slide_key(number), self.to_json())
 
     @classmethod
     def from_bytes(cls, number: int, data: bytes | memoryview, *, where: str) -> SlideRecord:
-        """The record that a store holds of a slide.
+        """Read a stored record.
 
         Raises:
             DamagedStore: it is not what was written, or a field is missing, of another type or out of range.
@@ -106,18 +95,14 @@ class SlideRecord:
         return cls.from_json(unseal(slide_key(number), data, where=where), where=where)
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON holds it."""
+        """Return the record as a JSON-ready dict."""
         known = {f.name: _shown(getattr(self, f.name)) for f in dataclasses.fields(self)}
         unknown = known.pop("unknown")
         return {**unknown, **known}
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> SlideRecord:
-        """The record that `to_json` wrote.
-
-        Raises:
-            DamagedStore: a field is missing, of another type or out of range.
-        """
+        """Read what `to_json` returned; DamagedStore if a field is missing, of another type or out of range."""
         if not isinstance(value, dict):
             raise DamagedStore(f"{where} is no slide record", found=type(value).__name__)
         known: dict[str, Any] = {
@@ -136,24 +121,16 @@ class SlideRecord:
 
     @property
     def content(self) -> str | None:
-        """What two copies of one scan have in common; None matches nothing."""
+        """The hash that copies of one scan have in common; None if there is none."""
         return self.quickhash or self.tile_hash
 
 
-_COUNTS = (
-    "size_bytes", "width", "height", "planned", "stored", "unreadable", "stored_bytes",
-)  # fmt: skip
+_COUNTS = ("size_bytes", "width", "height", "planned", "stored", "unreadable", "stored_bytes")
 _MOST_PATCHES = 1 << 32
-_LARGEST = sys.float_info.max
-"""What a terminal obeys; line breaks and tabs apart."""
 
 
 def _check(record: SlideRecord, where: str) -> None:
-    """Refuse what no ingest writes: readers make arrays of counts, and folders of ids.
-
-    Raises:
-        DamagedStore: a count or the id is out of range.
-    """
+    """Refuse counts and ids that no ingest writes: readers make arrays by counts, and files by ids."""
     for name in _COUNTS:
         if getattr(record, name) < 0:
             raise DamagedStore(f"{where}: field {name!r}", found=getattr(record, name))
@@ -172,7 +149,6 @@ def _check(record: SlideRecord, where: str) -> None:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
     return get_args(hint) if isinstance(hint, UnionType) else (hint,)
 
 
@@ -183,7 +159,7 @@ _PLAIN = {
 
 
 def _plain(name: str, value: Any) -> bool:
-    """Whether a value is all right at first sight, as nearly all are: a cohort's records are read at every start."""
+    """Whether a value needs no further check, for speed: a cohort's records are read at every start."""
     return type(value) in _PLAIN[name] and (type(value) is not str or value.isprintable())
 
 
@@ -205,7 +181,7 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
         if isinstance(kind, type) and issubclass(kind, StrEnum):
             if value in list(kind):
                 return kind(value)
-        elif kind is float and type(value) in (int, float) and abs(value) <= _LARGEST:
+        elif kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
             return float(value)
         elif kind is NoneType and value is None:
             return None
@@ -223,11 +199,7 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
 
 
 def corrected_record(number: int, data: bytes) -> SlideRecord | None:
-    """Correct a damaged record in which one byte is wrong, by its checksum.
-
-    Returns:
-        The record; None if more is wrong, or it never had a checksum.
-    """
+    """Correct one wrong byte of a damaged record by its checksum; None if more is wrong, or it has no checksum."""
     body = corrected(slide_key(number), data)
     if body is None:
         return None

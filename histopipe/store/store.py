@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, UsageError
-from histopipe.store.catalog import parts_of, seen_in
-from histopipe.store.environment import Environment, open_environment
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.store.catalog import parts_of, read_catalog, seen_in
+from histopipe.store.environment import Environment, entries_with, open_environment
 from histopipe.store.format import (
     META,
     META_NAMES,
@@ -26,8 +25,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
-from histopipe.store.picture import decode_picture
-from histopipe.store.reading import Columns, Reading
+from histopipe.store.reading import Columns, Reading, decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.stains import StainFit, read_fits
 from histopipe.system.files import Closing
@@ -181,14 +179,9 @@ class Store(Closing):
 
     def entries(self, database: bytes, slide: int) -> list[tuple[bytes, bytes]]:
         """Keys and values of a slide in a database whose keys begin with the slide's number."""
-        with (
-            self._environment.read() as transaction,
-            transaction.cursor(db=self._environment.databases[database]) as cursor,
-        ):
-            if not cursor.set_range(slide_key(slide)):
-                return []
-            own = takewhile(lambda entry: bytes(entry[0]) < slide_key(slide + 1), cursor)
-            return [(bytes(key), bytes(value)) for key, value in own]
+        held = self._environment.databases[database]
+        with self._environment.read() as transaction:
+            return list(entries_with(transaction, held, slide_key(slide)))
 
     def further_meta(self) -> dict[bytes, bytes]:
         """What `meta` holds that this version does not know."""
@@ -197,11 +190,7 @@ class Store(Closing):
             transaction.cursor(db=self._environment.databases[META]) as cursor,
         ):
             entries = {bytes(key): bytes(value) for key, value in cursor}
-        return {
-            key: value
-            for key, value in entries.items()
-            if key.decode("utf-8", "replace") not in META_NAMES
-        }
+        return {key: value for key, value in entries.items() if key not in META_NAMES}
 
     def stains(self) -> dict[int, StainFit]:
         """How complete slides are stained, by number, of those that were fitted.
@@ -302,3 +291,19 @@ def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
         stores = parts_of(Path(path))
         return Store(stores[0]) if len(stores) == 1 else StoreSet(stores)
     return StoreSet([store for part in path for store in parts_of(Path(part))])
+
+
+def recorded(store: Path) -> dict[int, SlideRecord]:
+    """Return the records of a store by number, or of a folder of parts by a running number; none if there is no store."""
+    catalog = read_catalog(store)
+    if catalog is not None:
+        found: list[SlideRecord] = []
+        for part in catalog.parts:
+            with Store(part) as opened:
+                found += opened.slides
+        return dict(enumerate(found))
+    try:
+        with Store(store) as opened:
+            return opened.records
+    except NothingToDo:
+        return {}

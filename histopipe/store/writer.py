@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,98 +12,77 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe._version import __version__
-from histopipe.errors import (
-    DamagedStore,
-    MachineShort,
-    SpecMismatch,
-    UsageError,
-)
-from histopipe.store.columns import add_classes
-from histopipe.store.deletion import delete_entries, delete_slide
-from histopipe.store.environment import open_environment
-from histopipe.store.folder import make_folder, remove_begun
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.store.environment import delete_entries, delete_slide
+from histopipe.store.folder import open_for_change, open_or_make
 from histopipe.store.format import (
-    FORMAT_NAME,
     INDEX,
     MAX_SLIDE_NUMBER,
     META,
     PATCHES,
     SLIDES,
+    STAINS,
     THUMBNAILS,
-    VERSION,
+    decode_index,
     encode_index,
     patch_key,
+    seal,
     slide_key,
     thumbnail_key,
     to_json,
     value_crc,
 )
-from histopipe.store.meta import read_meta, read_records
+from histopipe.store.meta import read_meta, read_record, read_records
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
+from histopipe.store.stains import StainFit
 from histopipe.system.files import Closing
-from histopipe.tiling.spec import TilingSpec, differences
+from histopipe.tiling.spec import TilingSpec
 
 
 class StoreWriter(Closing):
-    """A store open for writing; any number of processes may have one.
+    """A store open for writing; any number of processes may have one. Open it before a `Store` of it in the same process.
 
     Args:
-        path: the store's folder, made if missing.
-        spec: how its patches are made; as another store's `meta` holds it, or for a new one.
-        alone: no other process writes to it while this one has it open, so its records are read once.
+        path: the store's folder.
+        spec: how its patches are made, as a spec or as `meta` holds it; a missing store is made. None opens any existing store.
+        alone: no other process writes to the store meanwhile, so that its records are read only once.
 
     Raises:
-        SpecMismatch: the store was made by another spec.
-        UnknownVersion, DamagedStore: the store cannot be used.
+        NothingToDo: there is no store, and no spec to make it.
+        SpecMismatch: the store has another spec.
+        UnknownVersion, DamagedStore, MachineShort: the store cannot be used.
         UsageError: the path is something else than a store.
-
-    Example:
-        >>> with StoreWriter(Path("patches.lmdb"), TilingSpec(mpp=0.5)) as writer:  # doctest: +SKIP
-        ...     numbers = writer.register([SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")])
     """
 
     def __init__(
-        self, path: Path, spec: TilingSpec | Mapping[str, Any], *, alone: bool = False
+        self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
     ) -> None:
         self.path = path
         self._held: dict[int, SlideRecord] | None = None
-        wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
-        made = make_folder(path)
-        try:
-            self._environment = open_environment(path, write=True)
-        except MachineShort:
-            if made:
-                remove_begun(path)
-            raise
-        try:
-            self._environment.change(lambda transaction: self._check_or_create(transaction, wanted))
-            if alone:
+        if spec is None:
+            self._environment = open_for_change(path)
+        else:
+            wanted = spec.to_json() if isinstance(spec, TilingSpec) else spec
+            self._environment = open_or_make(path, wanted)
+        if alone:
+            try:
                 self._held = self.records()
-        except BaseException:
-            self.close()
-            raise
+            except BaseException:
+                self.close()
+                raise
 
     def records(self) -> dict[int, SlideRecord]:
-        """Every slide's record by number."""
+        """Return every slide's record by number."""
         with self._environment.read() as transaction:
             return self._records(transaction)
 
     def record(self, slide: int) -> SlideRecord:
-        """One slide's record as it is now."""
-        where = f"{self.path}, slide {slide}"
+        """Read a slide's record."""
         with self._environment.read() as transaction:
-            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            if value is None:
-                raise DamagedStore(f"{where} has no record")
-            return SlideRecord.from_bytes(slide, value, where=where)
+            return read_record(transaction, self._db, slide, self.path)
 
     def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
-        """Give each slide not known yet a number, in the order given, never used before; all as `pending`.
-
-        Returns:
-            The number of every slide of the store by id.
-        """
+        """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
         held = None if self._held is None else dict(self._held)
 
         def work(transaction: lmdb.Transaction) -> dict[str, int]:  # again, where the map was full
@@ -127,29 +104,29 @@ class StoreWriter(Closing):
         return self._environment.change(work)
 
     def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """The number of each class of patches; new ones are added behind those that are there, which keep theirs."""
+        """Return the number of each class of patches. New classes are added after the known ones."""
         if not names:
             return {}
-        return self._environment.change(
-            lambda transaction: add_classes(transaction, self._db, names, path=self.path)
-        )
+
+        def work(transaction: lmdb.Transaction) -> dict[str, int]:
+            classes = read_meta(transaction, self._db, "classes", list, self.path)
+            new = [name for name in names if name not in classes]
+            if new:
+                classes = [*classes, *new]
+                transaction.put(b"classes", to_json(classes), db=self._db[META])
+            return {name: classes.index(name) for name in names}
+
+        return self._environment.change(work)
 
     def put_patches(
         self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]
     ) -> NDArray[np.uint32]:
-        """Store patches of a slide; None is an unreadable one, stored as an empty value.
+        """Store the files of patches, best in rising order; None is an unreadable patch, stored as an empty value.
 
-        Args:
-            slide: its number.
-            rows: the patches' numbers, best in rising order.
-            values: their files.
-
-        Returns:
-            (N,) uint32 CRCs bound to the keys, 0 where unreadable.
+        Returns their CRCs with the keys, (N,) uint32, 0 where unreadable.
         """
-        keys = [patch_key(slide, row) for row in rows]
-        # An empty value keeps the number taken, and tells a lost patch from one that never was.
-        items = [(key, value or b"") for key, value in zip(keys, values, strict=True)]
+        # An empty value marks an unreadable patch; a missing patch has no value.
+        items = [(patch_key(slide, r), v or b"") for r, v in zip(rows, values, strict=True)]
 
         def work(transaction: lmdb.Transaction) -> None:
             with transaction.cursor(db=self._db[PATCHES]) as cursor:
@@ -168,19 +145,16 @@ class StoreWriter(Closing):
     ) -> None:
         """Make a slide visible: record, index and all else in one transaction, after its last patch.
 
-        Args:
-            slide: its number.
-            record: what is known of it.
-            columns: (N,) each, of its index.
-            thumbnails: pictures by name.
-            further: values by database and key, of databases that this version may not know.
+        `columns` are (N,) each. `further` are values by database and key, of databases that this version may not know.
         """
         index = encode_index(slide_key(slide), columns)
         pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
+        checksums = map(value_crc, pictures, pictures.values())
         record = dataclasses.replace(
-            record, state=SlideState.COMPLETE,
-            thumbnail_crc={kind: value_crc(thumbnail_key(slide, kind), picture) for kind, picture in thumbnails.items()},
-        )  # fmt: skip
+            record,
+            state=SlideState.COMPLETE,
+            thumbnail_crc=dict(zip(thumbnails, checksums, strict=True)),
+        )
 
         def work(transaction: lmdb.Transaction) -> None:
             transaction.put(slide_key(slide), index, db=self._db[INDEX])
@@ -192,8 +166,40 @@ class StoreWriter(Closing):
 
         self._environment.change(work)
 
+    def put_columns(
+        self,
+        slide: int,
+        columns: Mapping[str, NDArray[Any]],
+        *,
+        crc: NDArray[np.integer],
+        **facts: Any,
+    ) -> None:
+        """Add or replace columns of a slide's index, (N,) each, and fields of its record, in one transaction.
+
+        Raises:
+            DamagedStore: the store has patches of other checksums than `crc`, (N,), by now.
+        """
+        key, where = slide_key(slide), f"{self.path}, slide {slide}"
+
+        def work(transaction: lmdb.Transaction) -> None:
+            block = transaction.get(key, db=self._db[INDEX])
+            held = decode_index(key, bytes(block), where=where) if block is not None else {}
+            if not np.array_equal(held.get("crc", ()), crc):
+                raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
+            record = read_record(transaction, self._db, slide, self.path)
+            transaction.put(key, encode_index(key, {**held, **columns}), db=self._db[INDEX])
+            self._put_record(transaction, slide, dataclasses.replace(record, **facts))
+
+        self._environment.change(work)
+
+    def put_stain(self, slide: int, fit: StainFit) -> None:
+        """Add or replace a slide's stain fit."""
+        key = slide_key(slide)
+        value = seal(key, fit.to_json())
+        self._environment.change(lambda t: t.put(key, value, db=self._db[STAINS]))
+
     def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
-        """Remove what was stored of a slide, then record why it failed: killed in between, it is done anew."""
+        """Delete what was stored of a slide, then record why it failed."""
         failed = dataclasses.replace(
             record, state=SlideState.FAILED, error=error, error_kind=kind,
             planned=0, stored=0, unreadable=0, stored_bytes=0,
@@ -202,23 +208,26 @@ class StoreWriter(Closing):
         self.update(slide, failed)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
-        """Hide a slide and remove what is stored of it, so that it can be ingested from the start."""
-        self.update(
-            slide,
-            dataclasses.replace(
-                record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
-            ),
+        """Hide a slide and delete what is stored of it, so that it can be ingested from the start."""
+        pending = dataclasses.replace(
+            record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
         )
+        self.update(slide, pending)
         delete_entries(self._environment, slide)
 
     def remove(self, slide: int) -> None:
-        """Take a slide out, in one transaction; its number is not given again."""
-        delete_slide(self._environment, slide)
+        """Delete a slide and all that is stored of it, in one transaction. Its number is not used again."""
+
+        def work(transaction: lmdb.Transaction) -> None:
+            for database in [*self._environment.slide_databases(), self._db[SLIDES]]:
+                delete_slide(transaction, database, slide)
+
+        self._environment.change(work)
         if self._held is not None:
             self._held.pop(slide, None)
 
     def add_meta(self, entries: Mapping[bytes, bytes]) -> None:
-        """Keep entries of `meta` that this version does not know, unless there are others of their names."""
+        """Add entries to `meta`, except those whose names it has."""
 
         def work(transaction: lmdb.Transaction) -> None:
             for name, value in entries.items():
@@ -231,23 +240,21 @@ class StoreWriter(Closing):
         self._environment.change(lambda transaction: self._put_record(transaction, slide, record))
 
     def change(self, slide: int, **facts: Any) -> None:
-        """Change some fields of a record, whatever others have put into its other ones."""
-        where = f"{self.path}, slide {slide}"
+        """Change some fields of a record, and leave the others as they are now."""
 
         def work(transaction: lmdb.Transaction) -> None:
-            value = transaction.get(slide_key(slide), db=self._db[SLIDES])
-            record = SlideRecord.from_bytes(slide, value or b"", where=where)
+            record = read_record(transaction, self._db, slide, self.path)
             self._put_record(transaction, slide, dataclasses.replace(record, **facts))
 
         self._environment.change(work)
 
     def reusable_bytes(self) -> int:
-        """What deleted values have left free inside the file, which grows only when that is used up."""
+        """Return the bytes inside the file that deleted values have left free."""
         length = (self.path / "data.mdb").stat().st_size
         return max(0, length - self._environment.used_bytes())
 
     def close(self) -> None:
-        """Give the environment back."""
+        """Close the store."""
         self._environment.close()
 
     @property
@@ -263,37 +270,3 @@ class StoreWriter(Closing):
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
         if self._held is not None:  # should the transaction fail, this writer is closed
             self._held[number] = record
-
-    def _check_or_create(self, transaction: lmdb.Transaction, spec: Mapping[str, Any]) -> None:
-        if transaction.stat(self._db[META])["entries"] == 0:
-            for name, value in _new_meta(spec).items():
-                transaction.put(name.encode(), to_json(value), db=self._db[META])
-            return
-        check_spec(read_meta(transaction, self._db, "spec", dict, self.path), spec, self.path)
-
-
-def check_spec(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse to put patches of one spec into a store of another.
-
-    Raises:
-        SpecMismatch: with what differs.
-    """
-    if found != wanted:
-        raise SpecMismatch(
-            f"{path} was made with other settings",
-            found="; ".join(differences(found, wanted)),
-            todo="use the store's settings, or another --out",
-        )
-
-
-def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "format": {"name": FORMAT_NAME, "version": VERSION},
-        "required_features": [],
-        "uuid": str(uuid.uuid4()),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "histopipe_version": __version__,
-        "spec": dict(spec),
-        "classes": [],
-        "next_number": 0,
-    }

@@ -24,27 +24,22 @@ from histopipe.evaluation.metrics import bootstrap_draws
 from histopipe.evaluation.scores import Level, with_common_patients
 from histopipe.evaluation.table import aligned, evaluation_lines
 from histopipe.runs import folder as run_folder
-from histopipe.runs.folder import is_cross_validation
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
-from histopipe.studies.cross_validation import SPLITS as FOLD_SPLITS
 from histopipe.studies.cross_validation_result import read_parts
 from histopipe.studies.paired_differences import Difference, differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
+_LOCAL = ("fold_timeout", "retries", "parallel_folds")
+"""Settings that results do not depend on."""
+_TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
+
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run or a cross-validation, with its evaluation on test patches.
-
-    Attributes:
-        folder: its folder.
-        settings: as in its config.toml.
-        test: evaluation of its test patches.
-        notes: remarks on it.
-    """
+    """A run or a cross-validation: its settings, as in config.toml, and the evaluation of its test patches."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -129,7 +124,7 @@ def _signed(difference: Difference) -> str:
     if difference.interval is None:
         return f"{difference.value:+.3f}"
     low, high = difference.interval
-    return f"{difference.value:+.3f} [{low:+.2f}, {high:+.2f}]"
+    return f"{difference.value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _text(value: object) -> str:
@@ -183,7 +178,7 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
 
 
 def _load(folder: Path) -> _Loaded:
-    if is_cross_validation(folder):
+    if run_folder.is_cross_validation(folder):
         return _load_folds(folder)
     result = read_result(folder)
     if "test" not in result.metrics:
@@ -206,16 +201,7 @@ def _load_folds(folder: Path) -> _Loaded:
     missing = len(places) - len(done)
     notes = (f"{missing} of {len(places)} folds are not finished",) if missing else ()
     run = ComparedRun(folder, settings, evaluate(parts, judging), notes)
-    return _Loaded(run, parts, judging, _uuids(folder / FOLD_SPLITS / "fold-1.json"))
-
-
-_LOCAL = frozenset(["fold_timeout", "retries", "parallel_folds"])
-"""Settings that results do not depend on."""
-_TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
-
-
-def _tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+    return _Loaded(run, parts, judging, _uuids(folder / run_folder.FOLD_SPLITS / "fold-1.json"))
 
 
 def _uuids(path: Path) -> tuple[str, ...]:
@@ -252,9 +238,8 @@ def _against(
             notes[level] = "patches of different stores"
         elif ours.keys != theirs.keys or ours.repeats:
             common = len(set(ours.keys) & set(theirs.keys))
-            notes[level] = (
-                f"{level}: tested on different items ({len(ours.keys)} and {len(theirs.keys)}, {common} in common)"
-            )
+            counts = f"{len(ours.keys)} and {len(theirs.keys)}, {common} in common"
+            notes[level] = f"{level}: tested on different items ({counts})"
         elif not np.array_equal(ours.scores.label, theirs.scores.label):
             notes[level] = f"{level}: different labels"
         elif ours.keys:

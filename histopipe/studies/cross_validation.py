@@ -18,7 +18,7 @@ from histopipe.runs.result import is_finished
 from histopipe.runs.settings import declared_settings, read_settings, to_toml
 from histopipe.runs.splits import new_folds, opened_sources
 from histopipe.runs.stopping import StopRequest, sigterm_interrupts
-from histopipe.runs.task_config import CONFIGS, make_config, resumed_config
+from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
 from histopipe.runs.workers import in_cluster
 from histopipe.studies.cross_validation_result import (
     CrossValidationResult,
@@ -37,10 +37,8 @@ from histopipe.studies.trainings import (
 )
 from histopipe.system.progress import Progress, default_progress
 
-SPLITS, LOGS = run_folder.FOLD_SPLITS, "logs"
-
-
-FOLD_SETTINGS = tuple(declared_settings(FoldSettings))
+_SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
+_FOLD_SETTINGS = tuple(declared_settings(FoldSettings))
 
 
 def cross_validate(
@@ -72,83 +70,64 @@ def cross_validate(
         >>> result = cross_validate("patches.lmdb", out="runs/cv", folds=5)  # doctest: +SKIP
         >>> result.pooled.patient["mean"].auc  # doctest: +SKIP
     """
-    if stores is not None:
-        paths = [stores] if isinstance(stores, str | Path) else stores
-        settings["stores"] = tuple(map(str, paths))
-    folder = Path(out)
-    config, folds = resumed_folds(folder, settings) if resume else divided_settings(settings)
-    return run_folds(config, folds, folder, resume=resume, progress=progress)
-
-
-def divided_settings(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    """Separate the settings of the trainings from those of the folds.
-
-    Raises:
-        UsageError: there is no such setting, or no number of folds.
-    """
-    own = {name: value for name, value in settings.items() if name in FOLD_SETTINGS}
-    others = {name: value for name, value in settings.items() if name not in FOLD_SETTINGS}
-    folds = FoldSettings(**own)
-    if not folds.folds:
-        raise UsageError("--folds is missing", expected="a number of folds, such as 5")
-    config = make_config(others)
-    if config.splits is not None:
-        raise UsageError("--splits and --folds exclude each other", todo="use one of them")
-    return config, folds
-
-
-def resumed_folds(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    """Read the settings of a cross-validation, and apply changes.
-
-    Raises:
-        UsageError: the folder holds none, or a setting cannot change after the training has begun.
-    """
-    if not run_folder.is_cross_validation(folder):
-        raise UsageError(f"{folder} holds no cross-validation to resume")
-    recorded = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    own = {name: recorded.pop(name) for name in FOLD_SETTINGS if name in recorded}
-    wanted = {name: changes[name] for name in FOLD_SETTINGS if name in changes}
-    folds = FoldSettings(**(own | wanted))
-    if folds.folds != own["folds"]:
-        raise UsageError(
-            "--resume cannot change the number of folds", found=f"--folds {folds.folds}",
-            expected=own["folds"],
-        )  # fmt: skip
-    rest = {name: value for name, value in changes.items() if name not in FOLD_SETTINGS}
-    return resumed_config(recorded, rest), folds
-
-
-def run_folds(
-    config: TrainConfig,
-    settings: FoldSettings,
-    folder: Path,
-    *,
-    resume: bool = False,
-    progress: Progress | None = None,
-) -> CrossValidationResult:
-    """Train every fold that is not finished, then summarize.
-
-    Raises:
-        HistopipeError: as `cross_validate`.
-    """
+    folder, settings = Path(out), with_stores(settings, stores)
+    config, folds = _resumed(folder, settings) if resume else _new(settings)
     if in_cluster():
         raise UsageError(
             "--folds trains on one machine", found="several workers (TF_CONFIG or Slurm)",
             todo="run it outside of the job",
         )  # fmt: skip
-    shown = progress or default_progress()
-    run_folder.check(folder, resume=resume, ignored=(SPLITS, f"part-{run_folder.CONFIG}"))
+    return _run_folds(config, folds, folder, resume=resume, progress=progress or default_progress())
+
+
+def _divided(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the settings of the trainings from those of the folds."""
+    of_folds = {name: value for name, value in settings.items() if name in _FOLD_SETTINGS}
+    return {k: v for k, v in settings.items() if k not in of_folds}, of_folds
+
+
+def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
+    own, of_folds = _divided(settings)
+    folds = FoldSettings(**of_folds)
+    if not folds.folds:
+        raise UsageError("--folds is missing", expected="a number of folds, such as 5")
+    config = make_config(own)
+    if config.splits is not None:
+        raise UsageError("--splits and --folds exclude each other", todo="use one of them")
+    return config, folds
+
+
+def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
+    """Read the settings of a cross-validation, and apply changes."""
+    if not run_folder.is_cross_validation(folder):
+        raise UsageError(f"{folder} holds no cross-validation to resume")
+    recorded, before = _divided(read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings))
+    own, of_folds = _divided(changes)
+    folds = FoldSettings(**(before | of_folds))
+    if folds.folds != before["folds"]:
+        raise UsageError(
+            "--resume cannot change the number of folds", found=f"--folds {folds.folds}",
+            expected=before["folds"],
+        )  # fmt: skip
+    return resumed_config(recorded, own), folds
+
+
+def _run_folds(
+    config: TrainConfig, settings: FoldSettings, folder: Path, *, resume: bool, progress: Progress
+) -> CrossValidationResult:
+    """Train every fold that is not finished, then summarize."""
+    run_folder.check(folder, resume=resume, ignored=(_SPLITS, f"part-{run_folder.CONFIG}"))
     devices = share_devices(config.devices, settings.parallel_folds)
     was_there = folder.exists()
-    made = () if resume else _make_folds(config, settings.folds, shown)
+    made = () if resume else _make_folds(config, settings.folds, progress)
     with run_folder.held(folder):
         if not resume and has_begun(folder):
             raise UsageError(f"{folder}: another run has started there meanwhile")
         _write_plan(config, settings, folder, made)
         numbers = range(1, settings.folds + 1)
-        folds = [_existing_fold(config, folder, number, shown) for number in numbers]
+        folds = [_existing_fold(config, folder, number, progress) for number in numbers]
         try:
-            _train(config, settings, folds, devices, shown)
+            _train(config, settings, folds, devices, progress)
         except (UsageError, NothingToDo):
             if not resume:
                 _remove_plan(folder, keep=was_there)
@@ -161,30 +140,28 @@ def run_folds(
     return result
 
 
-def _write_plan(
-    config: TrainConfig, settings: FoldSettings, folder: Path, made: Sequence[Splits]
-) -> None:
-    """Write new splits of all folds, then the settings: a folder with settings has all splits."""
-    with run_folder.writable(folder):
-        (folder / SPLITS).mkdir(exist_ok=True)
-        for number, splits in enumerate(made, 1):
-            write_splits(splits, folder / SPLITS / f"fold-{number}.json")
-        run_folder.write_text(folder / run_folder.CONFIG, to_toml(config, settings))
-        if settings.parallel_folds > 1:
-            (folder / LOGS).mkdir(exist_ok=True)
-
-
 def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Splits, ...]:
     with opened_sources(config) as sources:
         made = new_folds(config, sources, folds)
     for number, splits in enumerate(made, 1):
         for side, counts in splits.count().items():
-            missing = [name for name in splits.classes if not counts[name]]
+            missing = " and no ".join(name for name in splits.classes if not counts[name])
             if missing:
-                progress.message(
-                    f"warning: fold {number}: no {' and no '.join(missing)} for {side}"
-                )
+                progress.message(f"warning: fold {number}: no {missing} for {side}")
     return made
+
+
+def _write_plan(
+    config: TrainConfig, settings: FoldSettings, folder: Path, made: Sequence[Splits]
+) -> None:
+    """Write new splits of all folds, then the settings: a folder with settings has all splits."""
+    with run_folder.writable(folder):
+        (folder / _SPLITS).mkdir(exist_ok=True)
+        for number, splits in enumerate(made, 1):
+            write_splits(splits, folder / _SPLITS / f"fold-{number}.json")
+        run_folder.write_text(folder / run_folder.CONFIG, to_toml(config, settings))
+        if settings.parallel_folds > 1:
+            (folder / _LOGS).mkdir(exist_ok=True)
 
 
 def _remove_plan(folder: Path, *, keep: bool) -> None:
@@ -192,7 +169,7 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
     if any(has_begun(path) for path in folder.glob("fold-*")):
         return
     (folder / run_folder.CONFIG).unlink()
-    for part in (SPLITS, LOGS):
+    for part in (_SPLITS, _LOGS):
         shutil.rmtree(folder / part, ignore_errors=True)
     if not keep:
         folder.rmdir()
@@ -207,7 +184,7 @@ def _existing_fold(config: TrainConfig, folder: Path, number: int, progress: Pro
             result = reevaluate(place, config)
         except (DamagedStore, UsageError) as error:
             progress.message(f"warning: fold {number}: {error}; it is evaluated again")
-    return Fold(number, place, result, None if result else "not done", attempts=0)
+    return Fold(number, place, result)
 
 
 def _train(
@@ -248,8 +225,9 @@ def _train(
                 outcome = future.result()
                 if outcome is not None and outcome.result is not None:
                     _record(folds, fold, outcome)
+            finished = sum(fold.result is not None for fold in folds)
             raise Interrupted(
-                "interrupted", found=f"{sum(f.result is not None for f in folds)} of {len(folds)} folds finished",
+                "interrupted", found=f"{finished} of {len(folds)} folds finished",
                 todo=f"continue with `histopipe train --resume --out {folds[0].folder.parent}`",
             ) from None  # fmt: skip
         except BaseException:
@@ -273,19 +251,18 @@ def _train_fold(
     limits: TrainingLimits,
     progress: Progress,
 ) -> TrainingOutcome:
-    number, place = fold.number, fold.folder
-    verb = "resumes" if has_begun(place) else "starts"
-    progress.message(f"fold {number}/{settings.folds}: {verb} in {place}")
-    splits = place.parent / SPLITS / f"{place.name}.json"
+    title, place = f"fold {fold.number}/{settings.folds}", fold.folder
+    progress.message(f"{title}: {'resumes' if has_begun(place) else 'starts'} in {place}")
+    splits = place.parent / _SPLITS / f"{place.name}.json"
     # The lines of parallel folds would mix.
-    log = place.parent / LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
+    log = place.parent / _LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
     outcome = train_with_retries(
         replace(config, splits=str(splits)), place, limits, progress=progress, log=log
     )
     text = f"done in {outcome.seconds:.0f} s"
     if outcome.error is not None:
         text = f"{'' if limits.stop.asked else 'failed: '}{outcome.error}"
-    progress.message(f"fold {number}/{settings.folds}: {text}")
+    progress.message(f"{title}: {text}")
     return outcome
 
 
@@ -293,12 +270,11 @@ def _record(folds: list[Fold], fold: Fold, outcome: TrainingOutcome | None) -> N
     """Record the outcome of a fold; raise an error of the settings if no fold has started yet."""
     if outcome is None:
         return
-    error = outcome.error
-    if isinstance(error, UsageError | NothingToDo) and not any(
+    if isinstance(outcome.error, UsageError | NothingToDo) and not any(
         has_begun(it.folder) for it in folds
     ):
-        raise error
+        raise outcome.error
     folds[fold.number - 1] = replace(
-        fold, result=outcome.result, error=error, reason=str(error) if error else None,
-        attempts=outcome.attempts, seconds=outcome.seconds, host_bytes=outcome.host_bytes,
+        fold, result=outcome.result, error=outcome.error, attempts=outcome.attempts,
+        seconds=outcome.seconds, host_bytes=outcome.host_bytes,
     )  # fmt: skip

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +22,7 @@ from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
 
-SUMMARY_JSON, SUMMARY_CSV = "summary.json", "summary.csv"
+_SUMMARY_JSON, _SUMMARY_CSV = "summary.json", "summary.csv"
 _SHOWN = ("patch", "slide_mean", "patient_mean")
 _MEGA = 1e6
 
@@ -38,19 +35,27 @@ class Fold:
         number: from 1.
         folder: folder of its run.
         result: result of a finished fold.
-        reason: why it is not finished.
         attempts, seconds, host_bytes: of the last command that trained it.
-        error: the error of `reason`.
+        error: why it failed.
     """
 
     number: int
     folder: Path
     result: TrainResult | None
-    reason: str | None
     attempts: int = 0
     seconds: float = 0.0
     host_bytes: int = 0
     error: HistopipeError | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why it is not finished."""
+        return None if self.result else str(self.error or "not done")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The defined metrics of the test set, by `LEVEL_METRIC`."""
+        return _defined_metrics(self.result.metrics["test"]) if self.result else {}
 
     def summary(self) -> dict[str, Any]:
         """Return status and costs of the fold."""
@@ -109,7 +114,7 @@ class CrossValidationResult:
                  "bal. acc.", "s", "host MB", "GPU MB"]]  # fmt: skip
         columns = [*(f"{name}_auc" for name in shown), f"{shown[0]}_balanced_accuracy"]
         for fold in self.folds:
-            summary, found = fold.summary(), _metrics(fold)
+            summary, found = fold.summary(), fold.metrics
             rows.append([
                 str(fold.number), str(summary["epochs"] or summary["status"]),
                 *(number(found.get(name)) for name in columns), f"{summary['seconds']:.0f}",
@@ -127,39 +132,27 @@ class CrossValidationResult:
 
 def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
     """Summarize the folds, and write their pooled predictions."""
-    found = [_metrics(fold) for fold in folds]
     columns: dict[str, list[float]] = {}
-    for metrics in found:
-        for name, value in metrics.items():
+    for fold in folds:
+        for name, value in fold.metrics.items():
             columns.setdefault(name, []).append(value)
-    return CrossValidationResult(
-        folder, tuple(folds),
-        mean={name: statistics.fmean(values) for name, values in columns.items()},
-        deviation={
-            name: statistics.stdev(values) for name, values in columns.items() if len(values) > 1
-        },
-        pooled=_pooled(config, folder, folds),
-    )  # fmt: skip
+    mean = {name: statistics.fmean(values) for name, values in columns.items()}
+    deviation = {name: statistics.stdev(it) for name, it in columns.items() if len(it) > 1}
+    pooled = _pooled(config, folder, folds)
+    return CrossValidationResult(folder, tuple(folds), mean, deviation, pooled)
 
 
 def write_summary(result: CrossValidationResult) -> None:
     """Write `summary.csv` and `summary.json`."""
-    rows: list[dict[str, Any]] = [fold.summary() | _metrics(fold) for fold in result.folds]
+    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in result.folds]
     rows += [{"fold": "mean", **result.mean}, {"fold": "sd", **result.deviation}]
     if result.pooled is not None:
-        rows.append({"fold": "pooled", **defined_metrics(result.pooled)})
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, columns)
-    writer.writeheader()
-    writer.writerows(rows)
-    run_folder.write_text(result.folder / SUMMARY_CSV, buffer.getvalue())
-    text = json.dumps(result.to_json(), indent=2, ensure_ascii=False)
-    run_folder.write_text(result.folder / SUMMARY_JSON, text + "\n")
+        rows.append({"fold": "pooled", **_defined_metrics(result.pooled)})
+    run_folder.write_csv(result.folder / _SUMMARY_CSV, rows)
+    run_folder.write_json(result.folder / _SUMMARY_JSON, result.to_json())
 
 
-def defined_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Return the metrics that are defined by `LEVEL_METRIC`."""
+def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     named = {
         f"{level}_{figure}": getattr(metrics, figure)
         for level, metrics in evaluation.named()
@@ -168,16 +161,12 @@ def defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def thresholds_of(evaluation: Evaluation) -> Thresholds:
+def _thresholds(evaluation: Evaluation) -> Thresholds:
     """Return the thresholds that an evaluation used."""
     return {
         level: (metrics.threshold, next((n for n in metrics.notes if n.startswith(FALLBACK)), None))
         for level, metrics in evaluation.named()
     }
-
-
-def _metrics(fold: Fold) -> dict[str, float]:
-    return defined_metrics(fold.result.metrics["test"]) if fold.result else {}
 
 
 def read_parts(results: Sequence[TrainResult]) -> list[Part]:
@@ -189,7 +178,7 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     read = [read_predictions(result.folder / run_folder.PREDICTIONS)["test"] for result in results]
     common = with_common_patients(read)
     return [
-        (scores, thresholds_of(result.metrics["test"]))
+        (scores, _thresholds(result.metrics["test"]))
         for scores, result in zip(common, results, strict=True)
     ]
 
@@ -199,22 +188,16 @@ def _pooled(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Evaluat
     if not done:
         return None
     parts = read_parts([result for _, result in done])
-    write_predictions(
-        folder / run_folder.PREDICTIONS,
-        [
-            ({"split": "test", "fold": fold}, scores)
-            for (fold, _), (scores, _) in zip(done, parts, strict=True)
-        ],
-    )
+    tables = [
+        ({"split": "test", "fold": fold}, scores)
+        for (fold, _), (scores, _) in zip(done, parts, strict=True)
+    ]
+    write_predictions(folder / run_folder.PREDICTIONS, tables)
     return evaluate(parts, config.judging)
 
 
 def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
-    """Evaluate a finished run again if the evaluation settings have changed, from its predictions.
-
-    Args:
-        folder: folder of the run.
-        wanted: its positive class, threshold, top k and resamples are used.
+    """Evaluate a finished run again from its predictions, if the wanted evaluation settings are others.
 
     Raises:
         UsageError, DamagedStore: the files of the run cannot be read.
@@ -230,7 +213,7 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
         resamples=wanted.resamples,
     )  # fmt: skip
     recorded = read_json(folder / METRICS)
-    run_folder.write_metrics(folder, {**recorded, **changed.to_json()})
+    run_folder.write_json(folder / METRICS, {**recorded, **changed.to_json()})
     # The configuration last: until it is written, the run is evaluated again.
     run_folder.write_text(folder / run_folder.CONFIG, to_toml(config))
     return changed

@@ -54,13 +54,13 @@ def tested_items(
     *,
     by_patches: bool,
 ) -> TestedItems:
-    """Return the items that were tested.
+    """Return the items of a level that were tested.
 
     Args:
         parts: predictions, each with its thresholds.
         level, how: level, and how patches are aggregated to it.
         judging: evaluation settings.
-        positive: number of the positive class; None for more than two.
+        positive: number of the positive class; None for more than two classes.
         by_patches: slides and patients are equal if their patches are; else if their names are.
     """
     scores, threshold, _ = joined(parts, level, how, judging)
@@ -77,12 +77,8 @@ def tested_items(
 
 def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
     """Return a key for each patch, slide or patient."""
-    patches = [
-        (scores.slides[slide], x, y)
-        for slide, x, y in zip(
-            scores.slide.tolist(), scores.x_l0.tolist(), scores.y_l0.tolist(), strict=True
-        )
-    ]
+    columns = (scores.slide.tolist(), scores.x_l0.tolist(), scores.y_l0.tolist())
+    patches = [(scores.slides[slide], x, y) for slide, x, y in zip(*columns, strict=True)]
     if level == "patch":
         return patches
     names = scores.slides if level == "slide" else scores.patients
@@ -101,31 +97,27 @@ def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple
 def differences_of(
     ours: TestedItems, theirs: TestedItems, positive: int | None, draws: NDArray[np.float64]
 ) -> dict[str, Difference]:
-    """Return their metrics minus ours, with intervals from resampling the patients of both at once.
+    """Return their metrics minus ours, on the same items, with intervals from resampling the patients of both at once.
 
-    Args:
-        ours, theirs: two runs on the same items.
-        positive: number of the positive class; None for more than two.
-        draws: (R, P) how often each patient was drawn.
+    `draws` is (R, P): how often each patient was drawn.
     """
     first = Statistics(ours.scores, ours.decided, positive)
     # The patient of an item may be named differently there; it is resampled as here.
     scores = replace(theirs.scores, patient=ours.scores.patient)
     other = Statistics(scores, theirs.decided, positive)
     patients = len(np.unique(ours.scores.patient))
-    whole = np.ones((1, first.patients))
-    drawn = draws[:, : first.patients]
-    values = _differences(other, first, whole)
-    resampled = _differences(other, first, drawn) if len(draws) and patients > 1 else None
-    return {
-        name: Difference(
-            float(values[name][0]) if np.isfinite(values[name][0]) else None,
-            interval_of(resampled[name], patients)
-            if resampled is not None and np.isfinite(values[name][0])
-            else None,
-        )
-        for name in FIGURES
-    }
+    values = _differences(other, first, np.ones((1, first.patients)))
+    resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
+    found = {}
+    for name in FIGURES:
+        value = float(values[name][0])
+        if not np.isfinite(value):
+            found[name] = Difference(None, None)
+        elif not resampled or patients < 2:
+            found[name] = Difference(value, None)
+        else:
+            found[name] = Difference(value, interval_of(resampled[name], patients))
+    return found
 
 
 def _differences(

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import UsageError
-from histopipe.runs.settings import declared_settings
+from histopipe.runs.settings import declared_settings, read_toml
 from histopipe.runs.task_config import CONFIGS
-from histopipe.system.files import read_toml
 
 if TYPE_CHECKING:
     import optuna
@@ -51,12 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Settings that are searched, and settings with one value.
-
-    Attributes:
-        searched: by name.
-        fixed: by name.
-    """
+    """Settings that are searched, and settings with one value, by name."""
 
     searched: Mapping[str, Range | Choice]
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -87,19 +81,11 @@ def read_space(path: Path) -> SearchSpace:
     Raises:
         UsageError: it cannot be read, or has unknown settings or ones that cannot be searched.
     """
-    try:
-        values = read_toml(path)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read", found=str(error), expected="TOML") from error
-    return space_of(values, str(path))
+    return space_of(read_toml(path), str(path))
 
 
 def space_of(values: Mapping[str, Any], where: str = "the search space") -> SearchSpace:
-    """Create a search space from a mapping, as `read_space` does.
-
-    Raises:
-        UsageError: as `read_space`.
-    """
+    """Create a search space from a mapping, as `read_space` does."""
     searched: dict[str, Range | Choice] = {}
     fixed: dict[str, Any] = {}
     for name, value in values.items():
@@ -139,19 +125,13 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
     if not isinstance(log, bool) or (log and step is not None):
         raise UsageError(what, found=dict(value), expected="log = true, or a step, not both")
     low, high = value["low"], value["high"]
-    if (
-        not -inf < low < high < inf
-        or (log and low <= 0)
-        or not 0 < (step or high - low) <= high - low
-    ):
-        raise UsageError(
-            what,
-            found=dict(value),
-            expected="low below high" + (", low above 0" if log else ", a step within them"),
-        )
+    fits = -inf < low < high < inf and 0 < (step or high - low) <= high - low
+    if not fits or (log and low <= 0):
+        expected = "low below high" + (", low above 0" if log else ", a step within them")
+        raise UsageError(what, found=dict(value), expected=expected)
     if _DECLARED[name].item_type is float:
-        return Range(float(value["low"]), float(value["high"]), log, step)
-    return Range(value["low"], value["high"], log, step)
+        low, high = float(low), float(high)
+    return Range(low, high, log, step)
 
 
 def _choice(what: str, name: str, values: list[Any] | tuple[Any, ...]) -> Choice:

@@ -16,11 +16,7 @@ _FOLDS, _SEARCH = "Cross-validation", "Search"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldSettings:
-    """Settings of a cross-validation.
-
-    Raises:
-        UsageError: a value is not allowed.
-    """
+    """Settings of a cross-validation."""
 
     folds: int = setting(
         0, "Cross-validate with this many folds; 0 trains once.", group=_FOLDS, at_least=0
@@ -44,14 +40,7 @@ class FoldSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySettings:
-    """Settings of a search.
-
-    Attributes:
-        seed: of the sampler.
-
-    Raises:
-        UsageError: a value is not allowed.
-    """
+    """Settings of a search. `seed` is that of the sampler."""
 
     trials: int = setting(
         20, "Number of trials, of all processes together.", group=_SEARCH, at_least=1

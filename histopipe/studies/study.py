@@ -1,14 +1,16 @@
 """The trials of a search, shared by several processes. No trial is lost with a process that dies.
 
-A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running trial that nobody
-has locked was left by a process that died: the next process continues it, as the same trial, from its saved state. A second lock, of
+A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running trial without
+a lock was left by a process that died: the next process continues it, as the same trial, from its saved state. A second lock, of
 the whole search, is held while a process takes a trial, so that no two processes take the same one.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -16,17 +18,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.errors import UsageError
+from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
-from histopipe.studies.storage import load_optuna, open_storage
+from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
 from histopipe.system.locks import locked
 
 if TYPE_CHECKING:
     import optuna
 
-TRIALS = "trials"
+TRIALS, JOURNAL = "trials", "study.journal"
 _HOME, _SETTINGS = "home", "settings"
 _LOCK, _ID = "study.lock", "study.id"
 _POLL_SECONDS = 1.0
@@ -34,9 +36,9 @@ _START_TRIALS = 5
 
 
 def _are_same(recorded: str, wanted: str) -> bool:
-    """Whether two searches have the same settings, as JSON texts.
+    """Return whether two searches have the same settings, as JSON texts.
 
-    Before there were settings of patches and of bags, a search recorded both. Those of the other kind have no effect.
+    Older versions recorded the settings of patches and of bags. Those of the other kind have no effect.
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(wanted)
@@ -48,11 +50,8 @@ def _are_same(recorded: str, wanted: str) -> bool:
 class Study:
     """A search that several processes may share.
 
-    Args:
-        folder: folder of the search, the same for all processes; other machines may have their own, with `settings.storage`.
-        settings: settings of the search.
-        space: search space.
-        base: all other settings that results depend on; with another base it is another search.
+    Processes share its folder; with `settings.storage`, other machines may have their own. `base` are all other settings that results
+    depend on: with another base it is another search.
 
     Raises:
         UsageError: the storage cannot be opened, or holds another search by this name.
@@ -100,7 +99,7 @@ class Study:
             yield trial
 
     def wait(self) -> bool:
-        """Wait a moment for the trials of other processes; False if none is running in this folder."""
+        """Wait a moment for the trials of other processes. Return False if none is running in this folder."""
         running = [t for t in self.trials() if not t.state.is_finished() and self._is_here(t)]
         if running:
             time.sleep(_POLL_SECONDS)
@@ -149,18 +148,14 @@ class Study:
         return trial
 
     def _is_here(self, trial: optuna.trial.FrozenTrial) -> bool:
-        """Whether a trial belongs to this folder, where its run and its lock are."""
+        """Return whether a trial belongs to this folder, where its run and its lock are."""
         return trial.user_attrs.get(_HOME) == self._home
 
     def _lock_trial(self, number: int, held: ExitStack) -> bool:
-        """Lock a trial until `held` is closed. False if another process has the lock."""
+        """Lock a trial until `held` is closed. Return False if another process has the lock."""
         folder = self._folder / TRIALS
         folder.mkdir(exist_ok=True)
-        with ExitStack() as stack:
-            if not stack.enter_context(locked(folder / f"{number:04d}.lock")):
-                return False
-            held.enter_context(stack.pop_all())
-        return True
+        return held.enter_context(locked(folder / f"{number:04d}.lock"))
 
     def _check_locks(self) -> None:
         """Check that the filesystem of the folder has locks: otherwise two processes could train the same trial."""
@@ -176,23 +171,119 @@ class Study:
             path.unlink(missing_ok=True)
 
     def _folder_id(self) -> str:
-        """Return the identity of the folder, which is the same for every machine and path."""
+        """Return the identity of the folder, the same for every machine and path."""
         path = self._folder / _ID
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         return path.read_text()
 
-    def _pruner(self) -> optuna.pruners.BasePruner:
-        pruners = self._optuna.pruners
+    def _pruner(self) -> Any:
         if self._settings.pruner == "none":
-            return pruners.NopPruner()  # type: ignore[no-any-return]
-        return pruners.MedianPruner(n_startup_trials=_START_TRIALS)  # type: ignore[no-any-return]
+            return self._optuna.pruners.NopPruner()
+        return self._optuna.pruners.MedianPruner(n_startup_trials=_START_TRIALS)
 
-    def _sampler(self, number: int) -> optuna.samplers.BaseSampler:
-        """Return the sampler of one trial, with its own seed: with the same seed, all processes would draw the same."""
+    def _sampler(self, number: int) -> Any:
+        """Return the sampler of one trial, with its own seed: with one seed, all processes would draw the same."""
         samplers = self._optuna.samplers
         seed = int(combine(self._settings.seed, number)) & 0x7FFFFFFF
         if self._settings.sampler == "random":
-            return samplers.RandomSampler(seed)  # type: ignore[no-any-return]
+            return samplers.RandomSampler(seed)
         # Running trials count as bad, so that processes do not try similar settings.
-        return samplers.TPESampler(seed=seed, constant_liar=True)  # type: ignore[no-any-return]
+        return samplers.TPESampler(seed=seed, constant_liar=True)
+
+
+def load_optuna() -> Any:
+    """Import Optuna, and let it log warnings only.
+
+    Raises:
+        MachineShort: it is not installed.
+    """
+    try:
+        module = importlib.import_module("optuna")
+    except ImportError as error:
+        raise MachineShort(
+            "`histopipe tune` needs Optuna, which is not installed", found=str(error),
+            todo="pip install 'histopipe[tune]'",
+        ) from error  # fmt: skip
+    module.logging.set_verbosity(module.logging.WARNING)
+    return module
+
+
+def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
+    """Open a storage: `postgresql://`, `mysql://`, `sqlite:///`, `redis://` or the path of a journal; None for the search's own journal.
+
+    Raises:
+        UsageError: SQLite on a network filesystem, or a storage that cannot be opened.
+    """
+    path = Path(url) if url is not None and "://" not in url else folder / JOURNAL
+    if path.is_dir() or not path.parent.is_dir():
+        raise UsageError(
+            f"--storage {url}", found="a folder, or a file in a missing folder", expected="a file"
+        )
+    _refuse_shared_sqlite(url or "")
+    try:
+        storage: optuna.storages.BaseStorage = _open(url, path)
+    except HistopipeError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            "--storage cannot be opened", found=str(error).split("\n")[0],
+            expected="a running database server, and its driver installed",
+        ) from error  # fmt: skip
+    return storage
+
+
+def _open(url: str | None, path: Path) -> Any:
+    storages = load_optuna().storages
+    if url is not None and url.startswith("redis"):
+        return storages.JournalStorage(storages.journal.JournalRedisBackend(url))
+    if url is not None and "://" in url:
+        return storages.RDBStorage(url)
+    lock = _JournalLock(path.with_name(f"{path.name}.flock"))
+    _remove_partial_line(path, lock)
+    backend = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+    return storages.JournalStorage(backend)
+
+
+class _JournalLock:
+    """Lock of the journal that the kernel releases when its process ends.
+
+    If a killed process leaves a lock of Optuna's own, the others wait 30 seconds, or forever if the path of the journal is
+    relative; then two of them may break the lock at once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._held = path, ExitStack()
+
+    def acquire(self) -> bool:
+        """Wait for the lock."""
+        self._held.enter_context(locked(self._path, wait_seconds=math.inf))
+        return True
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._held.close()
+
+
+def _refuse_shared_sqlite(url: str) -> None:
+    if not url.startswith("sqlite"):
+        return
+    path = url.partition(":///")[2].partition("?")[0]
+    kind = network_filesystem(Path(path).parent)
+    if kind is not None:
+        raise UsageError(
+            "--storage: SQLite cannot be shared over a network",
+            found=f"{path} on {kind}, where its locks fail and the file gets damaged",
+            expected="the default journal file, or a database server",
+        )
+
+
+def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
+    """Remove an incomplete last line, as a full disk leaves it: Optuna would append to it."""
+    if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
+        return
+    lock.acquire()  # another process may be writing the line right now
+    try:
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+    finally:
+        lock.release()

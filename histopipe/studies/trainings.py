@@ -33,38 +33,16 @@ _COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_device
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingLimits:
-    """Limits of each training.
+    """Limits of each training: seconds of one attempt, 0 for none; attempts after the first; and a request that ends all."""
 
-    Attributes:
-        seconds: time limit of one attempt; 0 for none.
-        retries: number of attempts after the first.
-        stop: ends all trainings.
-
-    Raises:
-        UsageError: a value is out of range.
-    """
-
-    seconds: float = 0.0
-    retries: int = 0
+    seconds: float
+    retries: int
     stop: StopRequest = field(default_factory=StopRequest)
-
-    def __post_init__(self) -> None:
-        for what, value in (("timeout", self.seconds), ("retries", self.retries)):
-            if not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise UsageError(what, found=value, expected="0 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingOutcome:
-    """Outcome of a training.
-
-    Attributes:
-        result: result of a finished training.
-        error: why it is not finished.
-        attempts: number of attempts.
-        seconds: duration of all attempts.
-        host_bytes: peak memory of its process.
-    """
+    """Result of a training, or its error; the duration of all attempts, and the peak memory of their processes."""
 
     result: TrainResult | None
     error: HistopipeError | None
@@ -74,7 +52,7 @@ class TrainingOutcome:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a folder holds a run that can be resumed."""
+    """Return whether a folder holds a run that can be resumed."""
     return (folder / run_folder.CONFIG).exists()
 
 
@@ -89,13 +67,8 @@ def train_with_retries(
 ) -> TrainingOutcome:
     """Train, and retry after failures that may be temporary. Each attempt resumes from the last saved state.
 
-    Args:
-        config: all settings.
-        folder: folder of the run, new or to be resumed.
-        limits: time limit and retries.
-        progress: shows messages.
-        epoch: called with the row of each epoch; an exception that it raises ends the training and is passed on.
-        log: file for the messages of the training.
+    An exception that `epoch` raises ends the training and is passed on. It is called with the row of each epoch. `log` is a file for
+    the messages of the training.
     """
     start, host_bytes = time.monotonic(), 0
     for number in range(1, limits.retries + 2):
@@ -117,7 +90,6 @@ def train_with_retries(
 
 
 def _is_temporary(error: HistopipeError) -> bool:
-    """Whether another attempt may succeed."""
     if isinstance(error, UsageError | NothingToDo | DamagedStore | Interrupted):
         return False
     return not isinstance(error, MachineShort) or isinstance(error, OutOfMemory | OutOfTime)
@@ -125,10 +97,6 @@ def _is_temporary(error: HistopipeError) -> bool:
 
 def share_devices(devices: str, trainings: int) -> list[str]:
     """Return the `--devices` of each of several parallel trainings: GPUs are divided, the CPU is shared.
-
-    Args:
-        devices: `--devices` of all of them.
-        trainings: number of parallel trainings.
 
     Raises:
         UsageError: there are fewer GPUs.
@@ -149,7 +117,7 @@ def share_devices(devices: str, trainings: int) -> list[str]:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that TensorFlow finds, in another process: this one must not occupy them."""
+    """Count the GPUs that TensorFlow finds, in another process, because this one must not occupy them."""
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False
     )

@@ -16,11 +16,10 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
-from histopipe.runs.task_config import changed_config, make_config
+from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
-from histopipe.studies.storage import load_optuna
-from histopipe.studies.study import TRIALS, Study
+from histopipe.studies.study import TRIALS, Study, load_optuna
 from histopipe.studies.trainings import (
     TrainingLimits,
     TrainingOutcome,
@@ -88,22 +87,18 @@ def tune(
         >>> result = tune("patches.lmdb", space=space, out="runs/study")  # doctest: +SKIP
         >>> result.best.settings  # doctest: +SKIP
     """
-    if stores is not None:
-        paths = [stores] if isinstance(stores, str | Path) else stores
-        settings["stores"] = tuple(map(str, paths))
+    settings = with_stores(settings, stores)
     found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
     base = make_config(settings | dict(found.fixed))
     own = StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    limits = TrainingLimits(seconds=own.trial_timeout, retries=own.retries)
-    shown = progress or default_progress()
-    return _Search(base, found, own, Path(out), limits=limits, progress=shown).run()
+    return _Search(base, found, own, Path(out), progress or default_progress()).run()
 
 
 class _Search:
-    """The part of a search that this process does."""
+    """The part of a search that this process runs."""
 
     def __init__(
         self,
@@ -111,12 +106,11 @@ class _Search:
         space: SearchSpace,
         settings: StudySettings,
         folder: Path,
-        *,
-        limits: TrainingLimits,
         progress: Progress,
     ) -> None:
         self._base, self._space, self._settings, self._folder = base, space, settings, folder
-        self._limits, self._progress = limits, progress
+        self._progress = progress
+        self._limits = TrainingLimits(seconds=settings.trial_timeout, retries=settings.retries)
         self._wrong_settings: list[HistopipeError] = []
         self._optuna = load_optuna()
         with run_folder.writable(folder):
@@ -158,8 +152,7 @@ class _Search:
         except self._optuna.TrialPruned:
             self._study.tell(trial, None, "PRUNED")
             show(f"trial {trial.number}: pruned")
-            _remove_resume_state(folder)
-            self._summarize()
+            self._finish(folder)
             return
         if isinstance(outcome.error, Interrupted):
             self._summarize()
@@ -167,7 +160,10 @@ class _Search:
                 "interrupted", found=f"trial {trial.number} is running",
                 todo="the same command continues it",
             ) from outcome.error  # fmt: skip
-        value, reason = self._value_of(outcome)
+        value, reason = None, str(outcome.error)
+        if outcome.result is not None:
+            value = validation_value(outcome.result, self._settings.metric)
+            reason = "validation has one class only"
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
@@ -177,7 +173,12 @@ class _Search:
         else:
             self._study.tell(trial, value, "COMPLETE")
             show(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
-        _remove_resume_state(folder)
+        self._finish(folder)
+
+    def _finish(self, folder: Path) -> None:
+        """Remove the resume state of a trial, which is larger than the model, and summarize."""
+        for path in folder.glob("resume*.npz"):
+            path.unlink()
         self._summarize()
 
     def _train(
@@ -203,13 +204,6 @@ class _Search:
             config, folder, self._limits, progress=self._progress, epoch=report
         )
 
-    def _value_of(self, outcome: TrainingOutcome) -> tuple[float | None, str | None]:
-        """Return the metric of a trial, or the reason why it has none."""
-        if outcome.result is None:
-            return None, str(outcome.error)
-        value = validation_value(outcome.result, self._settings.metric)
-        return value, None if value is not None else "validation has one class only"
-
     def _check_settings(self, outcome: TrainingOutcome, folder: Path) -> None:
         """End a search whose first trials all fail because of their settings, before they start."""
         error = outcome.error
@@ -224,12 +218,6 @@ def validation_value(result: TrainResult, metric: str) -> float | None:
     """Return the metric of the best model on the validation patches, or bags."""
     found = result.metrics["validation"].finest
     return {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}[metric]
-
-
-def _remove_resume_state(folder: Path) -> None:
-    """Remove the resume state of a trial that has ended: it is larger than the model."""
-    for path in folder.glob("resume*.npz"):
-        path.unlink()
 
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:

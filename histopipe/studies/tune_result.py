@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,7 @@ from histopipe.studies.search_space import settings_of
 if TYPE_CHECKING:
     import optuna
 
-BEST, TRIALS_CSV = "best.toml", "trials.csv"
+_BEST, _TRIALS_CSV = "best.toml", "trials.csv"
 _WORDS = {
     "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running",
     "WAITING": "waiting",
@@ -38,7 +36,6 @@ class Trial:
         state: "done", "pruned", "failed", "running" or "waiting".
         value: its validation metric.
         settings: its settings of the search space.
-        epochs: number of epochs.
         seconds: duration of all attempts.
         reason: why it failed.
     """
@@ -102,7 +99,7 @@ class TuneResult:
         lines += [f"trial {it.number}: {it.reason}" for it in self.trials if it.reason]
         if self.best is not None:
             lines.append(
-                f"train with the best settings: histopipe train --config {self.folder / BEST}"
+                f"train with the best settings: histopipe train --config {self.folder / _BEST}"
             )
         return "\n".join(lines)
 
@@ -118,12 +115,12 @@ def result_of(
     """Return the result of the trials of a search so far."""
     found = tuple(_trial(trial, folder_of(trial.number)) for trial in trials)
     done = [(trial.value, trial) for trial in found if trial.value is not None]
+    if not done:
+        return TuneResult(folder, found, None, None)
     sign = -1 if direction == "minimize" else 1
     # Of equal trials the first.
-    best = max(done, key=lambda it: (sign * it[0], -it[1].number))[1] if done else None
-    config = None
-    if best is not None:
-        config = _with_absolute_paths(changed_config(base, **best.settings), folder)
+    _, best = max(done, key=lambda it: (sign * it[0], -it[1].number))
+    config = _with_absolute_paths(changed_config(base, **best.settings), folder)
     return TuneResult(folder, found, best, config)
 
 
@@ -142,14 +139,9 @@ def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
 
 def write_tune_result(result: TuneResult) -> None:
     """Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    rows = [trial.to_json() for trial in result.trials]
-    buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(dict.fromkeys(name for row in rows for name in row)))
-    writer.writeheader()
-    writer.writerows(rows)
-    run_folder.write_text(result.folder / TRIALS_CSV, buffer.getvalue())
+    run_folder.write_csv(result.folder / _TRIALS_CSV, [trial.to_json() for trial in result.trials])
     if result.config is not None:
-        run_folder.write_text(result.folder / BEST, to_toml(result.config))
+        run_folder.write_text(result.folder / _BEST, to_toml(result.config))
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
@@ -171,8 +163,6 @@ def _as_text(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return (
-        f"{value:.3g}"
-        if isinstance(value, float)
-        else str("-" if value is None else _as_text(value))
-    )
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "-" if value is None else str(_as_text(value))

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, what is closed at the end, and the filesystems that files lie on."""
+"""Writing files by one rename, and reading files that others may have written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +16,10 @@ from histopipe.errors import DamagedStore, UsageError
 
 
 class Closing:
-    """What is closed at the end of a `with` block."""
+    """An object that a `with` block closes."""
 
     def close(self) -> None:
-        """Give back what is held."""
+        """Release all resources."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -32,18 +31,12 @@ class Closing:
 
 @contextmanager
 def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
-    """A path beside the wanted one for a file or folder; it takes the wanted name at the end, and is removed after an error.
+    """Yield a temporary path for a file or folder, which is renamed to `path` at the end, or removed after an error.
 
-    Args:
-        path: the wanted one.
-        hidden: begin its name with a dot, as no slide's does: where slides give files their names.
-
-    Example:
-        >>> with appearing(Path("metrics.json")) as part:  # doctest: +SKIP
-        ...     part.write_text("{}")
+    With `hidden`, its name begins with a dot, as no slide's does: for files that are named after slides.
     """
     prefix = ".part-" if hidden else "part-"
-    part = path.with_name(f"{prefix}{path.name}")  # a prefix: some writers insist on the suffix
+    part = path.with_name(f"{prefix}{path.name}")  # a prefix: some writers need the suffix
     try:
         yield part
         part.rename(path)
@@ -55,10 +48,10 @@ def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder beside one that is there; at the end it takes that one's place at once, which is then removed.
+    """Yield an empty folder that replaces an existing one at the end, by one rename.
 
     Raises:
-        OSError: the filesystem cannot put one folder in another's place.
+        OSError: the filesystem cannot exchange folders.
     """
     part = folder.with_name(f".part-{folder.name}")
     if part.exists():  # of one that was killed
@@ -73,11 +66,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Let two paths change their names; at no moment is one of them missing.
-
-    Source:
-        renameat2(2), RENAME_EXCHANGE, which Python does not have.
-    """
+    """Exchange two paths by renameat2(2) with RENAME_EXCHANGE, which Python does not have."""
     here, exchange = -100, 2
     paths = os.fsencode(one), os.fsencode(other)
     if ctypes.CDLL(None, use_errno=True).renameat2(here, paths[0], here, paths[1], exchange) != 0:
@@ -86,7 +75,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def storable(text: str) -> str:
-    """A text that is UTF-8: bytes of file names that are not are written as \\xNN."""
+    """Return a text in UTF-8: other bytes of a file name are written as \\xNN."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -94,49 +83,36 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def shown(text: str) -> str:
-    """A text that a terminal shows and does not obey: control characters are written as \\xNN."""
+    """Return a text without terminal commands: control characters are written as \\xNN."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 _LARGEST_TEXT = 1 << 28
-"""Bytes of a JSON or TOML file that is read back; `splits.json` of 100,000 slides is a tenth of that."""
+"""Bytes; ten times the `splits.json` of 100,000 slides."""
 
 
-def read_text(path: Path, *, most: int = _LARGEST_TEXT) -> str:
-    """A text file in UTF-8 that somebody else may have written.
+def read_text(path: Path) -> str:
+    """Read a text file in UTF-8 that others may have written.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is longer than `most` bytes, or no UTF-8.
+        ValueError: it is too long, or not UTF-8.
     """
     with path.open("rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"it is longer than {most:,} bytes")
+        content = file.read(_LARGEST_TEXT + 1)
+    if len(content) > _LARGEST_TEXT:
+        raise ValueError(f"it is longer than {_LARGEST_TEXT:,} bytes")
     return content.decode("utf-8")
 
 
-def read_json(path: Path, *, most: int = _LARGEST_TEXT) -> Any:
-    """What a JSON file holds that somebody else may have written.
+def read_json(path: Path) -> Any:
+    """Read a JSON file that others may have written.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too long, too deep, or no JSON.
+        OSError, ValueError: as `read_text`; it is nested too deep, or not JSON.
     """
     try:
-        return json.loads(read_text(path, most=most))
-    except RecursionError as error:
-        raise ValueError("its brackets are nested too deep") from error
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds that somebody else may have written.
-
-    Raises:
-        OSError, ValueError: as `read_json`.
-    """
-    try:
-        return tomllib.loads(read_text(path))
+        return json.loads(read_text(path))
     except RecursionError as error:
         raise ValueError("its brackets are nested too deep") from error
 
@@ -156,10 +132,10 @@ def path_within(folder: Path, name: str) -> Path:
 def record_or_check(
     path: Path, settings: Mapping[str, Any], *, ignored: Collection[str], contents: str
 ) -> None:
-    """Record the settings that the contents of a folder depend on, or compare them with the recorded ones.
+    """Record the settings that the contents of a folder depend on in a JSON file, or compare them with the recorded ones.
 
     Args:
-        path: the JSON file of the settings, in the folder.
+        path: the JSON file, in the folder.
         settings: as JSON values.
         ignored: settings that may differ.
         contents: what the folder holds, for messages.

@@ -12,7 +12,7 @@ _OCTAL = re.compile(r"\\(\d{3})")
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error means that a disk is full. HDF5 and TensorFlow have the reason in their text only."""
+    """Return whether a disk is full. HDF5 and TensorFlow give the reason in the text of an error only."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     text = str(error)
@@ -20,51 +20,21 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """What a user may still write to the disk that an existing path lies on."""
+    """Return the space that a user may still use on the disk of an existing path."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize
 
 
-NETWORK_FILESYSTEMS = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "davfs",
-        "fhgfs",
-        "fuse.ceph-fuse",
-        "fuse.cvmfs2",
-        "fuse.gcsfuse",
-        "fuse.glusterfs",
-        "fuse.juicefs",
-        "fuse.mfs",
-        "fuse.rclone",
-        "fuse.s3fs",
-        "fuse.sshfs",
-        "fuse.vmhgfs-fuse",
-        "glusterfs",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "smb3",
-        "smbfs",
-        "vboxsf",
-        "virtiofs",
-        "wekafs",
-    ]
+_NETWORK_FILESYSTEMS = re.compile(
+    "9p|afs|beegfs|ceph|cifs|davfs|fhgfs|glusterfs|gpfs|lustre|ncpfs|nfs|nfs4|orangefs|panfs|pvfs2"
+    "|smb3|smbfs|vboxsf|virtiofs|wekafs"
+    "|fuse[.](ceph-fuse|cvmfs2|gcsfuse|glusterfs|juicefs|mfs|rclone|s3fs|sshfs|vmhgfs-fuse)"
 )
-"""Filesystems, as Linux names them, on which locks and shared memory between machines cannot be relied on."""
+"""Filesystems, as Linux names them, whose locks and shared memory are unreliable between machines."""
 
 
 def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The kind of filesystem that a path lies on, existing or not, as Linux names it.
+    """Return the kind of the filesystem of a path, existing or not, as Linux names it.
 
     Source:
         proc_pid_mountinfo(5): the mount point is the fifth field, the kind the first one after a lone hyphen.
@@ -74,13 +44,13 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> st
     for entry in mounts.read_text(errors="surrogateescape").splitlines():
         before, _, after = entry.partition(" - ")
         point = _OCTAL.sub(lambda found: chr(int(found[1], 8)), before.split(" ")[4])
-        # Mounts of one point stack up, and the last one is seen.
+        # Of several mounts of one point, the last one is seen.
         if real.is_relative_to(point) and len(point) >= best:
             best, kind = len(point), after.split(" ")[0]
     return kind
 
 
 def network_filesystem(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """The kind of network filesystem that a path lies on, existing or not; None on a local one."""
+    """Return the kind of the network filesystem of a path, existing or not; None for a local one."""
     kind = filesystem_of(path, mounts)
-    return kind if kind in NETWORK_FILESYSTEMS else None
+    return kind if _NETWORK_FILESYSTEMS.fullmatch(kind) else None

@@ -1,4 +1,4 @@
-"""Random numbers that are functions of their place: the same (seed, epoch, key) gives the same number anywhere."""
+"""Random numbers as hashes: the same (seed, epoch, key) gives the same number on every machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection on 64-bit numbers that scrambles them well.
+    """Hash 64-bit numbers one to one, by the finaliser of SplitMix64.
 
     Source:
-        The finaliser of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
+        Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014).
     """
     with np.errstate(over="ignore"):
         values = values + _GOLDEN
@@ -23,11 +23,9 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def combine(*numbers: int | NDArray[np.integer]) -> NDArray[np.uint64]:
-    """One well-mixed 64-bit number of several, order-sensitive; arrays give one for each of their elements.
+    """Hash several numbers, in order, to a 64-bit number; arrays to one per element.
 
     Example:
-        >>> bool(combine(1, 2) == combine(2, 1))
-        False
         >>> combine(1, np.arange(3)).shape
         (3,)
     """

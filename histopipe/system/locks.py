@@ -15,16 +15,13 @@ _POLL_SECONDS = 0.05
 
 @contextmanager
 def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
-    """Lock a folder, or a file, which is made if missing. A lock ends with its process, however that ends.
+    """Lock a folder, or a file, which is created if missing. Yields whether this process has the lock.
 
-    On a network filesystem without locks every process gets the lock.
+    A lock ends with its process. On a network filesystem without locks every process gets it.
 
     Args:
         path: nothing is written to it.
-        wait_seconds: how long to wait while another process has the lock; `math.inf` waits until it is free.
-
-    Yields:
-        Whether this process has the lock.
+        wait_seconds: how long to wait for another process; `math.inf` waits until the lock is free.
 
     Raises:
         OSError: the path cannot be opened.
@@ -32,22 +29,15 @@ def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        yield _lock_within(fd, wait_seconds)
+        until = time.monotonic() + wait_seconds
+        while not (free := _lock_if_free(fd)) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        yield free
     finally:
         os.close(fd)
 
 
-def _lock_within(fd: int, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while not lock_if_free(fd):
-        if time.monotonic() >= until:
-            return False
-        time.sleep(_POLL_SECONDS)
-    return True
-
-
-def lock_if_free(fd: int) -> bool:
-    """Lock an open file or folder unless another process has it."""
+def _lock_if_free(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -27,20 +27,25 @@ class Bar(Closing):
         ...     bar.advance()
     """
 
+    def __init__(self, done: int = 0) -> None:
+        self._done = done
+
     def advance(self, count: int = 1) -> None:
         """Add to what is done."""
+        self.update(self._done + count)
 
     def update(self, done: int, total: int | None = None) -> None:
         """Set what is done and, if given, the total."""
+        self._done = done
 
     def retitle(self, title: str) -> None:
         """Change the title."""
 
     def item(self, text: str, *, problem: bool = False) -> None:
-        """Show a line about an item that is done: always where there are only lines, else if it is a problem."""
+        """Show a line about a finished item. Where there are bars, only problems are shown."""
 
     def close(self) -> None:
-        """Remove the bar: the work has ended."""
+        """Remove the bar."""
 
 
 class Progress(Protocol):
@@ -60,7 +65,7 @@ class Progress(Protocol):
         Args:
             title: what is being done.
             unit: what is counted, in the plural.
-            total: how many there are; None where that is not known yet.
+            total: how many there are; None if unknown.
             done: how many of them are done already.
             detail: part of a larger piece of work. It is not shown where there are only lines.
         """
@@ -110,13 +115,11 @@ class BarProgress:
         detail: bool = False,
     ) -> Bar:
         """Start a bar."""
-        return _TqdmBar(
-            self._tqdm(
-                desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=total, initial=done,
-                file=self._stream, leave=False, unit_scale=unit == "bytes",
-            ),
-            self.message,
+        bar = self._tqdm(
+            desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=total, initial=done,
+            file=self._stream, leave=False, unit_scale=unit == "bytes",
         )  # fmt: skip
+        return _TqdmBar(bar, self.message)
 
     def message(self, text: str) -> None:
         """Write a line above the bars."""
@@ -125,12 +128,11 @@ class BarProgress:
 
 class _TqdmBar(Bar):
     def __init__(self, bar: Any, message: Callable[[str], None]) -> None:
+        super().__init__(bar.n)
         self._bar, self._message = bar, message
 
-    def advance(self, count: int = 1) -> None:
-        self._bar.update(count)
-
     def update(self, done: int, total: int | None = None) -> None:
+        self._done = done
         if total is not None and total != self._bar.total:
             self._bar.total = total
             self._bar.refresh()
@@ -153,17 +155,9 @@ class LineProgress:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def bar(
-        self,
-        title: str,
-        *,
-        unit: str,
-        total: int | None = None,
-        done: int = 0,
-        detail: bool = False,
-    ) -> Bar:
+    def bar(self, title: str, *, detail: bool = False, **options: Any) -> Bar:
         """Start counting."""
-        return Bar() if detail else _LineBar(self, title, unit, total, done)
+        return Bar() if detail else _LineBar(self, title, **options)
 
     def message(self, text: str) -> None:
         """Write a line."""
@@ -172,14 +166,18 @@ class LineProgress:
 
 class _LineBar(Bar):
     def __init__(
-        self, progress: LineProgress, title: str, unit: str, total: int | None, done: int
+        self,
+        progress: LineProgress,
+        title: str,
+        *,
+        unit: str,
+        total: int | None = None,
+        done: int = 0,
     ) -> None:
+        super().__init__(done)
         self._progress, self._title, self._unit, self._total = progress, title, unit, total
-        self._first = self._done = done
+        self._first = done
         self._start = self._last = time.monotonic()
-
-    def advance(self, count: int = 1) -> None:
-        self.update(self._done + count)
 
     def update(self, done: int, total: int | None = None) -> None:
         self._done, self._total = done, self._total if total is None else total
@@ -209,7 +207,7 @@ class _QuietFile(logging.FileHandler):
         """Go on without a log where the disk is full."""
 
 
-class LogProgress(Closing):
+class LogProgress(SilentProgress, Closing):
     """Appends every message, with the time, to a file. A full disk does not stop the work."""
 
     def __init__(self, path: Path) -> None:
@@ -217,10 +215,6 @@ class LogProgress(Closing):
         self._handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         self._logger = logging.Logger("histopipe")  # not in the tree of loggers: no other handlers
         self._logger.addHandler(self._handler)
-
-    def bar(self, title: str, **_: Any) -> Bar:
-        """Return a bar that shows nothing."""
-        return Bar()
 
     def message(self, text: str) -> None:
         """Append a line."""
@@ -234,47 +228,6 @@ class LogProgress(Closing):
         if error[1] is not None:
             self.message(f"ended by {type(error[1]).__name__}: {error[1]}")
         self.close()
-
-
-class BothProgress:
-    """Shows the same in several ways."""
-
-    def __init__(self, *shown: Progress) -> None:
-        self._shown = shown
-
-    def bar(self, title: str, **options: Any) -> Bar:
-        """Start a bar in each."""
-        return _Bars([progress.bar(title, **options) for progress in self._shown])
-
-    def message(self, text: str) -> None:
-        """Show a line in each."""
-        for progress in self._shown:
-            progress.message(text)
-
-
-class _Bars(Bar):
-    def __init__(self, bars: list[Bar]) -> None:
-        self._bars = bars
-
-    def advance(self, count: int = 1) -> None:
-        for bar in self._bars:
-            bar.advance(count)
-
-    def update(self, done: int, total: int | None = None) -> None:
-        for bar in self._bars:
-            bar.update(done, total)
-
-    def retitle(self, title: str) -> None:
-        for bar in self._bars:
-            bar.retitle(title)
-
-    def item(self, text: str, *, problem: bool = False) -> None:
-        for bar in self._bars:
-            bar.item(text, problem=problem)
-
-    def close(self) -> None:
-        for bar in self._bars:
-            bar.close()
 
 
 _used: Progress | None = None
@@ -291,27 +244,21 @@ def use_progress(progress: Progress) -> Iterator[None]:
         _used = before
 
 
-def default_progress(stream: TextIO | None = None) -> Progress:
-    """Bars in a notebook and on a terminal, lines elsewhere; or what `use_progress` has set.
-
-    Args:
-        stream: where to write; standard error if not given.
-    """
-    if stream is None and _used is not None:
+def default_progress() -> Progress:
+    """Return what `use_progress` has set; else bars in a notebook or on a terminal, and lines elsewhere."""
+    if _used is not None:
         return _used
-    notebook = stream is None and _in_notebook()
-    stream = stream or sys.stderr
-    if notebook or stream.isatty():
-        return BarProgress(stream, notebook=notebook)
-    return LineProgress(stream)
+    notebook = _in_notebook()
+    if notebook or sys.stderr.isatty():
+        return BarProgress(sys.stderr, notebook=notebook)
+    return LineProgress(sys.stderr)
 
 
 def message(text: str) -> None:
-    """Write a line to standard error, above any bars."""
+    """Show a line of text by the default progress."""
     default_progress().message(text)
 
 
 def _in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return type(shell).__name__ == "ZMQInteractiveShell"

@@ -1,4 +1,4 @@
-"""Loading TensorFlow without what it says about itself."""
+"""Loading TensorFlow without its messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 from histopipe.errors import MachineShort
 
 _OPTIONAL = ("matplotlib", "pandas", "sklearn")
-"""Packages that Keras imports for functions that histopipe does not use: a third of the time that Keras takes to load."""
+"""Packages that Keras imports for functions that histopipe does not use. They take a third of its loading time."""
 
 
 def load_quietly(module: str, *, lean: bool = False) -> Any:
     """Import a module that loads TensorFlow.
 
-    Args:
-        module: its name.
-        lean: let Keras load without its optional packages, in a process that runs no code but ours. They can be imported later.
+    With `lean`, Keras loads without its optional packages. They can still be imported later.
 
     Raises:
         MachineShort: TensorFlow is not installed, or does not load.
@@ -37,7 +35,7 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
 
 @contextmanager
 def _without(packages: Sequence[str]) -> Iterator[None]:
-    """Make imports of packages fail that are not loaded yet, as if they were not installed."""
+    """Make imports of packages fail, unless they are loaded already."""
     hidden = [name for name in packages if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: not to be imported
     try:
@@ -49,9 +47,9 @@ def _without(packages: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Drop what TensorFlow's libraries write to standard error while they load, which no setting of theirs stops."""
+    """Discard standard error: TensorFlow's libraries write to it while they load, whatever their settings."""
     sys.stderr.flush()
-    # TensorFlow looks at it once; processes started from here must not inherit it.
+    # TensorFlow reads it once; child processes must not inherit it.
     level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     kept = os.dup(2)

@@ -1,9 +1,8 @@
 """A pool of worker processes in which a crash, a hang or a kill fails one task and nothing else.
 
 The standard library's pool fails all tasks when one worker dies, and cannot end a task that hangs. Here every worker has
-its own pipe with one task in it at a time, so that the pool knows which task a worker has. Workers are new interpreters,
-not started by multiprocessing, which would import the caller's main module once more. Functions in that module can
-therefore not be submitted.
+its own pipe with one task at a time. Workers are new interpreters. They are not started by multiprocessing, which would
+import the caller's main module again, so functions of that module cannot be submitted.
 """
 
 from __future__ import annotations
@@ -85,31 +84,25 @@ class WorkerPool(Executor):
         self._thread.start()
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Call `fn` in a worker.
-
-        The future raises WorkerDied if the worker ends before the call.
-        """
+        """Call `fn` in a worker. The future raises WorkerDied if the worker ends first."""
         return self._submit(None, fn, args, kwargs)
 
     def submit_within(self, seconds: float, fn: Callable[..., T], /, *args: Any) -> Future[T]:
-        """Call `fn` in a worker, and end the worker if the call takes longer.
-
-        The future raises TookTooLong then.
-        """
+        """Call `fn` in a worker. If it takes longer, the worker is ended, and the future raises TookTooLong."""
         return self._submit(seconds, fn, args, {})
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let all calls end, then end the workers. With `cancel_futures`, drop waiting calls and end within ten seconds."""
         with self._lock:
             self._ending, self._hurried = True, cancel_futures
-            dropped = list(self._waiting) if cancel_futures else []
-            if cancel_futures:
-                self._waiting.clear()
-        for call in dropped:
+        for call in self._take_waiting() if cancel_futures else ():
             call.future.cancel()
         self._notify()
         if wait:
             self._thread.join()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(cancel_futures=kind is not None)
 
     def _submit(
         self, seconds: float | None, fn: Callable[..., T], args: Any, kwargs: Any
@@ -131,10 +124,7 @@ class WorkerPool(Executor):
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-P", "-m", "histopipe.system.worker_process"]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        }
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # A Ctrl-C that comes before the worker ignores it stays pending until then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -150,15 +140,14 @@ class WorkerPool(Executor):
         return _Worker(process, ours)
 
     def _serve(self) -> None:
-        """The thread between futures and processes. If it fails, so do all calls: nobody waits forever."""
+        """Serve all calls in the pool's thread. If it fails, all calls fail."""
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             with self._lock:
                 self._ending = True
-                calls = [*self._waiting, *(w.call for w in self._workers if w.call is not None)]
-                self._waiting.clear()
-            for call in calls:
+            running = [worker.call for worker in self._workers if worker.call is not None]
+            for call in [*self._take_waiting(), *running]:
                 call.future.set_exception(error)
         finally:
             for worker in self._workers:
@@ -171,7 +160,6 @@ class WorkerPool(Executor):
             self._woken.close()
 
     def _run(self) -> None:
-        """Send calls and receive results until the pool ends."""
         # In this thread, because the kernel ends a worker with the thread that started it.
         for _ in range(self._count):
             self._workers.append(self._start())
@@ -245,20 +233,20 @@ class WorkerPool(Executor):
         worker.process.wait()
         self._false_starts += not worker.ready
         if self._false_starts >= _FALSE_STARTS:
-            self._fail_waiting(str(error))
+            self._false_starts = 0
+            for call in self._take_waiting():
+                call.future.set_exception(
+                    MachineShort("worker processes end before they are ready", found=str(error))
+                )
         self._workers[place] = self._start()
         if worker.call is not None:
             worker.call.future.set_exception(error)
 
-    def _fail_waiting(self, why: str) -> None:
-        """Fail the calls that wait: no worker can be started."""
+    def _take_waiting(self) -> list[_SubmittedCall]:
+        """Empty the queue of waiting calls."""
         with self._lock:
             calls, self._waiting = list(self._waiting), deque()
-        self._false_starts = 0
-        for call in calls:
-            call.future.set_exception(
-                MachineShort("worker processes end before they are ready", found=why)
-            )
+        return calls
 
 
 def _how_it_ended(worker: _Worker) -> str:

@@ -1,6 +1,6 @@
-"""The main module of a worker process: `python -P -m histopipe.system.worker_process FD PARENT`.
+"""Main module of a worker process: `python -P -m histopipe.system.worker_process FD PARENT`.
 
-It reads pickled messages from the pipe FD: first a function to prepare with, then tasks. It answers each of them.
+It reads pickled messages from the pipe FD, first a function to prepare with, then tasks, and answers each.
 """
 
 from __future__ import annotations

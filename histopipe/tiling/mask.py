@@ -1,8 +1,7 @@
-"""Where the tissue is: `otsu-1`, on a thumbnail.
+"""Find the tissue on a thumbnail: `otsu-1`.
 
-Tissue is coloured and glass is not, so the saturation (of HSV) is split by Otsu's threshold (Otsu 1979). Black is neither:
-pen, coverslip edges and unscanned areas are excluded, however saturated JPEG makes them. Then holes and specks smaller
-than a stated area are filled and removed.
+The saturation (of HSV) is split by Otsu's threshold. Black is excluded, however saturated JPEG makes it: pen, coverslip
+edges and unscanned areas. Then small specks are removed and small holes filled.
 """
 
 from __future__ import annotations
@@ -17,32 +16,23 @@ from numpy.typing import NDArray
 from histopipe.geometry import Mpp, SquareMicrometres
 
 SATURATION_BOUNDS = (15, 27)
-"""Otsu's threshold is kept within these (0 to 255). Below, the tint of the glass would be tissue on a blank slide (glass
-measures 0 to 5); above, a slide with dark stain would lose pale eosin, which starts near 28. On the H&E test slides the
-tissue found changes by 5 % and 1 % of itself between the two bounds."""
-
+"""Limits of Otsu's threshold (0 to 255). Below, a blank slide's tinted glass would be tissue (glass measures 0 to 5); above,
+a slide with dark stain would lose pale eosin, which starts near 28. Between the limits, the tissue found on the H&E test
+slides changes by 5 % and 1 %."""
 BLACK_BELOW = 45
-"""A pixel whose brightest channel is below this (0 to 255) is no tissue."""
-
+"""A pixel whose brightest channel is below this (0 to 255) is black."""
 SMALLEST_OBJECT = SquareMicrometres(10_000.0)
-"""A square of 0.1 mm: smaller specks are dust or lone cells. A needle biopsy's core is 100 times that."""
-
+"""A square of 0.1 mm: smaller specks are dust or single cells. The core of a needle biopsy is 100 times larger."""
 LARGEST_HOLE = SquareMicrometres(5_000.0)
-"""Smaller holes (fat cells, gland lumina) count as tissue. Well below a usual patch of 0.128 mm, or one of bare glass
-could count as tissue."""
+"""Smaller holes (fat cells, gland lumina) count as tissue. It is well below the area of a usual patch, of 0.128 mm: a patch of
+bare glass must not count as tissue."""
 
 _BAND = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TissueMask:
-    """Tissue on a thumbnail.
-
-    Attributes:
-        pixels: (H, W) bool.
-        saturation_threshold: what Otsu gave, within bounds.
-        black_fraction: share of the thumbnail that is black.
-    """
+    """Tissue on a thumbnail: (H, W) bool, the threshold of saturation, and the share of black pixels."""
 
     pixels: NDArray[np.bool_]
     saturation_threshold: int
@@ -50,11 +40,7 @@ class TissueMask:
 
 
 def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
-    """Tissue on a thumbnail.
-
-    Args:
-        thumbnail: (H, W, 3) uint8 RGB.
-        mpp: its scale.
+    """Find the tissue on a thumbnail, (H, W, 3) uint8 RGB.
 
     Source:
         N. Otsu, "A threshold selection method from gray-level histograms", IEEE Trans. SMC 9 (1979).
@@ -63,20 +49,19 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     saturation, value = _smooth_saturation_and_value(thumbnail)
     black = value < BLACK_BELOW
     counts = np.bincount(saturation[~black], minlength=256)
-    occupied = np.count_nonzero(counts) > 1
-    histogram = (counts, np.arange(256))
-    otsu = int(threshold_otsu(hist=histogram)) if occupied else 0
+    two_values = np.count_nonzero(counts) > 1
+    otsu = int(threshold_otsu(hist=(counts, np.arange(256)))) if two_values else 0
     threshold = int(np.clip(otsu, *SATURATION_BOUNDS))
     tissue = (saturation > threshold) & ~black
     pixel_um2 = mpp * mpp
     tissue = remove_small_objects(tissue, max_size=int(SMALLEST_OBJECT / pixel_um2))
     tissue = remove_small_holes(tissue, max_size=int(LARGEST_HOLE / pixel_um2))
-    # Filling may reach into pen marks and edges: black stays out.
+    # Filling may reach into pen marks and edges.
     return TissueMask(tissue & ~black, threshold, float(black.mean()) if black.size else 0.0)
 
 
 def load_algorithms() -> tuple[Callable[..., Any], ...]:
-    """Import what `tissue_mask` needs of scikit-image: half a second that `--tissue none` need not spend."""
+    """Import what `tissue_mask` needs of scikit-image, which takes half a second."""
     from skimage.filters import threshold_otsu
     from skimage.morphology import remove_small_holes, remove_small_objects
 
@@ -86,27 +71,25 @@ def load_algorithms() -> tuple[Callable[..., Any], ...]:
 def _smooth_saturation_and_value(
     thumbnail: NDArray[np.uint8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Both after a median, which keeps edges and drops the single pixels of JPEG noise; band by band, to save memory."""
+    """Return both after a median filter, which drops single pixels of JPEG noise; in bands, to save memory."""
     saturation, value = np.empty((2, *thumbnail.shape[:2]), np.uint8)
     for top in range(0, len(thumbnail), _BAND):
-        first, bottom = (
-            max(0, top - 1),
-            top + _BAND,
-        )  # a row more on each side, which the median looks at
+        first, bottom = max(0, top - 1), top + _BAND
+        # The median needs one row more on each side.
         smooth = median3(thumbnail[first : bottom + 1])[top - first :][:_BAND]
         saturation[top:bottom], value[top:bottom] = saturation_and_value(smooth)
     return saturation, value
 
 
 def median3(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The median of 3 by 3 pixels, channel by channel; edges count themselves again. (H, W, C) uint8.
+    """Return the median of 3 by 3 pixels per channel, edges repeated, (H, W, C) uint8.
 
-    Equal to Pillow's `MedianFilter(3)` in a sixth of the time: the three of each column are put in order once, for the
-    three neighbourhoods that they belong to.
+    Equal to Pillow's `MedianFilter(3)` in a sixth of the time: the three pixels of each column are sorted once for the
+    three neighbourhoods that contain them.
 
     Source:
-        A. Smith, "Implementing median filters in XC4000E FPGAs", Xcell 23 (1996): the middle of nine is the middle of the
-        largest minimum, the middle median and the smallest maximum of three ordered threes.
+        A. Smith, "Implementing median filters in XC4000E FPGAs", Xcell 23 (1996): the median of nine is the median of the
+        largest minimum, the median of medians and the smallest maximum of three sorted columns.
     """
     padded = np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge")
     low, middle, high = _ordered(padded[:-2], padded[1:-1], padded[2:])
@@ -128,12 +111,11 @@ def _middle(a: NDArray[np.uint8], b: NDArray[np.uint8], c: NDArray[np.uint8]) ->
 
 
 def saturation_and_value(rgb: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """S and V of HSV, 0 to 255, rounded down as Pillow does. (H, W) uint8 each."""
+    """Return S and V of HSV, (H, W) uint8 each, rounded down as Pillow does."""
     red, green, blue = rgb[..., 0], rgb[..., 1], rgb[..., 2]
     value = np.maximum(np.maximum(red, green), blue)
     spread = value - np.minimum(np.minimum(red, green), blue)
     levels = np.arange(256, dtype=np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         table = np.nan_to_num(levels[None, :] / levels[:, None] * np.float32(255), posinf=0)
-    table = table.clip(0, 255).astype(np.uint8)
-    return table[value, spread], value
+    return table.clip(0, 255).astype(np.uint8)[value, spread], value

@@ -1,33 +1,102 @@
-"""The plan: which cells of a slide become patches, decided before a pixel of them is read."""
+"""The plan of a slide: its level, its grid, and which cells become patches. Decided before their pixels are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.geometry import frozen_array
+from histopipe.errors import ScaleError
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, frozen_array, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
-from histopipe.tiling.grid import Grid, covered_fractions, covered_squares, lay_grid
-from histopipe.tiling.level import LevelChoice
 from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import TilingSpec
 
+Resampling = Literal["none", "area", "lanczos"]
 _DARK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class TilingPlan:
-    """A slide's patches, row by row from the top left. It holds no pixels.
+class LevelChoice:
+    """How patches are read: squares of `read_size` pixels of a level, `stride` pixels apart.
 
-    Attributes:
-        choice: the level and how it is read.
-        x_level, y_level: (N,) int64 top left corners, pixels of the level read.
-        x_l0, y_l0: (N,) int64 the same corners in level 0.
-        tissue: (N,) float32 share of tissue, 0 to 1; NaN where it was not looked for.
-        notes: what a person should know about it.
+    `resampling` reduces them to the patch size. `mpp` is the scale of the patches as stored; None if unknown.
+    """
+
+    level: Level
+    read_size: int
+    stride: int
+    resampling: Resampling
+    mpp: Mpp | None
+
+
+def choose_level(
+    name: str, levels: tuple[Level, ...], mpp: Mpp | None, spec: TilingSpec
+) -> LevelChoice:
+    """Choose the level of the spec, or the coarsest that is not coarser than its scale: pixels are never invented.
+
+    Args:
+        name: slide id, for messages.
+        levels: the slide's pyramid.
+        mpp: level-0 scale; None if unknown, which only `--level` allows.
+        spec: the tiling settings.
+
+    Raises:
+        ScaleError: every level is coarser than wanted, or the slide has no such level.
+    """
+    if spec.level is not None:
+        if spec.level >= len(levels):
+            raise ScaleError(
+                f"{name} has no level {spec.level}",
+                found=f"{len(levels)} levels, 0 to {len(levels) - 1}",
+                todo="ask for --mpp instead: it finds the level of each slide",
+            )
+        level = levels[spec.level]
+        return _as_is(level, None if mpp is None else Mpp(mpp * level.downsample), spec)
+    if mpp is None or spec.mpp is None:
+        raise ScaleError(f"{name} has no mpp", todo="give one, or use --level")
+    wanted = spec.mpp
+    fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
+    if not fine:
+        raise ScaleError(
+            f"{name} is too coarse",
+            found=f"{mpp * levels[0].downsample:g} mpp at its finest",
+            expected=f"at most {wanted:g}",
+            todo="leave it out, or ask for a coarser --mpp (pixels are never invented)",
+        )
+    level = max(fine, key=lambda level: level.downsample)
+    level_mpp = mpp * level.downsample
+    reduction = wanted / level_mpp
+    if reduction <= 1 + SCALE_TOLERANCE:
+        return _as_is(level, Mpp(level_mpp), spec)
+    # The same tolerance applies to whole reductions: a "40×" scan of 0.252 mpp needs no filter, and its tiles can be
+    # decoded at half their size.
+    whole = round(reduction)
+    if same_scale(Mpp(level_mpp * whole), wanted):
+        reduction = whole
+    read_size = round(spec.patch_size * reduction)
+    return LevelChoice(
+        level=level,
+        read_size=read_size,
+        stride=max(1, round(read_size * (spec.patch_size - spec.overlap) / spec.patch_size)),
+        # Averaging a whole number of pixels is exact; anything else needs a filter.
+        resampling="area" if read_size % spec.patch_size == 0 else "lanczos",
+        mpp=Mpp(level_mpp * read_size / spec.patch_size),
+    )
+
+
+def _as_is(level: Level, mpp: Mpp | None, spec: TilingSpec) -> LevelChoice:
+    return LevelChoice(level, spec.patch_size, spec.patch_size - spec.overlap, "none", mpp)
+
+
+@dataclass(frozen=True, slots=True)
+class TilingPlan:
+    """Top left corners of a slide's patches, (N,) each, row by row.
+
+    `x_level` and `y_level` are pixels of the level that is read. `tissue` is a share, 0 to 1, and NaN if not measured.
     """
 
     choice: LevelChoice
@@ -43,22 +112,17 @@ class TilingPlan:
 
     @property
     def side_l0(self) -> float:
-        """Side of a cell, level-0 pixels."""
+        """Side of a cell in level-0 pixels."""
         return self.choice.read_size * self.choice.level.downsample
 
     def only(self, chosen: NDArray[np.bool_], note: str) -> TilingPlan:
-        """The plan of some of its cells, (N,) bool, with a note if these are none of many."""
-        if not len(self):
-            return self
-        return TilingPlan(
-            choice=self.choice,
-            x_level=frozen_array(self.x_level[chosen], np.int64),
-            y_level=frozen_array(self.y_level[chosen], np.int64),
-            x_l0=frozen_array(self.x_l0[chosen], np.int64),
-            y_l0=frozen_array(self.y_l0[chosen], np.int64),
-            tissue=frozen_array(self.tissue[chosen], np.float32),
-            notes=self.notes if chosen.any() else (*self.notes, note),
-        )
+        """Return the plan of some of its cells, (N,) bool; add the note if none of them is chosen."""
+        kept: dict[str, Any] = {}
+        for name in ("x_level", "y_level", "x_l0", "y_l0", "tissue"):
+            column = getattr(self, name)
+            kept[name] = frozen_array(column[chosen], column.dtype)
+        notes = (*self.notes, note) if len(self) and not chosen.any() else self.notes
+        return replace(self, **kept, notes=notes)
 
 
 def plan_tiles(
@@ -68,88 +132,69 @@ def plan_tiles(
     thumbnail: Thumbnail,
     mask: TissueMask | None,
 ) -> TilingPlan:
-    """The patches of one slide.
-
-    Args:
-        info: the slide's header.
-        choice: the level to read.
-        spec: what the user asked for.
-        thumbnail: the picture that `mask` lies on.
-        mask: where the tissue is; None takes every cell.
-    """
-    grid = lay_grid(choice.level.inside(info.bounds), choice.read_size, choice.stride)
-    if mask is None:
-        tissue = np.full(grid.shape, np.nan, np.float32)
-        rows, columns = (index.ravel() for index in np.indices(grid.shape))
-    else:
-        tissue = _tissue_of(grid, choice, thumbnail, mask)
-        rows, columns = np.nonzero(tissue >= spec.tissue_threshold)
-    x_level, y_level = grid.xs[columns], grid.ys[rows]
-    return TilingPlan(
+    """Plan the patches of one slide, by a mask of the thumbnail; None takes every cell."""
+    area = choice.level.inside(info.bounds)
+    xs = cell_starts(area.x, area.size.width, choice.read_size, choice.stride)
+    ys = cell_starts(area.y, area.size.height, choice.read_size, choice.stride)
+    x_level, y_level = (axis.ravel() for axis in np.meshgrid(xs, ys))
+    plan = TilingPlan(
         choice=choice,
         x_level=frozen_array(x_level, np.int64),
         y_level=frozen_array(y_level, np.int64),
         x_l0=frozen_array(choice.level.to_l0(x_level), np.int64),
         y_l0=frozen_array(choice.level.to_l0(y_level), np.int64),
-        tissue=frozen_array(tissue[rows, columns], np.float32),
-        notes=_notes(info, choice, grid, mask, len(rows)),
+        tissue=frozen_array(np.full(len(x_level), np.nan), np.float32),
     )
+    if not len(plan):
+        read = f"where one reads {choice.read_size} pixels"
+        return replace(plan, notes=(f"no patch fits: the slide is {area.size} {read}",))
+    if mask is None:
+        return plan
+    # What could not be read may be tissue: it is planned, and recorded as unreadable if its pixels are, too.
+    covered = mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost
+    tissue = frozen_array(cell_shares(plan, thumbnail, covered), np.float32)
+    none = "no tissue found"
+    if mask.black_fraction > _DARK:
+        none += " on a dark background, use --tissue none"
+    return replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, none)
+
+
+def cell_starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64]:
+    """Return the left or top edges of all cells that are inside an extent."""
+    count = (extent - cell) // stride + 1 if extent >= cell else 0
+    return first + stride * np.arange(count, dtype=np.int64)
 
 
 def cell_shares(
     plan: TilingPlan, thumbnail: Thumbnail, mask: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """(N,) share of each of a plan's cells that a mask on the thumbnail covers, 0 to 1."""
-    frame = _Frame(thumbnail, plan.choice)
-    x, y = frame.x(plan.x_level), frame.y(plan.y_level)
-    return covered_squares(mask, x, y, plan.choice.read_size / frame.scale)
+    """Return the share, 0 to 1, of each cell of a plan that a mask of the thumbnail covers, (N,)."""
+    # Pixels of the plan's level per pixel of the thumbnail's level, and per pixel of the thumbnail.
+    step = thumbnail.level.downsample / plan.choice.level.downsample
+    scale = step * thumbnail.reduction
+    x = (plan.x_level - thumbnail.x_level * step) / scale
+    y = (plan.y_level - thumbnail.y_level * step) / scale
+    return covered_squares(mask, x, y, plan.choice.read_size / scale)
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    """A thumbnail's pixels, seen from the level that patches are read from."""
-
-    thumbnail: Thumbnail
-    choice: LevelChoice
-
-    @property
-    def scale(self) -> float:
-        """Pixels of that level per pixel of the thumbnail."""
-        return self._step * self.thumbnail.reduction
-
-    def x(self, level: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Columns of that level, in pixels of the thumbnail."""
-        return np.asarray((level - self.thumbnail.x_level * self._step) / self.scale)
-
-    def y(self, level: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Rows of that level, in pixels of the thumbnail."""
-        return np.asarray((level - self.thumbnail.y_level * self._step) / self.scale)
-
-    @property
-    def _step(self) -> float:
-        return self.thumbnail.level.downsample / self.choice.level.downsample
-
-
-def _tissue_of(
-    grid: Grid, choice: LevelChoice, thumbnail: Thumbnail, mask: TissueMask
+def covered_squares(
+    mask: NDArray[np.bool_], x: NDArray[np.floating], y: NDArray[np.floating], side: float
 ) -> NDArray[np.float32]:
-    """Tissue share of every cell: the grid's edges taken into the mask's frame."""
-    frame = _Frame(thumbnail, choice)
-    return covered_fractions(
-        # What could not be seen may be tissue: it is planned, and recorded as unreadable if it is so there too.
-        mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost,
-        frame.x(grid.xs), frame.y(grid.ys), grid.cell / frame.scale,
-    )  # fmt: skip
+    """Return the share, 0 to 1, of every square that a mask covers, (N,) float32, for squares at any (N,) left and top edges."""
+    if not mask.any():
+        return np.zeros(len(x), np.float32)
+    sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
+    np.cumsum(np.cumsum(mask, axis=0, dtype=np.int32), axis=1, out=sums[1:, 1:])
 
+    def up_to(column: NDArray[np.floating], row: NDArray[np.floating]) -> NDArray[np.float64]:
+        """Count the pixels of the mask above and to the left of points."""
+        column, row = np.clip(column, 0, mask.shape[1]), np.clip(row, 0, mask.shape[0])
+        left = np.minimum(column.astype(np.int64), mask.shape[1] - 1)
+        top = np.minimum(row.astype(np.int64), mask.shape[0] - 1)
+        right_share, low_share = column - left, row - top
+        upper = sums[top, left] * (1 - right_share) + sums[top, left + 1] * right_share
+        lower = sums[top + 1, left] * (1 - right_share) + sums[top + 1, left + 1] * right_share
+        return np.asarray(upper * (1 - low_share) + lower * low_share)
 
-def _notes(
-    info: SlideInfo, choice: LevelChoice, grid: Grid, mask: TissueMask | None, patches: int
-) -> tuple[str, ...]:
-    if patches:
-        return ()
-    if 0 in grid.shape:
-        size = choice.level.inside(info.bounds).size
-        return (f"no patch fits: the slide is {size} where one reads {choice.read_size} pixels",)
-    if mask is not None and mask.black_fraction > _DARK:
-        return ("no tissue found on a dark background, use --tissue none",)
-    return ("no tissue found",)
+    found = up_to(x + side, y + side) - up_to(x, y + side) - up_to(x + side, y) + up_to(x, y)
+    return np.clip(found / (side * side), 0, 1).astype(np.float32)

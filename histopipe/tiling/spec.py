@@ -1,4 +1,4 @@
-"""What the user asked for, complete enough that the same spec gives the same patches."""
+"""The tiling spec: all settings that determine the patches of a slide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALGORITHMS: Mapping[str, str] = {
     "tissue": "otsu-1",
     "resample": "area-lanczos-2",
 }
-"""Version of every algorithm that decides a cell or a pixel: a new version is a new spec."""
+"""Versions of the algorithms that determine cells and pixels: another version is another spec."""
 
 MAX_PATCH_SIZE = 8192
 
@@ -32,20 +32,8 @@ MAX_PATCH_SIZE = 8192
 class TilingSpec:
     """How slides are cut into patches and how these are encoded. One store has one spec.
 
-    Args:
-        patch_size: side of a patch, pixels as stored.
-        overlap: pixels that neighbours share, as stored.
-        mpp: wanted scale; None where `level` is given.
-        level: pyramid level to take as it is; None where `mpp` is given.
-        tissue: how tissue is found; "none" takes every cell.
-        tissue_threshold: least share of a cell that is tissue, 0 to 1.
-        codec: "jpeg" or "png"; "auto" takes a slide's own JPEG tiles where the patches lie on them, else "jpeg".
-        quality: JPEG quality, 1 to 100.
-        subsampling: JPEG chroma subsampling.
-        roi: class of annotations; only cells of which `roi_threshold` lies in its outlines are taken.
-        roi_threshold: share of a cell, above 0 to 1.
-        grid: "imported" takes the cells that another tool has chosen.
-        resample: "fast" lets JPEG tiles be decoded at a half, a quarter or an eighth; "exact" decodes and averages.
+    The settings are those of `ingest`, with `roi_threshold` for `annotation_threshold`. The grid "imported" takes the
+    cells that another tool has chosen.
 
     Raises:
         UsageError: a value is out of range, or not exactly one of `mpp` and `level` is given.
@@ -87,9 +75,9 @@ class TilingSpec:
         _one_of("--resample", self.resample, get_args(Resample))
 
     def to_json(self) -> dict[str, Any]:
-        """The spec with the versions of its algorithms, as `meta` holds it."""
+        """Return the spec with the versions of its algorithms, as `meta` has it."""
         settings = dataclasses.asdict(self)
-        # Stores that have no use for what came later say nothing more than ever.
+        # Settings of later versions are left out where they are not used, so that old stores stay equal.
         own = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
         if self.roi is None:
             del settings["roi"], settings["roi_threshold"]
@@ -99,11 +87,7 @@ class TilingSpec:
 
 
 def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
-    """The spec that `to_json` wrote, for slides that are tiled as those were: without imported cells or a region of interest.
-
-    Args:
-        value: as `meta` holds it; what is not known here is left out.
-        changes: settings that are to be others.
+    """Return the spec in `meta` for tiling further slides: without imported cells, region of interest and unknown settings.
 
     Raises:
         UsageError: a value is out of range.
@@ -113,13 +97,10 @@ def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
 
 
 def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
-    """The spec that makes exactly the patches of a store.
-
-    Args:
-        value: as the store's `meta` holds it.
+    """Return the spec that makes exactly the patches of a store with this spec in `meta`.
 
     Raises:
-        SpecMismatch: this version makes no such patches, or another tool has chosen them.
+        SpecMismatch: this version makes other patches, or another tool has chosen them.
     """
     names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
     spec = TilingSpec(**{name: value[name] for name in names & value.keys()})
@@ -133,7 +114,7 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
 
 
 def magnification_to_mpp(magnification: float) -> Mpp:
-    """20× is 0.5 µm a pixel, 40× is 0.25.
+    """Return the scale of a magnification: 20× is 0.5 µm per pixel, 40× is 0.25.
 
     Raises:
         UsageError: it is not positive.
@@ -144,8 +125,8 @@ def magnification_to_mpp(magnification: float) -> Mpp:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """What two specs disagree in, one line each: `mpp: 0.5 in the store, 0.25 asked for`."""
-    keys = sorted(set(found) | set(wanted))
+    """Return the differences of two specs, one text each: `mpp: 0.5 in the store, 0.25 asked for`."""
+    keys = sorted(found.keys() | wanted.keys())
     return [
         f"{key}: {found.get(key)} in the store, {wanted.get(key)} asked for"
         for key in keys

@@ -16,7 +16,7 @@ import tensorflow as tf
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import Pooling
-from histopipe.training.models import LOGITS, SampleDropout
+from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 
 _HIDDEN, _ATTENTION = 512, 256
 """Widths as CLAM's "small" model has them."""
@@ -25,17 +25,8 @@ _HIDDEN, _ATTENTION = 512, 256
 class BagModel:
     """A network over bags.
 
-    Args:
-        pooling: how a bag's patches become one.
-        dimension: features of a patch.
-        classes: how many.
-        dropout: share of each patch's hidden features dropped in training.
-        precision: Keras' dtype policy of all layers but the last.
-
-    Attributes:
-        serving: features (B, N, D) float32 to {"probability": (B, C)} and, with attention, {"attention": (B, N)}, of stock layers
-            only: what `model.keras` holds.
-        training: the same; its weights are what is trained.
+    `serving` is what `model.keras` holds: features (B, N, D) float32 to {"probability": (B, C)} and, with attention,
+    {"attention": (B, N)}, of stock layers only. Its weights are what is trained.
     """
 
     def __init__(
@@ -47,12 +38,8 @@ class BagModel:
         dropout: float,
         precision: Precision = "float32",
     ) -> None:
-        usual = keras.config.dtype_policy()
-        keras.config.set_dtype_policy(precision)
-        try:
+        with dtype_policy(precision):
             self._build(pooling, dimension, classes, dropout)
-        finally:
-            keras.config.set_dtype_policy(usual)
         self.pooling: Pooling = pooling
         self.classes = classes
         self.batch_norms: list[keras.layers.BatchNormalization] = []
@@ -109,16 +96,10 @@ class BagModel:
         rows: tf.Tensor,
         seed: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """What becomes of single patches before they are pooled.
+        """Return hidden features (n, H) and attention scores (n,) of patches; scores are 0 where there is no attention.
 
-        Args:
-            weights: values of `patch_weights`.
-            features: (n, D) of any float type.
-            rows: (n,) int64, their places in the bag.
-            seed: () int64 of the bag in this epoch; None outside of training.
-
-        Returns:
-            Hidden features (n, H) and attention scores (n,), both of `sum_dtype`; scores are 0 where there is no attention.
+        Weights are values of `patch_weights`; features (n, D) of any float type; rows (n,) int64, their places in the bag; the
+        seed () int64 is of the bag in this epoch, None outside of training.
         """
         with keras.StatelessScope(zip(self.patch_weights, weights, strict=True)):
             hidden = self._hidden(features)
@@ -135,7 +116,7 @@ class BagModel:
         return tf.cast(hidden, self.sum_dtype), scores
 
     def logits(self, weights: Sequence[tf.Tensor], pooled: tf.Tensor) -> tf.Tensor:
-        """(1, C) from values of `last_weights` and a bag's (H,) pooled features."""
+        """Return (1, C) logits from values of `last_weights` and a bag's (H,) pooled features."""
         with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
             logits: tf.Tensor = self._logits(pooled[None])
         return logits

@@ -1,79 +1,45 @@
-"""Steps over bags: each bag by itself, a piece of it at a time, and the gradients of a batch's bags added up."""
+"""Steps over bags: each bag by itself, a piece of it at a time, and the gradients of a batch's bags added up.
+
+Memory does not grow with a bag. For the gradients each piece is computed once more, and its share in the pooled features is
+known from the first time: a third more work than keeping everything. Mean pooling is attention with equal scores.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-import keras
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import sample_seeds
 from histopipe.training.bag_model import BagModel
-from histopipe.training.pooling import patch_gradients, pool
-from histopipe.training.train_step import StepSettings, TrainStep, cross_entropy, results
+from histopipe.training.train_step import TrainStep, cross_entropy, results, values_of
 
 PIECE = 32_768
 """Patches computed at once: some 300 MB of hidden features and their like, and more would be no faster."""
 
 
 class BagTrainStep(TrainStep):
-    """The steps of a bag model. Of a micro-batch, `size` is the patches of a bag that are computed at once.
+    """The steps of a bag model. A micro-batch is a bag; its `size` is the patches that are computed at once."""
 
-    Args:
-        strategy, model, optimizer, settings: as for `TrainStep`.
-    """
-
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        model: BagModel,
-        optimizer: keras.Optimizer,
-        settings: StepSettings,
-    ) -> None:
-        super().__init__(strategy, model, optimizer, settings)
-        self._bags = model
+    model: BagModel
 
     def whole(self, rows: int) -> int:
-        """What is computed at once of a bag."""
+        """Return how many patches of a bag are computed at once if memory suffices."""
         return PIECE
 
-    def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """As `TrainStep.gradients`, with `rows` of bags."""
-        so_far, values = None, []
+    def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
+        """Yield the number of each bag, and the size."""
         for number in range(rows):
-            so_far, part = self._bag_gradients(
-                batch, epoch_number, so_far, tf.constant(number), tf.constant(size)
-            )
-            values.append(self.strategy.experimental_local_results(part))
-        return so_far, values
+            yield tf.constant(number), tf.constant(size)
 
-    def predictions(self, batch: Any, rows: int, size: int) -> Any:
-        """As `TrainStep.predictions`."""
-        parts = (
-            self._bag_prediction(batch, tf.constant(number), tf.constant(size))
-            for number in range(rows)
-        )
-        return [self.strategy.experimental_local_results(part) for part in parts]
-
-    # Bags differ in length, and must not each be traced anew.
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _bag_gradients(
-        self, batch: Any, epoch_number: tf.Tensor, so_far: Any, number: tf.Tensor, size: tf.Tensor
-    ) -> Any:
-        arguments = (batch, epoch_number, so_far, number, size)
-        return self.strategy.run(self._bag_gradients_replica, args=arguments)
-
-    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _bag_prediction(self, batch: Any, number: tf.Tensor, size: tf.Tensor) -> Any:
-        return self.strategy.run(self._bag_prediction_replica, args=(batch, number, size))
-
-    def _bag_gradients_replica(
+    def _gradient_replica(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, number: tf.Tensor, size: tf.Tensor
     ) -> Any:
-        model = self._bags
+        model = self.model
         features, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
-        own, last = _values(model.patch_weights), _values(model.last_weights)
+        own, last = values_of(model.patch_weights), values_of(model.last_weights)
         pooled = pool(model, own, features, size, seed)
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
@@ -84,27 +50,28 @@ class BagTrainStep(TrainStep):
             loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
         outer, *of_last = tape.gradient(loss, [pooled.value, *last])
         of_patches = patch_gradients(model, own, features, size, seed, pooled, outer)
-        found = dict(zip(map(id, [*model.patch_weights, *model.last_weights]),
-                         [*of_patches, *of_last], strict=True))  # fmt: skip
+        weights = [*model.patch_weights, *model.last_weights]
+        found = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
         gradients = [found[id(weight)] for weight in model.training.trainable_variables]
         total = tf.cast(bag["weight"][0], gradients[0].dtype)
         if so_far is not None:
-            sums, _, weights = so_far
+            sums, _, sum_of_weights = so_far
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
-            total += weights
-        state = _values(model.training.non_trainable_variables)  # of the stock dropout: never used
+            total += sum_of_weights
+        # Of the stock dropout: never used.
+        state = values_of(model.training.non_trainable_variables)
         return (gradients, state, total), results(tf.nn.softmax(logits), losses, bag["weight"])
 
-    def _bag_prediction_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-        model = self._bags
+    def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        model = self.model
         features, bag = self._bag(part, number)
-        pooled = pool(model, _values(model.patch_weights), features, size)
-        logits = model.logits(_values(model.last_weights), pooled.value)
+        pooled = pool(model, values_of(model.patch_weights), features, size)
+        logits = model.logits(values_of(model.last_weights), pooled.value)
         losses = cross_entropy(bag["label"], logits)
         return results(tf.nn.softmax(logits), losses, bag["weight"])
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
-        """One bag's features (R, D), and its label, weight and key (1,). Behind the last one, one that weighs nothing."""
+        """Return a bag's features (R, D), and its label, weight and key (1,); after the last bag, one of weight 0."""
         count = tf.shape(part["key"])[0]
         place = number % count
         end = part["end"][place]
@@ -114,5 +81,105 @@ class BagTrainStep(TrainStep):
         return part["features"][begin:end], {**bag, "weight": weight}
 
 
-def _values(variables: list[keras.Variable]) -> list[tf.Tensor]:
-    return [tf.convert_to_tensor(variable.value) for variable in variables]
+class Pooled(NamedTuple):
+    """A bag pooled."""
+
+    value: tf.Tensor
+    """(H,) pooled hidden features."""
+    norm: tf.Tensor
+    """() logarithm of the sum of the exponentials of all attention scores."""
+    best: tf.Tensor
+    """(H,) int64 rows of each hidden feature's largest value, for max pooling."""
+
+
+def pool(
+    model: BagModel,
+    weights: Sequence[tf.Tensor],
+    features: tf.Tensor,
+    size: tf.Tensor,
+    seed: tf.Tensor | None = None,
+) -> Pooled:
+    """Pool a bag of (N, D) features, `size` patches at once. `weights` are the values of `model.patch_weights`."""
+    width = (model.hidden_width,)
+    zeros = tf.zeros(width, model.sum_dtype)
+    lowest = tf.constant(float("-inf"), model.sum_dtype)
+
+    def share(piece: tf.Tensor, rows: tf.Tensor, highest: Any, total: Any, value: Any) -> Any:
+        hidden, scores = model.patches(weights, piece, rows, seed)
+        top = tf.maximum(highest, tf.reduce_max(scores))
+        before, own = tf.exp(highest - top), tf.exp(scores - top)
+        value = value * before + tf.linalg.matvec(hidden, own, transpose_a=True)
+        return top, total * before + tf.reduce_sum(own), value
+
+    def largest(piece: tf.Tensor, rows: tf.Tensor, value: Any, best: Any) -> Any:
+        hidden, _ = model.patches(weights, piece, rows, seed)
+        found = tf.reduce_max(hidden, axis=0)
+        at = tf.gather(rows, tf.argmax(hidden, axis=0))
+        return tf.maximum(value, found), tf.where(found > value, at, best)
+
+    nowhere = tf.zeros(width, tf.int64)
+    if model.pooling == "max":
+        value, best = _in_pieces(features, size, largest, (zeros + lowest, nowhere))
+        return Pooled(value, lowest, best)
+    highest, total, value = _in_pieces(features, size, share, (lowest, zeros[0], zeros))
+    return Pooled(value / total, highest + tf.math.log(total), nowhere)
+
+
+def patch_gradients(  # noqa: PLR0917 - a pure function of all it depends on
+    model: BagModel,
+    weights: Sequence[tf.Tensor],
+    features: tf.Tensor,
+    size: tf.Tensor,
+    seed: tf.Tensor | None,
+    pooled: Pooled,
+    outer: tf.Tensor,
+) -> list[tf.Tensor]:
+    """Return the gradients of a loss by `weights`, from (H,) `outer`, its gradient by `pooled.value`."""
+    common = tf.tensordot(pooled.value, outer, 1)
+
+    def by_share(piece: tf.Tensor, rows: tf.Tensor, *sums: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            hidden, scores = model.patches(weights, piece, rows, seed)
+            along = tf.linalg.matvec(hidden, outer)
+            shares = tf.stop_gradient(tf.exp(scores - pooled.norm))
+            # The gradient of a softmax: a share grows with how far its patch lies beyond the pooled one.
+            loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
+        return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
+
+    if model.pooling == "max":
+        # Only the patches that were largest in something have a part in it.
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            chosen = tf.gather(features, pooled.best)
+            hidden, _ = model.patches(weights, chosen, pooled.best, seed)
+            loss = tf.tensordot(tf.linalg.diag_part(hidden), outer, 1)
+        return _gradients(tape, loss, weights)
+    return list(_in_pieces(features, size, by_share, [tf.zeros_like(w) for w in weights]))
+
+
+def _gradients(
+    tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    found: list[tf.Tensor] = tape.gradient(
+        loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return found
+
+
+def _in_pieces(
+    features: tf.Tensor, size: tf.Tensor, step: Callable[..., Any], state: Sequence[tf.Tensor]
+) -> Sequence[tf.Tensor]:
+    """Fold a function of (piece, its rows, *state) over a bag; not in parallel, so that memory holds one piece."""
+    size = tf.cast(size, tf.int64)
+    count = tf.shape(features, tf.int64)[0]
+
+    def body(start: tf.Tensor, *state: tf.Tensor) -> Any:
+        stop = tf.minimum(start + size, count)
+        return (stop, *step(features[start:stop], tf.range(start, stop), *state))
+
+    begin = tf.zeros((), tf.int64)
+    found = tf.while_loop(
+        lambda start, *_: start < count, body, (begin, *state), parallel_iterations=1
+    )
+    return tuple(found[1:])

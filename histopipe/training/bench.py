@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset import throughput
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.tensorflow import load_quietly
+from histopipe.training import throughput
 
 _DISK_THREADS = 16
 _GOOD_ENOUGH = 0.95
@@ -89,20 +90,24 @@ class BenchResult:
 
     def __str__(self) -> str:
         """Return a table of the stages, and the advice."""
-        rows: list[tuple[str, float | None, str]] = [
+        calls, sizes = self.reader.items(), self.device.items()
+        share = {count: rate / self.decode for count, rate in calls}
+        rows = [
             ("disk", self.disk, f"{_DISK_THREADS} threads, past the page cache"),
             ("LMDB", self.lmdb, "one thread, in the page cache"),
             ("decode", self.decode, f"{self.cores} threads, the upper limit of these cores"),
+            *(
+                ("reader", r, f"{n} parallel calls, {share[n]:.0%} of the decode rate")
+                for n, r in calls
+            ),
+            *(("device", rate, f"training steps of {size} patches") for size, rate in sizes),
         ]
-        for calls, rate in self.reader.items():
-            note = f"{calls} parallel calls, {rate / self.decode:.0%} of the decode rate"
-            rows.append(("reader", rate, note))
-        rows += [("device", r, f"training steps of {n} patches") for n, r in self.device.items()]
-        lines = [f"{'stage':<10} {'patches/s':>12}"]
-        for stage, rate_or_none, note in rows:
-            figure = "not measured" if rate_or_none is None else f"{rate_or_none:,.0f}"
-            lines.append(f"{stage:<10} {figure:>12}  {note}".rstrip())
-        return "\n".join([*lines, "", *self.advice])
+        figures = ["not measured" if rate is None else f"{rate:,.0f}" for _, rate, _ in rows]
+        lines = [
+            f"{row[0]:<10} {figure:>12}  {row[2]}"
+            for row, figure in zip(rows, figures, strict=True)
+        ]
+        return "\n".join([f"{'stage':<10} {'patches/s':>12}", *lines, "", *self.advice])
 
     __repr__ = __str__
 
@@ -161,11 +166,9 @@ def bench(
             bar.advance()
         device = {}
         if model is not None:
-            # Late: it loads Keras.
-            from histopipe.training.step_rate import measure_device
-
             sizes = [max(1, batch_size // 2), batch_size, 2 * batch_size, 4 * batch_size]
-            device = measure_device(opened, model, sizes, devices, seconds)
+            side = opened[0].patch_size
+            device = throughput.measure_device(side, model, sizes, devices, seconds)
             bar.advance()
     return BenchResult(
         disk, lmdb, decode, reader, device,
@@ -181,8 +184,5 @@ def _smallest_good(rates: dict[int, float]) -> int:
 
 
 def _available_memory() -> int:
-    for entry in Path("/proc/meminfo").read_text().splitlines():
-        name, value, *_ = entry.split()
-        if name == "MemAvailable:":
-            return int(value) << 10
-    return 0
+    found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0

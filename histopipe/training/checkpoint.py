@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.runs.history import EpochMetrics
+from histopipe.runs.result import EpochMetrics
 from histopipe.system.files import appearing
 
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
@@ -36,28 +36,22 @@ def _nothing() -> NDArray[np.float32]:
 
 @dataclass(slots=True)
 class TrainState:
-    """The state of a training besides its variables.
-
-    Attributes:
-        epoch: the next or current one.
-        values: (S, B, C + 2) float32, the results of that epoch's steps so far; the next step is S.
-        seconds, input_wait: of these steps.
-        best_auc, best_loss: of the best epoch on validation.
-        best_epoch: the model that `model.keras` holds; -1 for none yet.
-        waited: epochs since then.
-        skipped: keys of damaged patches.
-        history: one row an epoch.
-    """
+    """The state of a training besides its variables."""
 
     epoch: int = 0
+    """The next or current one."""
     values: NDArray[np.float32] = field(default_factory=_nothing)
+    """(S, B, C + 2), the results of that epoch's steps so far; the next step is S."""
     seconds: float = 0.0
     input_wait: float = 0.0
     best_auc: float = -1.0
     best_loss: float = float("inf")
     best_epoch: int = -1
+    """That of the model in `model.keras`; -1 for none yet."""
     waited: int = 0
+    """Epochs since then."""
     skipped: list[int] = field(default_factory=list)
+    """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def is_improved_by(self, metrics: EpochMetrics) -> bool:
@@ -89,10 +83,9 @@ def _keep(newest: Path, older: Path) -> None:
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
-    """Restore the variables and return the state: the newest, or the one before if that is damaged.
+    """Restore the variables. Return the newest intact state, and what was wrong with the newest file, if anything.
 
-    Returns:
-        The state, and what was wrong with the newest file, if anything. Without files: the initial state.
+    Without files, the state is that of a new training.
 
     Raises:
         DamagedStore: no file is intact, or they are of another model.

@@ -15,11 +15,7 @@ from histopipe.system.tensorflow import load_quietly
 
 
 def main(fd: int) -> NoReturn:
-    """Receive a training through a pipe, run it, and send its messages and its result.
-
-    Args:
-        fd: file descriptor of the pipe to `supervise`.
-    """
+    """Receive a training through a pipe, `fd`, run it, and send its messages and its result."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides what a Ctrl-C does
     pipe = Connection(fd)
 

@@ -1,12 +1,18 @@
-"""The devices of a training, as a `tf.distribute` strategy."""
+"""The devices and workers of a training, as a `tf.distribute` strategy, and what workers do together."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from histopipe.errors import UsageError
-from histopipe.runs.config import DEVICES
-from histopipe.runs.workers import Cluster
+from histopipe.runs.config import parse_devices
+from histopipe.runs.workers import Cluster, in_cluster, slurm_tasks_per_node, tf_config
 
 
 def make_strategy(
@@ -18,26 +24,17 @@ def make_strategy(
 ) -> tf.distribute.Strategy:
     """Return the strategy for `--devices`. Call it before TensorFlow uses a device. Waits for the workers of a cluster.
 
-    Args:
-        devices: "auto" (GPUs if there are any), "cpu", "cpu:N" for N logical CPU devices, "gpu" or "gpu:0,1".
-        cluster: the workers, each with such devices; default: this process alone.
-        timeout: seconds after which a step that waits for another worker fails.
-        communication: between workers: "auto", "ring" (gRPC) or "nccl".
+    Each worker has such devices: "auto" (GPUs if there are any), "cpu:N" (N logical CPU devices), "gpu:0,1". A step that waits
+    for another worker fails after `timeout` seconds. Workers communicate by "auto", "ring" (gRPC) or "nccl".
 
     Raises:
         UsageError: not of this form, no such GPU, or TensorFlow already uses other devices.
     """
     names = _set_up(devices)
-    if cluster is not None and not cluster.alone:
-        return _clustered(names, cluster, timeout, communication)
-    if len(names) == 1:
-        return tf.distribute.OneDeviceStrategy(names[0])
-    return tf.distribute.MirroredStrategy(names)
-
-
-def _clustered(
-    names: list[str], cluster: Cluster, timeout: float, communication: str
-) -> tf.distribute.Strategy:
+    if cluster is None or cluster.alone:
+        if len(names) == 1:
+            return tf.distribute.OneDeviceStrategy(names[0])
+        return tf.distribute.MirroredStrategy(names)
     if len(names) > 1 and names[0].startswith("/CPU"):
         raise UsageError(
             f"--devices cpu:{len(names)}", found=f"{len(cluster.workers)} workers",
@@ -52,11 +49,7 @@ def _clustered(
 
 def _set_up(devices: str) -> list[str]:
     """Configure the devices and return their names."""
-    match = DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
+    match = parse_devices(devices)
     gpus = tf.config.list_physical_devices("GPU")
     try:
         if devices.startswith("cpu") or (devices == "auto" and not gpus):
@@ -96,3 +89,71 @@ def _gpus(gpus: list[tf.config.PhysicalDevice], wanted: str | None) -> list[str]
         # Take memory as it is needed: a workstation's GPU is often shared.
         tf.config.experimental.set_memory_growth(gpu, True)
     return [f"/GPU:{number}" for number in range(len(chosen))]
+
+
+def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
+    """Return the workers that `TF_CONFIG` names, or those of a Slurm job step; else this process alone.
+
+    Raises:
+        UsageError: the environment describes no valid cluster.
+    """
+    if not in_cluster(environment):
+        return Cluster()
+    config = tf_config(environment)
+    if config is not None:
+        resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        kind, index = config["task"]["type"], int(config["task"]["index"])
+    else:
+        # Slurm shows each task its own GPUs, so the resolver gets one per task and must not select any.
+        tasks = max(slurm_tasks_per_node(environment))
+        resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+            gpus_per_node=tasks, gpus_per_task=1, auto_set_gpu=False
+        )
+        kind, index = "worker", int(environment["SLURM_PROCID"])
+    spec = resolver.cluster_spec().as_dict()
+    if set(spec) - {"chief", "worker"} or not 0 <= index < len(spec.get(kind, [])):
+        raise UsageError(
+            "TF_CONFIG", found=f"{', '.join(sorted(spec))}; this one is {kind} {index}",
+            expected="workers, with or without a chief, and this one among them",
+        )  # fmt: skip
+    chiefs = spec.get("chief", [])
+    place = index if kind == "chief" else len(chiefs) + index
+    return Cluster((*chiefs, *spec.get("worker", [])), place, resolver)
+
+
+def one_per_replica(strategy: tf.distribute.Strategy, parts: Sequence[Any], first: int) -> Any:
+    """Return the parts of this worker's replicas, of which `first` is the first, as one value per replica."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: parts[int(context.replica_id_in_sync_group) - first]
+    )
+
+
+def gathered(
+    cluster: Cluster, strategy: tf.distribute.Strategy, values: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return the arrays of all workers, (S, N, F) with any N, joined along axis 1. All workers must call it."""
+    if cluster.alone:
+        return values
+    own = cluster.own_part(strategy.num_replicas_in_sync)
+    parts = [values, *[values[:, :0]] * (len(own) - 1)]
+    each = one_per_replica(strategy, [tf.constant(part) for part in parts], own[0])
+    return np.asarray(strategy.gather(each, axis=1))
+
+
+def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequence[int]) -> None:
+    """Wait for all workers, and check that each has the same numbers, below 65,536.
+
+    Raises:
+        UsageError: a worker has other numbers than the first.
+    """
+    everyones = gathered(cluster, strategy, np.asarray([[numbers]], np.float32))[0]
+    differing = [
+        f"worker {index} ({cluster.workers[index]})"
+        for index, theirs in enumerate(everyones)
+        if not np.array_equal(theirs, everyones[0])
+    ]
+    if differing:
+        raise UsageError(
+            "the workers do not agree", found=f"{', '.join(differing)} other than the first",
+            expected="the same settings, stores, splits and run folder everywhere",
+        )  # fmt: skip

@@ -7,11 +7,14 @@ what one would.
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -22,10 +25,9 @@ from histopipe.dataset.batch_sampler import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.progress import default_progress
-from histopipe.training.collectives import gathered
+from histopipe.training.devices import gathered, one_per_replica
 from histopipe.training.memory import MicroBatch
 from histopipe.training.predictions import Predictions, StepResults, predictions
-from histopipe.training.signals import Requests
 from histopipe.training.train_step import TrainStep
 
 _IN_FLIGHT = 2
@@ -36,18 +38,57 @@ def _nothing(*_: Any) -> None:
     pass
 
 
+class Requests(NamedTuple):
+    """What a worker requests before the next step; above 0 for yes."""
+
+    save: float = 0.0
+    stop: float = 0.0
+
+
+class StopSignals:
+    """Turns SIGTERM and Ctrl-C into a request to stop after the current step. A second Ctrl-C interrupts at once.
+
+    Also requests a checkpoint every `save_minutes`. Attributes: `stopping` after a signal; `saveable` as soon as there is
+    something to save, before which a signal interrupts at once.
+    """
+
+    def __init__(self, save_minutes: float) -> None:
+        self._seconds = 60 * save_minutes
+        self._saved = time.monotonic()
+        self.stopping = self.saveable = False
+
+    def requests(self) -> Requests:
+        """Return what is due before the next step."""
+        due = time.monotonic() - self._saved >= self._seconds
+        return Requests(save=float(due), stop=float(self.stopping))
+
+    def saved(self) -> None:
+        """Note that the state has just been saved."""
+        self._saved = time.monotonic()
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Handle signals, if this is the main thread. Enter it after workers have met: TensorFlow then sets a handler."""
+        in_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGTERM, signal.SIGINT) if in_main else ()
+        handlers = {number: signal.signal(number, self._stop) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if not self.saveable or (self.stopping and number == signal.SIGINT):
+            raise KeyboardInterrupt
+        self.stopping = True
+
+
 class EpochLoop:
     """Runs a training step, or a prediction, over all batches of an epoch.
 
-    Args:
-        step: the computation of one step.
-        seed: of augmentation and dropout.
-        micro_batch: returns the micro-batch for the number of rows that a replica could compute at once; default: all rows.
-        cluster: the workers; default: this process alone.
-
-    Attributes:
-        skipped: the reason for each patch skipped so far, by key.
-        micro_batch: how many patches a replica computes at once.
+    `seed` is of augmentation and dropout; `micro_batch` makes the micro-batch for the rows that a replica has at most; without a
+    `cluster`, this process is alone.
     """
 
     def __init__(
@@ -66,6 +107,7 @@ class EpochLoop:
         self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
         self.micro_batch = micro_batch(step.whole(self._rows))
         self.skipped: dict[int, str] = {}
+        """The reason for each patch skipped so far, by key."""
 
     def train_epoch(
         self,
@@ -77,15 +119,10 @@ class EpochLoop:
         requests: Callable[[], Requests] = Requests,
         granted: Callable[[Requests], None] = _nothing,
     ) -> None:
-        """Train one epoch, or the rest of it.
+        """Train one epoch, counted from 0, or the rest of it: results of the steps are appended to those done so far.
 
-        Args:
-            batches: of the training patches, with a part for each replica.
-            epoch: from 0.
-            title: of its progress bar.
-            results: of the steps done so far; the others are appended, as predicted before each step's update.
-            requests: called in each step for what this worker requests.
-            granted: called after a step, on all workers after the same one, with what any of them requested.
+        Results are as predicted before each step's update. `requests` returns what this worker requests before a step;
+        `granted` is called after a step, on all workers after the same one, with what any of them requested.
         """
         number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
         last: Any = None
@@ -107,13 +144,7 @@ class EpochLoop:
     def predict(
         self, batches: Any, title: str, *, before_step: Callable[[], None] = _nothing
     ) -> Predictions | None:
-        """Return predictions of one pass over the batches, by the model as it is saved; None if all patches are damaged.
-
-        Args:
-            batches: with a part for each replica.
-            title: of the progress bar.
-            before_step: called before each step.
-        """
+        """Return predictions of one pass over the batches, by the model as it is saved; None if all patches are damaged."""
         results = StepResults()
 
         def step(batch: Any) -> Any:
@@ -124,10 +155,7 @@ class EpochLoop:
             return values, Requests()
 
         self._run(batches, 0, step, title, results)
-        return predictions(
-            batches, 0, self.gathered(results),
-            seconds=results.seconds, input_wait=results.input_wait,
-        )  # fmt: skip
+        return predictions(batches, 0, self.gathered(results))
 
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
@@ -187,19 +215,16 @@ class EpochLoop:
         fetch(0)
 
     def _on_host(self, values: Any) -> NDArray[np.float32]:
-        """One step's results, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
-        return np.concatenate(
-            [
-                np.concatenate([part[i] for part in values])[: len(self._rows_of(replica))]
-                for i, replica in enumerate(self._own)
-            ]
-        )
+        """Return one step's results, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
+        by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
+        sizes = [len(self._rows_of(replica)) for replica in self._own]
+        return np.concatenate([part[:n] for part, n in zip(by_replica, sizes, strict=True)])
 
     def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
-        """Each step's batch, one part per replica, with the seconds spent waiting for it.
+        """Yield each step's batch, one part per replica, with the seconds spent waiting for it.
 
-        From a plain iterator: the one that tf.distribute makes for its devices runs a tuner whatever the dataset's options
-        say, and was seen to wait 2 to 7 s for that tuner's sleep at the end of an epoch.
+        From a plain iterator: the one of `tf.distribute` runs a tuner whatever the dataset's options say, and waits up to 7 s
+        for that tuner's sleep at the end of an epoch.
         """
         source = BatchFeed(batches, self._own)
         parts = iter(source.dataset(first, last))
@@ -217,20 +242,3 @@ class EpochLoop:
             raise
         finally:
             source.settle()
-
-
-def one_per_replica(
-    strategy: tf.distribute.Strategy, parts: Sequence[dict[str, tf.Tensor]], first: int
-) -> Any:
-    """Return parts of a batch as one value per replica.
-
-    Args:
-        strategy: of the replicas.
-        parts: of this worker's replicas.
-        first: the first of these.
-    """
-
-    def part(context: tf.distribute.ValueContext) -> dict[str, tf.Tensor]:
-        return parts[int(context.replica_id_in_sync_group) - first]
-
-    return strategy.experimental_distribute_values_from_function(part)

@@ -42,14 +42,7 @@ def peak_bytes() -> tuple[int, int | None]:
 class MicroBatch:
     """The number of patches that a replica computes at once. It is halved when memory runs out.
 
-    Args:
-        size: at first.
-        repeatable: whether a computation can be repeated without the other workers.
-        changed: called with each new size and the reason.
-
-    Attributes:
-        size: the present size.
-        first: the size at first.
+    Then `changed` is called with the new size and the reason. What is not `repeatable` without other workers fails instead.
     """
 
     def __init__(
@@ -57,7 +50,7 @@ class MicroBatch:
         size: int,
         *,
         repeatable: bool = True,
-        changed: Callable[[int, str], None] | None = None,
+        changed: Callable[[int, str], None] = lambda *_: None,
     ) -> None:
         self.size = self.first = size
         self._repeatable, self._changed = repeatable, changed
@@ -77,8 +70,7 @@ class MicroBatch:
             if self.size == 1 or not self._repeatable:
                 raise OutOfMemory("memory ran out while training", found=why)
             self.size //= 2
-            if self._changed is not None:
-                self._changed(self.size, why)
+            self._changed(self.size, why)
 
 
 def remembered_micro_batch(
@@ -86,11 +78,7 @@ def remembered_micro_batch(
 ) -> MicroBatch:
     """Return the micro-batch of a run: of the size by its settings, or the smaller one that fitted into memory before.
 
-    Args:
-        folder: folder of the run, where each smaller size is recorded.
-        size: by the settings.
-        report: sends each size to the supervisor.
-        repeatable: as of `MicroBatch`.
+    Each smaller size is recorded in the folder of the run.
     """
 
     def changed(size: int, why: str) -> None:
@@ -112,11 +100,7 @@ def remembered_micro_batch(
 def out_of_memory(error: Exception, folder: Path, first: int, report: Report) -> OutOfMemory:
     """Return the error to raise if smaller pieces in this process do not help, or weights may be half changed.
 
-    Args:
-        error: the original error.
-        folder: the run's.
-        first: the size of micro-batches at the start of this process.
-        report: sends "restart" to the supervisor if a new process may continue.
+    A new process may continue with half of `first`, the micro-batch that this process began with.
     """
     what, why = "memory ran out while training", str(error).split("\n")[0][:200]
     if first == 1:

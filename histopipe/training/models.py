@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,12 @@ LOGITS = "logits"
 
 @dataclass(frozen=True, slots=True)
 class PatchModel:
-    """A training and a serving model that share their weights.
-
-    Attributes:
-        training: (image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample.
-        serving: image (B, H, W, 3) uint8 RGB to probabilities (B, C), of stock layers only: what `model.keras` holds.
-    """
+    """A training and a serving model that share their weights."""
 
     training: keras.Model
+    """(image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample."""
     serving: keras.Model
+    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C), of stock layers only: what `model.keras` holds."""
 
     @property
     def classes(self) -> int:
@@ -48,18 +45,18 @@ class PatchModel:
         layers = self.training._flatten_layers()
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
-    def synchronise(self, wanted: bool) -> None:
+    def synchronize(self, wanted: bool) -> None:
         """Take batch statistics over all replicas, or of each replica."""
         for layer in self.batch_norms:
             layer.synchronized = wanted
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras: only one of them has batch statistics over replicas."""
-        self.synchronise(False)
+        self.synchronize(False)
         try:
             self.serving.save(path)
         finally:
-            self.synchronise(True)
+            self.synchronize(True)
 
 
 def build_model(
@@ -73,21 +70,23 @@ def build_model(
 ) -> PatchModel:
     """Build a patch classifier.
 
-    Args:
-        name: "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0).
-        patch_size: side of the images.
-        classes: number of classes.
-        dropout: dropout rate before the last layer.
-        weights: "none", "imagenet", or a weights file of the backbone.
-        precision: Keras' dtype policy of all layers but the last, which are float32 at least.
+    The name is "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0); weights are
+    "none", "imagenet", or a weights file of the backbone. Dropout is before the last layer, which is float32 at least.
 
     Raises:
         UsageError: no such model, weights that are missing or do not fit, or patches too small for it.
     """
-    usual = keras.config.dtype_policy()
-    keras.config.set_dtype_policy(precision)  # the only way into `keras.applications`
-    try:
+    with dtype_policy(precision):  # the only way into `keras.applications`
         return _build(name, patch_size, classes, dropout, weights)
+
+
+@contextlib.contextmanager
+def dtype_policy(precision: Precision) -> Iterator[None]:
+    """Build layers with this dtype policy of Keras."""
+    usual = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(precision)
+    try:
+        yield
     finally:
         keras.config.set_dtype_policy(usual)
 
@@ -95,10 +94,7 @@ def build_model(
 def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
     """Build a network of `keras.applications` without its last layer: (B, H, H, 3) uint8 RGB to (B, D) features.
 
-    Args:
-        name: in any spelling.
-        patch_size: side of the images.
-        weights: "none", "imagenet", or a weights file.
+    Name and weights as for `build_model`.
 
     Raises:
         UsageError: no such network, weights that are missing or do not fit, or patches too small for it.
@@ -127,7 +123,7 @@ def _build(name: str, patch_size: int, classes: int, dropout: float, weights: st
         keras.Model([image, seed], training, name="training"),
         keras.Model(image, serving, name=name.replace("-", "_")),
     )
-    model.synchronise(True)
+    model.synchronize(True)
     return model
 
 
@@ -163,9 +159,11 @@ def _application(
             raise
         todo = None
         if weights == "imagenet":
+            # As documented; there is no public function for it.
+            home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
             todo = (
                 "imagenet weights are fetched once over the network; without one, put the file that "
-                f"this names into {_keras_home() / 'models'}, or give it as --weights FILE"
+                f"this names into {home / 'models'}, or give it as --weights FILE"
             )
         raise UsageError(
             f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
@@ -175,14 +173,9 @@ def _application(
     return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
 
 
-def _keras_home() -> Path:
-    """The cache folder of Keras, as documented; there is no public function for it."""
-    return Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-
-
 def _find_application(name: str, others: Sequence[str]) -> Callable[..., keras.Model]:
-    plain = {_plain(n): n for n in dir(keras.applications) if n[0].isupper()}
-    found = plain.get(_plain(name))
+    plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
+    found = plain.get(name.lower().replace("-", "").replace("_", ""))
     if found is None:
         raise UsageError(
             f"--model {name}", found="no such model",
@@ -190,10 +183,6 @@ def _find_application(name: str, others: Sequence[str]) -> Callable[..., keras.M
         )  # fmt: skip
     build: Callable[..., keras.Model] = getattr(keras.applications, found)
     return build
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
 
 
 def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:
@@ -215,13 +204,10 @@ def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) ->
 
 
 class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no types
-    """Drops each feature of each sample by a hash of the sample's seed.
+    """Drops each feature of each sample, with a probability of `rate`, by a hash of the sample's seed.
 
     Keras' own layer draws once a replica, the same mask on each, so several replicas would not equal one. This layer is for
     training only; a saved model has the stock `Dropout` in its place.
-
-    Args:
-        rate: share of features to drop, 0 to below 1.
     """
 
     def __init__(self, rate: float) -> None:

@@ -16,10 +16,6 @@ _GROWTH_STEPS = 2000
 def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer:
     """Return the optimizer of a run. Its step count, which decides the learning rate, is one of its variables and so is resumed.
 
-    Args:
-        config: the settings.
-        steps_per_epoch: training steps per epoch.
-
     Raises:
         UsageError: a warm-up that is longer than the training.
     """
@@ -56,12 +52,8 @@ def _learning_rate(
 class LossScale:
     """The factor on the loss that keeps small gradients from vanishing in float16.
 
-    It doubles after many steps without an overflow and halves with each overflow; such a step is skipped.
-
-    Keras' `LossScaleOptimizer` checks the first replica only, and weights became NaN.
-
-    Attributes:
-        variables: its state.
+    It doubles after many steps without an overflow and halves with each overflow; such a step is skipped. Keras'
+    `LossScaleOptimizer` checks the first replica only, and weights became NaN.
     """
 
     def __init__(self) -> None:

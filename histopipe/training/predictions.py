@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,47 +11,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.batch_sampler import BatchSampler
-from histopipe.dataset.sample_table import unpack_keys
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource, unpack_keys
 from histopipe.dataset.splits import Splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.evaluation.statistics import area_under_roc
-from histopipe.runs.history import EpochMetrics
+from histopipe.runs.result import EpochMetrics
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """The predictions of a model, in the order of the batches.
-
-    Attributes:
-        key: (N,) int64.
-        label: (N,) int32.
-        probability: (N, C) float32.
-        loss: mean cross-entropy, weighted by class.
-        seconds, input_wait: wall time, and the part of it spent waiting for batches.
-    """
+    """The predictions of a model, in the order of the batches."""
 
     key: NDArray[np.int64]
+    """(N,)"""
     label: NDArray[np.int32]
+    """(N,)"""
     probability: NDArray[np.float32]
+    """(N, C)"""
     loss: float
-    seconds: float
-    input_wait: float
+    """Mean cross-entropy, weighted by class."""
 
 
 @dataclass(slots=True)
 class StepResults:
-    """The results of the steps of a pass so far.
-
-    Attributes:
-        values: by step, (B, C + 2) float32 of the rows that are this worker's: probabilities, loss, and weight in it.
-        seconds, input_wait: wall time, and the part of it spent waiting for batches.
-    """
+    """The results of the steps of a pass so far."""
 
     values: list[NDArray[np.float32]] = field(default_factory=list)
+    """By step, (B, C + 2) of the rows that are this worker's: probabilities, loss, and weight in it."""
     seconds: float = 0.0
+    """Wall time."""
     input_wait: float = 0.0
+    """The part of it spent waiting for batches."""
 
 
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -62,22 +54,10 @@ def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
     return means
 
 
-def step_counts(values: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return (S,) whether any row of a step has weight, from (S, B, C + 2) float32."""
-    return np.asarray((values[..., -1] > 0).any(axis=1), np.bool_)
-
-
 def check_finite(values: NDArray[np.float32], epoch: int) -> None:
-    """Check that all losses are finite.
-
-    Args:
-        values: (S, B, C + 2) float32 of its steps.
-        epoch: from 1.
-
-    Raises:
-        UsageError: a loss is not finite.
-    """
-    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & step_counts(values))
+    """Raise a UsageError if a loss of an epoch, from 1, is not finite. `values` are (S, B, C + 2) float32."""
+    has_weight = (values[..., -1] > 0).any(axis=1)
+    diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & has_weight)
     if len(diverged):
         raise UsageError(
             f"the loss of epoch {epoch} is not finite from step {diverged[0] + 1} on",
@@ -86,23 +66,11 @@ def check_finite(values: NDArray[np.float32], epoch: int) -> None:
 
 
 def predictions(
-    batches: BatchSampler,
-    first: int,
-    values: NDArray[np.float32],
-    *,
-    seconds: float,
-    input_wait: float,
+    batches: BatchSampler, first: int, values: NDArray[np.float32]
 ) -> Predictions | None:
-    """Return the results of whole steps as predictions.
+    """Return the results of steps, (S, B, C + 2) of all workers, as predictions; None if no row has weight.
 
-    Args:
-        batches: of the steps. Keys and labels are computed again, which is cheaper than keeping them.
-        first: the first step.
-        values: (S, B, C + 2) float32, rows of all workers.
-        seconds, input_wait: of the pass.
-
-    Returns:
-        None if no row has weight.
+    Keys and labels are computed again from the batches, which is cheaper than keeping them.
     """
     located = [batches.locate(first + step)[0] for step in range(len(values))]
     flat = values.reshape(-1, values.shape[-1])
@@ -115,8 +83,6 @@ def predictions(
         np.concatenate([part.labels for part in located])[real],
         flat[:, :-2],
         loss=float(np.average(flat[:, -2].astype(np.float64), weights=flat[:, -1])),
-        seconds=seconds,
-        input_wait=input_wait,
     )
 
 
@@ -137,33 +103,24 @@ def patch_scores(
     *,
     level: Level = "patch",
 ) -> PatchScores:
-    """Return predictions with their slides, patients and positions, in the order of the slides.
-
-    Args:
-        predictions: of patches or bags.
-        sources: stores or bags.
-        splits: with the patients of slides.
-        level: what each prediction is of.
-    """
-    ordinals, slides, rows = unpack_keys(predictions.key)
-    order = np.lexsort((rows, slides, ordinals))
-    ordinals, slides, rows = ordinals[order], slides[order], rows[order]
+    """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides."""
+    order = np.argsort(predictions.key, kind="stable")
+    ordinals, slides, rows = unpack_keys(predictions.key[order])
     patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
-    begins = np.flatnonzero(np.diff(ordinals, prepend=-1) | np.diff(slides, prepend=-1))
-    ends = [*begins[1:].tolist(), len(rows)]
+    begins = np.unique(predictions.key[order] >> 32, return_index=True)[1].tolist()
     ids = Counter(slide.id for slide in splits.slides)
     slide_names: dict[str, int] = {}
     patient_names: dict[str, int] = {}
     slide, patient = np.empty(len(rows), np.int32), np.empty(len(rows), np.int32)
     corners = np.zeros((len(rows), 2), np.int64)
-    for begin, end in zip(begins.tolist(), ends, strict=True):
+    for begin, end in itertools.pairwise([*begins, len(rows)]):
         here, place = slice(begin, end), (int(ordinals[begin]), int(slides[begin]))
         source = sources[place[0]]
         name = source.records[place[1]].id
         # Two stores may each have a slide "1".
         name = name if ids[name] == 1 else f"{name}@{source.uuid[:8]}"
-        slide[here] = _number(slide_names, name)
-        patient[here] = _number(patient_names, patient_of[place])
+        slide[here] = slide_names.setdefault(name, len(slide_names))
+        patient[here] = patient_names.setdefault(patient_of[place], len(patient_names))
         if level == "patch":
             index = source.index(place[1])
             corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
@@ -172,7 +129,3 @@ def patch_scores(
         x_l0=corners[:, 0], y_l0=corners[:, 1], label=predictions.label[order],
         probability=predictions.probability[order], level=level,
     )  # fmt: skip
-
-
-def _number(names: dict[str, int], name: str) -> int:
-    return names.setdefault(name, len(names))

@@ -1,73 +1,41 @@
-"""The learning problem of a run: its data, its network, and what its predictions are of. One class for patches, one for bags."""
+"""What a run learns from and by: its data, and its network. One class for patches, one for bags."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
-from numpy.typing import NDArray
 
+from histopipe.dataset.batch_sampler import BatchSampler
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.orders import Order, Sequential, make_order
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleTable, unpack_keys
-from histopipe.dataset.samples import SampleSource
+from histopipe.dataset.sample_table import SampleSource, SampleTable, unpack_keys
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import Splits, site_by_label
-from histopipe.dataset.stain_normalisation import StainNormaliser
-from histopipe.evaluation.scores import PatchScores
+from histopipe.dataset.stain_normalization import StainNormalizer
+from histopipe.evaluation.scores import Level, PatchScores
 from histopipe.features.bag_batches import BagBatches
 from histopipe.features.bag_set import BagSet
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
-from histopipe.training.attention import write_attention
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import BagTrainStep
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
+from histopipe.training.outputs import write_attention
 from histopipe.training.predictions import Predictions, patch_scores
 from histopipe.training.train_step import StepSettings, TrainStep
 
 
-class Problem(Protocol):
-    """The learning problem of a run."""
-
-    splits: Splits
-    sides: tuple[Side, ...]
-    """Those that have data."""
-    holders: str
-    """What holds patches or bags in the splits, in the plural."""
-    facts: Mapping[str, Any]
-    """What users of the model must know, for `metrics.json`."""
-
-    def batches(self, side: Side, replicas: int) -> Any:
-        """Return the batches of a side, with a part for each replica; shuffled for training."""
-
-    def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step of a new model and its optimizer."""
-
-    def scores(self, predictions: Predictions) -> PatchScores:
-        """Return predictions with the slides, patients and positions that they are of."""
-
-    def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
-        """Write further results of the best model into the run's folder."""
-
-
-def make_problem(
-    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits
-) -> PatchProblem | BagProblem:
-    """Return the problem that settings describe.
-
-    Args:
-        config: the settings.
-        sources: from `opened_sources`.
-        splits: of these.
+def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Problem:
+    """Return the problem that settings describe, with sources from `opened_sources`.
 
     Raises:
         NothingToDo: training or validation has no data.
@@ -77,32 +45,94 @@ def make_problem(
     return PatchProblem(cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits)
 
 
-class PatchProblem:
+class Problem:
+    """What a run learns from, and its network; with `max_per_slide`, at most so many samples of a slide in an epoch."""
+
+    holders: str
+    """What holds the samples in the splits, in the plural."""
+    level: Level = "patch"
+    """What a sample is."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        sources: Sequence[SampleSource],
+        splits: Splits,
+        *,
+        max_per_slide: int = 0,
+    ) -> None:
+        self.splits = splits
+        self.facts: Mapping[str, Any] = {}
+        """What users of the model must know, for `metrics.json`."""
+        self._settings, self._sources = config, sources
+        self._tables: dict[Side, SampleTable] = {}
+        for side in SIDES:
+            if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
+                continue
+            chosen = select(sources, splits=splits, side=side)
+            cap = max_per_slide if side == "train" else 0
+            self._tables[side] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
+        self.sides = tuple(self._tables)
+        """Those that have samples."""
+
+    def batches(self, side: Side, replicas: int) -> BatchSampler:
+        """Return the batches of a side, with a part for each replica; shuffled for training."""
+        raise NotImplementedError
+
+    def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
+        """Return the training step of a new model and its optimizer."""
+        raise NotImplementedError
+
+    def scores(self, predictions: Predictions) -> PatchScores:
+        """Return predictions with the slides, patients and positions that they are of."""
+        return patch_scores(predictions, self._sources, self.splits, level=self.level)
+
+    def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
+        """Write what `predictions.csv` does not have of the samples that were evaluated: nothing, for patches."""
+
+    def _order(self, side: Side, *, shuffle_block: int = 0) -> Order:
+        config, table = self._settings, self._tables[side]
+        if side != "train":
+            return Sequential(len(table))
+        block = shuffle_block or None
+        return make_order(table, seed=config.seed, balance=config.balance, shuffle_block=block)
+
+    def _step_settings(self, **more: Any) -> StepSettings:
+        config, classes = self._settings, self.splits.classes
+        weights = np.ones(len(classes), np.float32)
+        if config.class_weights != "none":  # inverse to the frequency of the class
+            counts = self.splits.count()["train"]
+            samples = np.array([counts[name] for name in classes], np.float64)
+            weights = samples.sum() / (len(samples) * np.maximum(samples, 1))
+        return StepSettings(
+            batch_size=config.batch_size, class_weight=weights.astype(np.float32),
+            label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
+            scale_loss=config.precision == "mixed_float16", **more,
+        )  # fmt: skip
+
+
+class PatchProblem(Problem):
     """Classification of patches."""
 
     holders = "complete slides"
 
     def __init__(self, config: PatchTrainConfig, stores: Sequence[Store], splits: Splits) -> None:
-        self._config, self._stores, self.splits = config, stores, splits
+        super().__init__(config, stores, splits, max_per_slide=config.max_per_slide)
+        self._config, self._stores = config, stores
         scales = [r.patch_mpp for store in stores for r in store.complete.values() if r.patch_mpp]
-        self.facts: Mapping[str, Any] = {
-            "spec": dict(stores[0].spec),
-            "patch_mpp": statistics.median(scales) if scales else None,
-        }
-        self._tables = _tables(config, stores, splits, max_per_slide=config.max_per_slide)
-        self.sides = tuple(self._tables)
+        patch_mpp = statistics.median(scales) if scales else None
+        self.facts = {"spec": dict(stores[0].spec), "patch_mpp": patch_mpp}
 
     def batches(self, side: Side, replicas: int) -> PatchBatches:
-        """Return the batches of a side, with a part for each replica; shuffled for training."""
-        config, table = self._config, self._tables[side]
-        order = _order(config, table, side, shuffle_block=config.shuffle_block)
+        """Return the batches of a side; see `Problem`."""
+        config = self._config
         return PatchBatches(
-            self._stores, table, order=order, batch_size=config.batch_size,
-            replicas=replicas, on_error=config.on_error,
+            self._stores, self._tables[side], batch_size=config.batch_size, replicas=replicas,
+            order=self._order(side, shuffle_block=config.shuffle_block), on_error=config.on_error,
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step of a new model and its optimizer."""
+        """Return the training step; see `Problem`."""
         config = self._config
         with strategy.scope():
             model = build_model(
@@ -111,46 +141,36 @@ class PatchProblem:
                 precision=config.precision,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
-        normalise = None
+        normalize = None
         if config.stain_norm != "none":
-            normalise = StainNormaliser(self._stores, config.stain_norm)
-        settings = _step_settings(
-            config, self.splits, normalise=normalise, augmentations=config.augmentations,
-            xla=config.xla,
-        )  # fmt: skip
+            normalize = StainNormalizer(self._stores, config.stain_norm)
+        settings = self._step_settings(
+            normalize=normalize, augmentations=config.augmentations, xla=config.xla
+        )
         return TrainStep(strategy, model, optimizer, settings)
 
-    def scores(self, predictions: Predictions) -> PatchScores:
-        """Return predictions with the slides, patients and positions that they are of."""
-        return patch_scores(predictions, self._stores, self.splits)
 
-    def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
-        """Write nothing: `predictions.csv` has everything."""
-
-
-class BagProblem:
+class BagProblem(Problem):
     """Classification of bags of features (multiple-instance learning)."""
 
     def __init__(self, config: BagTrainConfig, bags: BagSet, splits: Splits) -> None:
-        self._config, self._bags, self.splits = config, bags, splits
-        self.holders = f"{config.bag}s"
-        self.facts: Mapping[str, Any] = {}
         for note in bags.notes:
             message(note)
-        self._tables = _tables(config, [bags], splits)
-        self.sides = tuple(self._tables)
+        super().__init__(config, [bags], splits)
+        self._config, self._bags = config, bags
+        self.holders, self.level = f"{config.bag}s", config.bag
 
     def batches(self, side: Side, replicas: int) -> BagBatches:
-        """Return the batches of a side, with a part for each replica; shuffled, and bags capped, for training."""
-        config, table = self._config, self._tables[side]
+        """Return the batches of a side; for training, bags are capped, too."""
+        config = self._config
         return BagBatches(
-            self._bags, table, order=_order(config, table, side), batch_size=config.batch_size,
+            self._bags, self._tables[side], order=self._order(side), batch_size=config.batch_size,
             replicas=replicas, on_error=config.on_error,
             most=config.max_per_slide if side == "train" else 0, seed=config.seed,
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step of a new model and its optimizer."""
+        """Return the training step; see `Problem`."""
         config = self._config
         with strategy.scope():
             model = BagModel(
@@ -158,11 +178,7 @@ class BagProblem:
                 dropout=config.dropout, precision=config.precision,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
-        return BagTrainStep(strategy, model, optimizer, _step_settings(config, self.splits))
-
-    def scores(self, predictions: Predictions) -> PatchScores:
-        """Return predictions with the slides and patients that they are of."""
-        return patch_scores(predictions, [self._bags], self.splits, level=self._config.bag)
+        return BagTrainStep(strategy, model, optimizer, self._step_settings())
 
     def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
         """Write the attention of each patch of the bags that were evaluated."""
@@ -172,58 +188,8 @@ class BagProblem:
             write_attention(folder, [self._bags.bags[number] for number in numbers], model)
 
 
-def _tables(
-    config: TrainConfig,
-    sources: Sequence[SampleSource],
-    splits: Splits,
-    *,
-    max_per_slide: int = 0,
-) -> dict[Side, SampleTable]:
-    """The patches, or bags, of each side that has any."""
-    tables: dict[Side, SampleTable] = {}
-    for side in SIDES:
-        if side == "test" and not any(len(slide.on(side)) for slide in splits.slides):
-            continue
-        chosen = select(sources, splits=splits, side=side)
-        cap = max_per_slide if side == "train" else 0
-        tables[side] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
-    return tables
-
-
-def _order(config: TrainConfig, table: SampleTable, side: Side, *, shuffle_block: int = 0) -> Order:
-    if side != "train":
-        return Sequential(len(table))
-    return make_order(
-        table, seed=config.seed, balance=config.balance, shuffle_block=shuffle_block or None
-    )
-
-
-def _step_settings(config: TrainConfig, splits: Splits, **more: Any) -> StepSettings:
-    return StepSettings(
-        batch_size=config.batch_size, class_weight=_class_weight(config, splits),
-        label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
-        scale_loss=config.precision == "mixed_float16", **more,
-    )  # fmt: skip
-
-
-def _class_weight(config: TrainConfig, splits: Splits) -> NDArray[np.float32]:
-    """(C,) weights in the loss: 1, or inverse to the frequency of the class."""
-    counts = splits.count()["train"]
-    if config.class_weights == "none":
-        return np.ones(len(splits.classes), np.float32)
-    patches = np.array([counts[name] for name in splits.classes], np.float64)
-    return np.asarray(patches.sum() / (len(patches) * np.maximum(patches, 1)), np.float32)
-
-
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
-    """Show what is trained, validated and tested on, before training starts.
-
-    Args:
-        splits: the sides.
-        sources: what they are of.
-        holders: what holds patches or bags, in the plural.
-        unit: "patches" or "bags".
-    """
+    """Show what is trained, validated and tested on. `holders` of patches or bags and `unit` are words in the plural."""
     for side, counts in splits.count().items():
         message(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
     if splits.split_by == "patch":

@@ -18,26 +18,18 @@ from histopipe.runs.splits import opened_sources, run_splits
 from histopipe.runs.workers import SIGNS, Cluster
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import use_progress
-from histopipe.training.collectives import find_cluster
+from histopipe.training.devices import find_cluster
 from histopipe.training.memory import is_out_of_memory
 from histopipe.training.problem import make_problem, print_splits
 from histopipe.training.trainer import Trainer
 
 
 def train_here(
-    config: TrainConfig,
-    folder: Path,
-    *,
-    resume: bool = False,
-    report: Report | None = None,
+    config: TrainConfig, folder: Path, *, resume: bool = False, report: Report | None = None
 ) -> TrainResult:
-    """Train a model in this process. The process never frees all of the memory that this takes.
+    """Train a model in this process, which never frees all of the memory that this takes.
 
-    Args:
-        config: every setting.
-        folder: folder of the run.
-        resume: continue the run that is there.
-        report: sends messages and progress to a supervisor; None shows progress here.
+    `report` sends messages and progress to a supervisor; without it, progress is shown here.
 
     Raises:
         UsageError: a setting does not fit the data or the machine.
@@ -62,9 +54,7 @@ def train_here(
         if cluster.chief:
             print_splits(splits, sources, problem.holders, config.unit)
         stack.enter_context(cluster.signs(folder))
-        stack.enter_context(_full_disk(folder))
-        stack.enter_context(_lost_workers(cluster, folder))
-        stack.enter_context(_lost_memory())
+        stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(
             config, folder, problem=problem, cluster=cluster, report=report or unreported
         )
@@ -75,43 +65,24 @@ def train_here(
 
 
 @contextmanager
-def _full_disk(folder: Path) -> Iterator[None]:
+def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
+    """Report errors by their causes: no memory before the first step, the loss of another worker, a full disk."""
+    since, resume = time.time(), f"`histopipe train --resume --out {folder}`"
     try:
         yield
-    except (OSError, tf.errors.OpError) as error:
-        if not is_full_disk(error):
-            raise
-        raise MachineShort(
-            f"the disk that holds {folder} is full",
-            todo=f"make room and go on with `histopipe train --resume --out {folder}`",
-        ) from error
-
-
-@contextmanager
-def _lost_memory() -> Iterator[None]:
-    """Report running out of memory before the first step, where smaller micro-batches cannot help."""
-    try:
-        yield
-    except (tf.errors.OpError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OutOfMemory(
-            "memory ran out before the first step", found=str(error).split("\n")[0][:200],
-            todo="take a smaller --model, or end what else uses this machine's memory",
-        ) from error  # fmt: skip
-
-
-@contextmanager
-def _lost_workers(cluster: Cluster, folder: Path) -> Iterator[None]:
-    """Report errors of collective operations as the loss of another worker."""
-    since = time.time()
-    try:
-        yield
-    except tf.errors.OpError as error:
-        if cluster.alone or is_out_of_memory(error):
-            raise
-        raise WorkerLost(
-            "training cannot go on without all of its workers",
-            found=cluster.missing(folder, since),
-            todo=f"go on with `histopipe train --resume --out {folder}` on all of them",
-        ) from error
+    except (OSError, MemoryError, tf.errors.OpError) as error:
+        if is_out_of_memory(error):
+            raise OutOfMemory(
+                "memory ran out before the first step", found=str(error).split("\n")[0][:200],
+                todo="take a smaller --model, or end what else uses this machine's memory",
+            ) from error  # fmt: skip
+        if isinstance(error, tf.errors.OpError) and not cluster.alone:
+            raise WorkerLost(
+                "training cannot go on without all of its workers",
+                found=cluster.missing(folder, since), todo=f"go on with {resume} on all of them",
+            ) from error  # fmt: skip
+        if is_full_disk(error):
+            raise MachineShort(
+                f"the disk that holds {folder} is full", todo=f"make room and go on with {resume}"
+            ) from error
+        raise

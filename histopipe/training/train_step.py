@@ -6,7 +6,7 @@ called without side effects, and batch statistics change only together with the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import augment, sample_seeds, to_uint8
 from histopipe.dataset.options import Augmentation
-from histopipe.dataset.stain_normalisation import StainNormaliser
+from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
 from histopipe.training.models import PatchModel
@@ -26,36 +26,25 @@ from histopipe.training.optimizer import LossScale
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """Settings of a training step.
-
-    Attributes:
-        batch_size: patches per step, over all replicas.
-        class_weight: (C,) weight of each class in the loss.
-        augmentations: of training patches.
-        normalise: stain normalization; None for none.
-        label_smoothing: share of each label spread over all classes.
-        clip_norm: largest global gradient norm; 0 for any.
-        scale_loss: scale the loss, so that small gradients do not vanish in float16.
-        xla: compile the network.
-    """
+    """Settings of a training step."""
 
     batch_size: int
+    """Over all replicas."""
     class_weight: NDArray[np.float32]
+    """(C,) weight of each class in the loss."""
     augmentations: Sequence[Augmentation] = ()
-    normalise: StainNormaliser | None = None
+    normalize: StainNormalizer | None = None
     label_smoothing: float = 0.0
+    """Share of each label that is spread over all classes."""
     clip_norm: float = 0.0
+    """Largest global norm of the gradients; 0 for any."""
     scale_loss: bool = False
+    """So that small gradients do not vanish in float16."""
     xla: bool = False
 
 
 class TrainStep:
-    """The training step of a model and its optimizer, and its prediction step.
-
-    Args:
-        strategy: made by `make_strategy`.
-        model, optimizer: built within its scope.
-        settings: of the step.
+    """The training step of a model and its optimizer, built in the strategy's scope, and its prediction step.
 
     Raises:
         UsageError: XLA cannot compile batch normalization over several replicas.
@@ -72,8 +61,8 @@ class TrainStep:
         self.settings = settings
         if settings.xla and self.meets_within_gradients and strategy.num_replicas_in_sync > 1:
             raise UsageError(
-                "--xla cannot compile batch normalisation over several devices",
-                todo="leave it out, or take one device or a --model without batch normalisation",
+                "--xla cannot compile batch normalization over several devices",
+                todo="leave it out, or take one device or a --model without batch normalization",
             )
         self._scale: LossScale | None = None
         self._differentiated = (
@@ -85,7 +74,10 @@ class TrainStep:
             optimizer.build(model.training.trainable_variables)
             if settings.scale_loss:
                 self._scale = LossScale()
-        _take_sums(optimizer)
+        # Else Keras sums the gradients over the replicas again: ours are summed before they are clipped.
+        if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+            raise AttributeError("_all_reduce_sum_gradients")
+        optimizer._all_reduce_sum_gradients = list
 
     @property
     def classes(self) -> int:
@@ -93,7 +85,7 @@ class TrainStep:
         return int(self.model.classes)
 
     def whole(self, rows: int) -> int:
-        """Return how many of a replica's rows are computed at once if memory suffices."""
+        """Return how much is computed at once if memory suffices: all of a replica's rows."""
         return rows
 
     @property
@@ -113,44 +105,30 @@ class TrainStep:
         return bool(self.model.batch_norms)
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """Compute the gradients of a batch, summed over micro-batches. Nothing changes.
+        """Compute the gradients of a batch with a part per replica, summed over micro-batches of `size` rows. Nothing changes.
 
-        Args:
-            batch: one part per replica.
-            epoch_number: from `epoch_seed`.
-            rows: of the largest part.
-            size: rows to compute at once.
-
-        Returns:
-            The argument of `apply`, and by micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
+        The epoch's number is from `epoch_seed`; `rows` is the size of the largest part. Return the argument of `apply`, and by
+        micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
         """
         so_far, values = None, []
-        for start in range(0, rows, size):
-            so_far, part = self._gradient_step(
-                batch, epoch_number, so_far, tf.constant(start), None if size >= rows else size
-            )
+        for piece in self._pieces(rows, size):
+            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece)
             values.append(self.strategy.experimental_local_results(part))
         return so_far, values
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
         """Predict by the model as it is saved: by micro-batch and replica, (size, C + 2) float32: probabilities, loss, weight."""
-        parts = (
-            self._predict_step(batch, tf.constant(start), None if size >= rows else size)
-            for start in range(0, rows, size)
-        )
+        parts = (self._predict_step(batch, *piece) for piece in self._pieces(rows, size))
         return [self.strategy.experimental_local_results(part) for part in parts]
+
+    def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, Any]]:
+        """Yield the first row and the size of each micro-batch; None for the size of a whole part."""
+        for start in range(0, rows, size):
+            yield tf.constant(start), None if size >= rows else size
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
-        """Update the weights by the gradients of a step, summed over all replicas.
-
-        Args:
-            gradients: from `gradients`.
-            requests: (2,) float32, this worker's `Requests`.
-
-        Returns:
-            (2,) the sum of all replicas' requests.
-        """
+        """Update the weights by the gradients of a step, summed over all replicas. Return the (2,) sum of their requests."""
         sums, state, weight = gradients
         means, finite, requests = self.strategy.run(self._reduce, args=(sums, weight, requests))
         if self._scale is None:
@@ -163,30 +141,28 @@ class TrainStep:
             )
         return self.strategy.experimental_local_results(requests)[0]
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _gradient_step(
-        self, batch: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
-    ) -> Any:
-        arguments = (batch, epoch_number, so_far, start, size)
+    # Bags differ in length, and must not each be traced anew.
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _gradient_step(self, *arguments: Any) -> Any:
         return self.strategy.run(self._gradient_replica, args=arguments)
 
-    @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def _predict_step(self, batch: Any, start: tf.Tensor, size: int | None) -> Any:
-        return self.strategy.run(self._predict_replica, args=(batch, start, size))
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _predict_step(self, *arguments: Any) -> Any:
+        return self.strategy.run(self._predict_replica, args=arguments)
 
     def _gradient_replica(
         self, part: Any, epoch_number: tf.Tensor, so_far: Any, start: tf.Tensor, size: int | None
     ) -> Any:
         part = _micro_batch(part, start, size)
         seeds = sample_seeds(part["key"], epoch_number)
-        images = to_uint8(augment(self._normalised(part), seeds, self.settings.augmentations))
+        images = to_uint8(augment(self._normalized(part), seeds, self.settings.augmentations))
         weight = self._weight(part)
         model = self.model.training
         if so_far is None:
-            state = [tf.convert_to_tensor(v.value) for v in model.non_trainable_variables]
+            state = values_of(model.non_trainable_variables)
         else:
             sums, state, weights = so_far
-        values = [tf.convert_to_tensor(v.value) for v in model.trainable_variables]
+        values = values_of(model.trainable_variables)
         scale = 1.0 if self._scale is None else self._scale.value
         gradients, state, probability, losses = self._differentiated(
             values, state, images, seeds, part["label"], weight, scale
@@ -222,7 +198,7 @@ class TrainStep:
 
     def _predict_replica(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = _micro_batch(part, start, size)
-        probability = self.model.serving(to_uint8(self._normalised(part)), training=False)
+        probability = self.model.serving(to_uint8(self._normalized(part)), training=False)
         losses = cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
         return results(probability, losses, self._weight(part))
 
@@ -250,25 +226,19 @@ class TrainStep:
         for variable, value in zip(model.non_trainable_variables, state, strict=True):
             self.strategy.extended.update(variable.value, _assign, args=(value,))
 
-    def _normalised(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
-        if self.settings.normalise is None:
+    def _normalized(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
+        if self.settings.normalize is None:
             return part["image"]
-        return self.settings.normalise(part["image"], part["key"])
+        return self.settings.normalize(part["image"], part["key"])
 
     def _weight(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
         weights = tf.constant(self.settings.class_weight, tf.float32)
         return part["weight"] * tf.gather(weights, tf.maximum(part["label"], 0))
 
 
-def _take_sums(optimizer: keras.Optimizer) -> None:
-    """Keep Keras from summing the gradients over the replicas again: ours are summed before they are clipped.
-
-    Raises:
-        AttributeError: this version of Keras does that elsewhere.
-    """
-    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
-        raise AttributeError("_all_reduce_sum_gradients")
-    optimizer._all_reduce_sum_gradients = list
+def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
+    """Return the values of variables."""
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +17,14 @@ from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.history import epoch_line, history_row
 from histopipe.runs.messages import Report
-from histopipe.runs.result import TrainResult
+from histopipe.runs.result import TrainResult, epoch_line, history_row
 from histopipe.runs.workers import Cluster
 from histopipe.system.files import appearing
 from histopipe.system.progress import message
 from histopipe.training.checkpoint import TrainState, load_state, save_state
-from histopipe.training.collectives import check_same
-from histopipe.training.devices import make_strategy
-from histopipe.training.epoch_loop import EpochLoop
+from histopipe.training.devices import check_same, make_strategy
+from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
 from histopipe.training.memory import (
     MicroBatch,
     is_out_of_memory,
@@ -46,20 +42,10 @@ from histopipe.training.predictions import (
     step_losses,
 )
 from histopipe.training.problem import Problem
-from histopipe.training.signals import Requests, StopSignals
-from histopipe.training.train_step import TrainStep
 
 
 class Trainer:
-    """Trains the network of a problem.
-
-    Args:
-        config: every setting.
-        folder: folder of the run.
-        problem: the data and the network.
-        cluster: the workers.
-        report: sends messages to the supervisor.
-    """
+    """Trains the network of a problem. `report` sends messages to the supervisor."""
 
     def __init__(
         self,
@@ -91,16 +77,15 @@ class Trainer:
         self._train_batches = self._batches["train"]
         self._step = problem.train_step(strategy, self._train_batches.steps_per_epoch)
         self._loop = EpochLoop(
-            self._step, seed=config.seed, cluster=cluster,
-            micro_batch=partial(self._micro_batch, self._step),
-        )  # fmt: skip
+            self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
+        )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
         self._state, self._results = TrainState(), StepResults()
 
-    def _micro_batch(self, step: TrainStep, rows: int) -> MicroBatch:
+    def _micro_batch(self, rows: int) -> MicroBatch:
         return remembered_micro_batch(
             self._folder, -(-rows // self._config.accumulate), report=self._report,
-            repeatable=self._cluster.alone or not step.meets_within_gradients,
+            repeatable=self._cluster.alone or not self._step.meets_within_gradients,
         )  # fmt: skip
 
     def train(self, *, resume: bool) -> TrainResult:
@@ -110,7 +95,7 @@ class Trainer:
                 self._resume()
             self._agree()
             self._report("started", None)
-            with self._signals:
+            with self._signals.handled():
                 while not self._finished():
                     self._epoch()
                 return self._finish()
@@ -148,13 +133,12 @@ class Trainer:
         state, number = self._state, self._state.epoch + 1
         started = time.monotonic() - state.seconds
         trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
-        validated = self._predict("validation", self._stop_while_validating)
-        metrics = epoch_metrics(validated)
+        metrics = epoch_metrics(self._predict("validation", saving=True))
         better = state.is_improved_by(metrics)
         state.history.append(
             history_row(
-                number, epoch_metrics(trained), metrics, train_seconds=trained.seconds,
-                input_wait=trained.input_wait, learning_rate=self._step.learning_rate,
+                number, epoch_metrics(trained), metrics, train_seconds=state.seconds,
+                input_wait=state.input_wait, learning_rate=self._step.learning_rate,
                 seconds=time.monotonic() - started, unit=self._config.unit,
             )
         )  # fmt: skip
@@ -181,17 +165,16 @@ class Trainer:
         if not self._cluster.alone:
             # Others may be stopped while they validate, and only the first worker saves.
             self._save()
-        return self._all_or_damaged("training", predictions(
-            self._train_batches, state.epoch * self._train_batches.steps_per_epoch, state.values,
-            seconds=state.seconds, input_wait=state.input_wait,
-        ))  # fmt: skip
+        first_step = state.epoch * self._train_batches.steps_per_epoch
+        found = predictions(self._train_batches, first_step, state.values)
+        return self._all_or_damaged("training", found)
 
     def _write_epoch(self, losses: NDArray[np.float64], *, better: bool) -> None:
         row = self._state.history[-1]
         if better:
             with appearing(self._folder / run_folder.MODEL) as part:
                 self._step.model.save(part)
-        run_folder.write_history(self._folder, self._state.history)
+        run_folder.write_csv(self._folder / run_folder.HISTORY, self._state.history)
         if self._config.tensorboard:
             write_tensorboard(self._folder, row, losses)
         # Last: the files that a resumed run finds are never older than the state says.
@@ -204,17 +187,6 @@ class Trainer:
         self._update_state()
         self._save()
         if requests.stop:
-            raise self._interrupted()
-
-    def _stop_while_validating(self) -> None:
-        """Save and stop if requested, without waiting for others: the epoch's training is complete."""
-        if self._signals.stopping:
-            self._save()
-            raise self._interrupted()
-
-    def _stop_while_evaluating(self) -> None:
-        """Stop if requested. The state was saved after the last epoch; the weights are now those of the best one."""
-        if self._signals.stopping:
             raise self._interrupted()
 
     def _update_state(self) -> None:
@@ -238,8 +210,19 @@ class Trainer:
             todo=f"go on with `histopipe train --resume --out {self._folder}`",
         )  # fmt: skip
 
-    def _predict(self, side: Side, before_step: Callable[[], None]) -> Predictions:
-        found = self._loop.predict(self._batches[side], side, before_step=before_step)
+    def _predict(self, side: Side, *, saving: bool) -> Predictions:
+        """Predict a side; stop if requested, without waiting for other workers.
+
+        `saving` while an epoch is validated: its training is complete. Later, the state is saved and the weights are the best.
+        """
+
+        def stop_if_requested() -> None:
+            if self._signals.stopping:
+                if saving:
+                    self._save()
+                raise self._interrupted()
+
+        found = self._loop.predict(self._batches[side], side, before_step=stop_if_requested)
         return self._all_or_damaged(side, found)
 
     def _all_or_damaged(self, title: str, found: Predictions | None) -> Predictions:
@@ -257,12 +240,8 @@ class Trainer:
         self._agree()  # the chief has written the best model
         best = keras.models.load_model(self._folder / run_folder.MODEL)
         self._step.model.serving.set_weights(best.get_weights())
-        sides: tuple[Side, ...] = ("validation", "test")
-        found = {
-            side: self._predict(side, self._stop_while_evaluating)
-            for side in sides
-            if side in self._batches
-        }
+        sides: list[Side] = [side for side in self._batches if side != "train"]
+        found = {side: self._predict(side, saving=False) for side in sides}
         scores = {side: self._problem.scores(predictions) for side, predictions in found.items()}
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history)

@@ -43,7 +43,7 @@ from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_sli
 from histopipe.slides.tiles import dicom as dicom_tiles
 from histopipe.slides.tiles import tiff as tiff_tiles
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
-from histopipe.store.picture import decode_picture
+from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.studies.search_space import read_space

@@ -23,8 +23,7 @@ from histopipe.dataset.selection import select
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster
 from histopipe.store.store import Store
-from histopipe.training.collectives import find_cluster
-from histopipe.training.devices import make_strategy
+from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import PatchModel, SampleDropout, build_model
@@ -33,7 +32,7 @@ from histopipe.training.predictions import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
 
 BATCH, STEPS = 14, 24
-"""Three and four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
+"""Four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
 
 CASES: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "learning_rate": 0.05},
@@ -58,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def batch_norm_model(side: int, dropout: float) -> PatchModel:
-    """A shallow network with batch normalisation."""
+    """A shallow network with batch normalization."""
     image = keras.Input((side, side, 3), dtype="uint8")
     seed = keras.Input((), dtype="int64")
     x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)

@@ -9,38 +9,44 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.ingestion.checks import check_ingest
-from histopipe.ingestion.cluster.dask_cluster import DaskCluster, WorkersDied, connected
-from histopipe.ingestion.cluster.part_store import PartFolders, parts_locked
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, publish
-from histopipe.ingestion.decisions import PendingSlide, sort_slides
-from histopipe.ingestion.ingest_slides import annotate_skipped
+from histopipe.errors import UsageError
+from histopipe.ingestion.cluster.dask_cluster import DaskCluster, connected
+from histopipe.ingestion.cluster.slide_worker import (
+    ClusterSettings,
+    IngestedSlide,
+    PartFolders,
+    publish,
+)
+from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest, write_labels
 from histopipe.ingestion.options import IngestOptions, SlideInput
-from histopipe.ingestion.progress import IngestProgress
-from histopipe.ingestion.records import duplicates
+from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
 from histopipe.ingestion.report import (
     LOG,
     SUMMARY,
+    IngestProgress,
     IngestReport,
     SlideOutcome,
     Status,
     failed_outcome,
     outcome_of,
-    try_write_csv,
 )
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.catalog import Catalog, read_catalog
+from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
-from histopipe.store.writer import StoreWriter, check_spec
+from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
+from histopipe.system.locks import locked
 from histopipe.system.progress import LogProgress, Progress, default_progress
+from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
 _PATIENCE_SECONDS = 10.0
@@ -63,18 +69,7 @@ def ingest_on_cluster(
     part_bytes: int,
     progress: Progress | None = None,
 ) -> IngestReport:
-    """Tile slides into a folder of parts on the workers of a cluster.
-
-    Args:
-        slides: every machine sees their files, and `out`, under the same paths.
-        out: the folder of parts, created if missing.
-        spec, options, progress: as for `ingest_slides`.
-        cluster: as for `connected`.
-        scratch: folder on a local disk of each machine.
-        part_bytes: a part that is larger is published, and another one begun.
-
-    Returns:
-        The outcome of every slide.
+    """Tile slides into a folder of parts on the workers of a cluster; see `ingest`, `connected` and `ClusterSettings`.
 
     Raises:
         UsageError: `out` is a store, or in use by another run; or machines see different files; or scales would be mixed.
@@ -88,7 +83,7 @@ def ingest_on_cluster(
     with parts_locked(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
-        with LogProgress(out / LOG) as log, IngestProgress(shown, log) as events:
+        with LogProgress(out / LOG) as log, IngestProgress(len(slides), shown, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             folders = PartFolders(out, scratch.absolute(), catalog.uuid)
             # Scales of all slides are checked above; a worker sees one slide.
@@ -101,8 +96,30 @@ def ingest_on_cluster(
             report = run.annotate_skipped(report, slides)
             for text in [*warnings, *report.summary_lines()]:
                 log.message(text)
-    try_write_csv(report, out / SUMMARY, shown)
+    report.write_csv(out / SUMMARY, shown)
     return report
+
+
+@contextmanager
+def parts_locked(out: Path) -> Iterator[None]:
+    """Lock the folder of parts, created if missing, for this process.
+
+    Raises:
+        UsageError: it is a store, another run has it, or it cannot be created.
+    """
+    if (out / "data.mdb").exists() or out.suffix == ".lmdb":
+        raise UsageError(
+            f"{out} is a store, or has the name of one", expected="with --cluster: a folder for parts",
+            todo="pass another --out; `histopipe merge` makes one store of it",
+        )  # fmt: skip
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{out} cannot be created", found=error.strerror) from error
+    with locked(out) as free:
+        if not free:
+            raise UsageError(f"another run ingests into {out}", todo="wait for it")
+        yield
 
 
 def _absolute(slide: SlideInput) -> SlideInput:
@@ -118,11 +135,7 @@ def _absolute(slide: SlideInput) -> SlideInput:
 
 @dataclass(slots=True)
 class _ClusterIngest:
-    """One run.
-
-    Attributes:
-        parts: for each slide id the part that the catalog names, and the slide's record there.
-    """
+    """One run; `parts` has for each slide id the part that the catalog names, and the slide's record there."""
 
     cluster: DaskCluster
     catalog: Catalog
@@ -133,20 +146,15 @@ class _ClusterIngest:
     _outcomes: dict[str, SlideOutcome] = field(default_factory=dict)
     _shown: set[str] = field(default_factory=set)
     _suspected: set[str] = field(default_factory=set)
-    _patches_left: dict[str, int] = field(default_factory=dict)
 
     def ingest(self, slides: Sequence[SlideInput]) -> list[SlideOutcome]:
         """Return the outcome of each slide, sorted by id."""
         self._publish_parts()
         known = dict(enumerate(record for _, record in self.parts.values()))
-        numbers = {record.id: number for number, record in known.items()}
-        new = [slide.id for slide in slides if slide.id not in numbers]
-        numbers |= {name: len(known) + place for place, name in enumerate(new)}
-        found = sort_slides(slides, known, numbers, self.settings.options)
-        self._relabel(found.relabelled)
-        self.progress.begin(len(slides))
+        found = sort_slides(slides, known, self.settings.options)
         for outcome in found.outcomes:
             self._finish(outcome)
+        self._relabel(found.relabelled.values())
         pending = {it.slide.id: it for it in found.pending}
         for _ in range(_ROUNDS):
             missing = [it for name, it in pending.items() if name not in self._outcomes]
@@ -176,8 +184,8 @@ class _ClusterIngest:
         for slide in slides:
             if slide.annotations is not None and slide.id in skipped and slide.id in self.parts:
                 by_part[self.parts[slide.id][0]].append(slide)
-        for part, of_part in by_part.items():
-            if self._may_change(part, "annotations"):
+        if by_part and self._may_change("annotations"):
+            for part, of_part in by_part.items():
                 folder = self.catalog.folder / part
                 report = annotate_skipped(report, of_part, folder, self.settings.options)
         return report
@@ -227,7 +235,7 @@ class _ClusterIngest:
         name = pending.slide.id
         try:
             ingested = self.cluster.result(future)
-        except WorkersDied as error:
+        except WorkerDied as error:
             # Dask also blames a slide that only waited on a worker that died: it is submitted once more.
             if name not in self._suspected:
                 self._suspected.add(name)
@@ -251,13 +259,10 @@ class _ClusterIngest:
                 self.progress.message(event["text"])
             elif slide in self._shown:
                 continue
-            elif event["event"] == "planned" and slide not in self._patches_left:
-                self._patches_left[slide] = event["patches"]
+            elif event["event"] == "planned":
                 self.progress.planned(slide, event["patches"])
-            elif event["event"] == "advanced":
-                patches = min(event["patches"], self._patches_left.get(slide, 0))
-                self._patches_left[slide] = self._patches_left.get(slide, 0) - patches
-                self.progress.advanced(slide, patches)
+            else:
+                self.progress.advanced(slide, event["patches"])
 
     def _publish_parts(self) -> None:
         """Let all workers publish their parts, and write into the catalog which part has each slide."""
@@ -285,25 +290,25 @@ class _ClusterIngest:
                     return part, record
         return (complete or held)[0]
 
-    def _relabel(self, records: dict[int, SlideRecord]) -> None:
+    def _relabel(self, records: Collection[SlideRecord]) -> None:
         """Write labels, patients and sites that have changed."""
-        for record in records.values():
-            part, before = self.parts[record.id]
-            if not self._may_change(part, f"labels of {record.id}"):
-                continue
+        if not records or not self._may_change(f"labels of {', '.join(r.id for r in records)}"):
+            return
+        by_part: dict[str, dict[str, SlideRecord]] = defaultdict(dict)
+        for record in records:
+            by_part[self.parts[record.id][0]][record.id] = record
+        for part, changed in by_part.items():
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
                 numbers = {held.id: number for number, held in writer.records().items()}
-                facts = {name: getattr(record, name) for name in ("label", "patient", "site")}
-                writer.change(numbers[record.id], **facts)
-            self.parts[record.id] = part, replace(before, **facts)
+                write_labels(writer, {numbers[name]: record for name, record in changed.items()})
+            self.parts.update({name: (part, record) for name, record in changed.items()})
 
-    def _may_change(self, part: str, what: str) -> bool:
-        """Return whether a part can be changed where it is; if not, show what stays unchanged."""
-        path = self.catalog.folder / part
-        if not network_filesystem(path):
+    def _may_change(self, what: str) -> bool:
+        """Return whether parts can be changed where they are; if not, show what stays unchanged."""
+        if not network_filesystem(self.catalog.folder):
             return True
         self.progress.message(
-            f"{what}: not changed, because {path} is on a network filesystem, where stores cannot be written: "
+            f"{what}: not changed, because {self.catalog.folder} is on a network filesystem, where stores cannot be written: "
             "`histopipe merge` first, then ingest into that"
         )
         return False

@@ -18,6 +18,7 @@ from typing import Any
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
 from histopipe.ingestion.options import SlideInput
+from histopipe.system.worker_pool import WorkerDied
 
 _KINDS = re.compile(
     r"(?P<address>(tcp|tls)://[^/\s]+:\d{1,5})|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
@@ -32,10 +33,7 @@ _LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio
 
 @contextmanager
 def connected(cluster: str) -> Iterator[DaskCluster]:
-    """Connect to a cluster, and end it with the block if it was started here.
-
-    Args:
-        cluster: "tcp://HOST:PORT" of a scheduler, "local:N" for N processes here, "slurm:N" for N jobs of dask-jobqueue.
+    """Connect to a cluster: "tcp://HOST:PORT", "local:N" or "slurm:N"; end it with the block if it was started here.
 
     Raises:
         UsageError: `cluster` is none of these.
@@ -65,8 +63,7 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         started = _start(kind)
         if started is not None:
             stack.callback(started.close, timeout=10)
-        if kind["slurm"]:
-            _submit(started, int(kind["slurm"]))
+        jobs = _SlurmJobs(started, int(kind["slurm"])) if kind["slurm"] else None
         try:
             client = distributed.Client(
                 started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
@@ -79,7 +76,6 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error  # fmt: skip
         stack.callback(client.close, timeout=5)
-        jobs = _SlurmJobs(started, int(kind["slurm"])) if kind["slurm"] else None
         yield DaskCluster(client, cluster, jobs)
 
 
@@ -96,13 +92,7 @@ def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> Inges
 
 
 class DaskCluster:
-    """The workers of a cluster.
-
-    Args:
-        client: Dask's client.
-        name: address of the cluster, for messages.
-        jobs: the Slurm jobs of the workers; None if this run submitted none.
-    """
+    """The workers of a cluster, with the Slurm jobs that this run submitted for them."""
 
     def __init__(self, client: Any, name: str, jobs: _SlurmJobs | None = None) -> None:
         self._client, self._name, self._jobs = client, name, jobs
@@ -149,7 +139,7 @@ class DaskCluster:
         """Return the result of a future; None if it was lost, with the scheduler or otherwise.
 
         Raises:
-            WorkersDied: several workers in a row died while they had the task.
+            WorkerDied: several workers in a row died while they had the task.
             HistopipeError: raised on the worker.
         """
         from distributed import KilledWorker
@@ -157,14 +147,14 @@ class DaskCluster:
         try:
             return future.result(timeout=_SECONDS)
         except KilledWorker as error:
-            raise WorkersDied(str(error)) from error
+            raise WorkerDied(str(error)) from error
         except HistopipeError:
             raise  # some are OSErrors as well
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
             return None
 
     def run_everywhere(
-        self, task: Callable[[ClusterSettings], list[str]], settings: ClusterSettings
+        self, task: Callable[[ClusterSettings], None], settings: ClusterSettings
     ) -> None:
         """Run a task on every worker, and wait for all; skip workers that are lost meanwhile."""
         running = {
@@ -189,19 +179,35 @@ class DaskCluster:
 
 
 class _SlurmJobs:
-    """Slurm jobs with one or more workers each."""
-
     def __init__(self, slurm: Any, count: int) -> None:
         self._slurm, self._count = slurm, count
         self._alive: set[Any] = set()
         self._submitted = time.monotonic()
+        self._check_script()
+        slurm.scale(jobs=count)
+
+    def _check_script(self) -> None:
+        """Let Slurm check the job script: Dask would only log an error."""
+        command = ["sbatch", "--test-only"]
+        script = self._slurm.job_script()
+        try:
+            checked = subprocess.run(
+                command, input=script, capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            raise MachineShort(
+                "--cluster slurm needs `sbatch`", found=error.strerror,
+                todo="run it on a machine that can submit jobs",
+            ) from error  # fmt: skip
+        if checked.returncode:
+            raise UsageError(
+                "--cluster slurm: sbatch refuses the job", found=" ".join(checked.stderr.split())[:300],
+                todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
+            )  # fmt: skip
 
     def renew(self, workers: Iterable[str]) -> None:
-        """Submit jobs in place of those that have lost their workers, as at their time limit.
-
-        Args:
-            workers: names of the workers: that of the job, with a number where a job has several.
-        """
+        """Submit jobs in place of those that have lost their workers, as at their time limit."""
+        # A worker has the name of its job, with a number if a job has several.
         names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
         alive = {job for job in self._slurm.workers if str(job) in names}
         for job in self._alive - alive:
@@ -210,10 +216,6 @@ class _SlurmJobs:
         if time.monotonic() - self._submitted > _SUBMIT_SECONDS:
             self._submitted = time.monotonic()
             self._slurm.scale(jobs=self._count)
-
-
-class WorkersDied(Exception):
-    """Several workers in a row have died while they had the same task."""
 
 
 def _start(kind: re.Match[str]) -> Any:
@@ -231,9 +233,8 @@ def _start(kind: re.Match[str]) -> Any:
         handler = signal.getsignal(signal.SIGINT)
         from dask_jobqueue import SLURMCluster
 
-        signal.signal(
-            signal.SIGINT, handler
-        )  # its import lets Ctrl-C end the process with exit code 0
+        # The import has made Ctrl-C end the process with exit code 0.
+        signal.signal(signal.SIGINT, handler)
         try:
             return SLURMCluster()  # settings: ~/.config/dask/jobqueue.yaml
         except (ValueError, OSError, RuntimeError) as error:
@@ -242,23 +243,3 @@ def _start(kind: re.Match[str]) -> Any:
                 todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
             ) from error  # fmt: skip
     return None
-
-
-def _submit(slurm: Any, jobs: int) -> None:
-    """Submit jobs. First let Slurm check the job script: Dask would only log an error."""
-    command = ["sbatch", "--test-only"]
-    try:
-        checked = subprocess.run(
-            command, input=slurm.job_script(), capture_output=True, text=True, check=False
-        )
-    except OSError as error:
-        raise MachineShort(
-            "--cluster slurm needs `sbatch`", found=error.strerror,
-            todo="run it on a machine that can submit jobs",
-        ) from error  # fmt: skip
-    if checked.returncode:
-        raise UsageError(
-            "--cluster slurm: sbatch refuses the job", found=" ".join(checked.stderr.split())[:300],
-            todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
-        )  # fmt: skip
-    slurm.scale(jobs=jobs)

@@ -1,22 +1,183 @@
-"""The tasks of a Dask worker: ingest a slide into the worker's part, and publish its part."""
+"""What a Dask worker does: ingest slides into a store on its own disk, the part, and publish it into the folder of parts.
+
+The process that fills a part holds a lock on its folder in scratch. Parts whose process has ended are published by the next
+process on that machine, so that a worker's death costs only the slide in work.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import os
+import re
+import shutil
 import socket
 import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from histopipe._version import __version__
-from histopipe.errors import UsageError
-from histopipe.ingestion.cluster.part_store import PartFolders, PartStore
+from histopipe.errors import MachineShort, NothingToDo, UsageError
 from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome
-from histopipe.system.progress import Bar
+from histopipe.ingestion.storing import prepare
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
+from histopipe.system.files import appearing
+from histopipe.system.filesystems import is_full_disk
+from histopipe.system.locks import locked
+from histopipe.system.progress import Bar, SilentProgress
+from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
+
+_OWN = ("lock.mdb", "ingest.lock", "ingest.csv")
+"""Files of a store that are not copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartFolders:
+    """Where the parts of one data set are filled and published: `dataset` is the uuid of the catalog.
+
+    Every machine sees `out`, the folder of parts, under this path, and has `scratch` on a local disk.
+    """
+
+    out: Path
+    scratch: Path
+    dataset: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of this machine where parts of this data set are filled."""
+        return self.scratch / f"histopipe-{self.dataset}"
+
+    def publish_abandoned(self) -> None:
+        """Publish the parts of this machine whose process has ended."""
+        for place in sorted(self.folder.glob("part-*/")):
+            # Another worker on this machine may publish it at the same time.
+            with contextlib.suppress(FileNotFoundError), locked(place) as free:
+                if free:
+                    self.publish(place)
+
+    def publish(self, place: Path) -> None:
+        """Move a part into the folder of parts, unless it has no slides."""
+        store = place / f"{place.name}.lmdb"
+        target = self.out / store.name
+        # If it is there, a process was killed after it had moved it.
+        if _holds_slides(store) and not target.exists():
+            _move(store, target)
+        shutil.rmtree(place)
+        with contextlib.suppress(OSError):  # other parts are in it
+            self.folder.rmdir()
+
+
+class PartStore:
+    """A store that this process fills with a pool of processes; `busy` is held by the thread that writes to it."""
+
+    def __init__(self, folders: PartFolders, workers: int) -> None:
+        self._folders, self.busy = folders, threading.Lock()
+        self._writer: StoreWriter | None = None
+        self._lock = contextlib.ExitStack()
+        self.store = self._begin()
+        self.pool = WorkerPool(workers, prepare)
+
+    @property
+    def bytes(self) -> int:
+        """Its size in bytes."""
+        with contextlib.suppress(OSError):
+            return (self.store / "data.mdb").stat().st_size
+        return 0
+
+    @contextlib.contextmanager
+    def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
+        """Return its writer, which stays open until an error: opening a store of many slides takes time."""
+        if self._writer is None:
+            self._writer = StoreWriter(self.store, spec, alone=True)
+        try:
+            yield self._writer
+        except BaseException:
+            self._close_writer()
+            raise
+
+    def publish(self) -> None:
+        """Move it into the folder of parts, and begin another."""
+        self._close_writer()
+        if (self.store / "data.mdb").exists():
+            self._folders.publish(self.store.parent)
+            self._lock.close()
+            self.store = self._begin()
+
+    def close(self) -> None:
+        """End the processes. The part stays, to be published by the next process."""
+        self.pool.shutdown(cancel_futures=True)
+        self._close_writer()
+        if not (self.store / "data.mdb").exists():
+            shutil.rmtree(self.store.parent, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self._folders.folder.rmdir()
+        self._lock.close()
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _begin(self) -> Path:
+        """Make and lock the folder of a new store; return the path of the store."""
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+        name = f"part-{host}-{uuid.uuid4().hex[:8]}"
+        place = self._folders.folder / name
+        begun = place.with_name(f".{name}")  # no other process finds it before it is locked
+        try:
+            begun.mkdir(parents=True)
+            self._lock.enter_context(locked(begun))
+            begun.rename(place)
+        except OSError as error:
+            raise UsageError(
+                f"the scratch folder {self._folders.scratch} cannot be written on {socket.gethostname()}",
+                found=error.strerror, todo="choose another one with --scratch",
+            ) from error  # fmt: skip
+        return place / f"{name}.lmdb"
+
+
+def _holds_slides(store: Path) -> bool:
+    """Return whether a part has slides. It is no store if its process was killed at the start."""
+    try:
+        with Store(store, hidden=True) as part:
+            return bool(part.slides)
+    except NothingToDo:
+        return False
+
+
+def _move(store: Path, target: Path) -> None:
+    """Move a store that no process writes; the target appears when it is complete.
+
+    Raises:
+        MachineShort: the disk is full.
+    """
+    try:
+        with appearing(target, hidden=True) as part:
+            shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed
+            shutil.copytree(store, part, ignore=shutil.ignore_patterns(*_OWN))
+            for path in (*part.iterdir(), part):
+                file = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(file)
+                finally:
+                    os.close(file)
+    except OSError as error:
+        if is_full_disk(error):
+            raise MachineShort(
+                f"the disk that holds {target.parent} is full", todo="make room; the same command goes on"
+            ) from error  # fmt: skip
+        raise UsageError(
+            f"{target} cannot be written from {socket.gethostname()}", found=error.strerror,
+            todo="let every machine write the folder of parts",
+        ) from error  # fmt: skip
+
 
 SendEvent = Callable[[dict[str, Any]], None]
 """Sends an event of a slide to the process that submitted it."""
@@ -24,14 +185,9 @@ SendEvent = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """Settings that are the same for every slide of a run.
+    """Settings that are the same for every slide of a run; `version` is that of the process that submits slides.
 
-    Attributes:
-        folders: where parts are.
-        spec: how to tile and encode.
-        options: options of the run.
-        part_bytes: a part that is larger is published, and another one begun.
-        version: of the histopipe that submits slides.
+    A part that is larger than `part_bytes` is published, and another one begun.
     """
 
     folders: PartFolders
@@ -57,13 +213,7 @@ _beginning = threading.Lock()
 def ingest_slide(
     settings: ClusterSettings, slide: SlideInput, workers: int, send: SendEvent
 ) -> IngestedSlide:
-    """Ingest a slide into this process's part.
-
-    Args:
-        settings: of the run.
-        slide: its files have the same paths on all machines.
-        workers: number of processes to read it with.
-        send: receives the slide's progress.
+    """Ingest a slide into this process's part, by a number of worker processes; send its progress.
 
     Raises:
         UsageError: this machine has another version of histopipe, or does not see the folder of parts or the slide.
@@ -83,31 +233,29 @@ def ingest_slide(
                 continue  # it was published while this thread waited for it
             with part.writing(settings.spec) as writer:
                 report = ingest_slides(
-                    [slide], part.store, settings.spec, options, progress=EventProgress(slide.id, send),
+                    [slide], part.store, settings.spec, options, progress=_EventProgress(send),
                     pool=part.pool, writer=writer,
                 )  # fmt: skip
-            ingested = IngestedSlide(report.slides[0], part.name)
+            ingested = IngestedSlide(report.slides[0], part.store.name)
             if part.bytes >= settings.part_bytes:
                 part.publish()
             return ingested
 
 
-def publish(settings: ClusterSettings) -> list[str]:
-    """Publish this process's part, and the parts that ended processes left on this machine; return their names."""
+def publish(settings: ClusterSettings) -> None:
+    """Publish this process's part, and the parts that ended processes left on this machine."""
     _check(settings)
-    published = []
     part = _parts.get(settings.folders)
     if part is not None:
         with part.busy:
-            published += part.publish()
+            part.publish()
             part.close()
             _parts.pop(settings.folders, None)
         atexit.unregister(part.close)
-    return published + settings.folders.publish_abandoned()
+    settings.folders.publish_abandoned()
 
 
 def _part(folders: PartFolders, workers: int) -> PartStore:
-    """Return this process's part, begun if there is none."""
     with _beginning:
         if folders not in _parts:
             _parts[folders] = part = PartStore(folders, workers)
@@ -129,29 +277,17 @@ def _check(settings: ClusterSettings) -> None:
         )
 
 
-class EventProgress:
-    """Sends the progress of one slide as events."""
+class _EventProgress(SilentProgress):
+    def __init__(self, send: SendEvent) -> None:
+        self._send = send
 
-    def __init__(self, slide: str, send: SendEvent) -> None:
-        self._slide, self._send = slide, send
-
-    def bar(
-        self,
-        title: str,
-        *,
-        unit: str,
-        total: int | None = None,
-        done: int = 0,
-        detail: bool = False,
-    ) -> Bar:
-        """Send that the slide is planned, where the bar is the slide's."""
-        if not detail:
+    def bar(self, title: str, **options: Any) -> Bar:
+        if not options.get("detail"):  # only the bars of slides are details; their titles are ids
             return Bar()
-        self._send({"event": "planned", "slide": self._slide, "patches": total or 0})
-        return _EventBar(self._slide, self._send)
+        self._send({"event": "planned", "slide": title, "patches": options["total"]})
+        return _EventBar(title, self._send)
 
     def message(self, text: str) -> None:
-        """Send a message."""
         self._send({"event": "message", "text": f"{socket.gethostname()}: {text}"})
 
 

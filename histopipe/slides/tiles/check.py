@@ -1,8 +1,8 @@
-"""Trust, but verify: native tiles compared with what OpenSlide shows in their places.
+"""Find native tiles, and compare them with the pixels that OpenSlide returns.
 
-Where a level's downsample is a whole number OpenSlide shows the tiles' own pixels, and the two must be equal. Where it is not
-(8.00045 is common) OpenSlide interpolates, since level-0 coordinates fall between the level's pixels: then the difference must
-be small, and smallest where the tiles are thought to lie.
+If the downsample of a level is a whole number, OpenSlide returns the tiles' own pixels, and both must be equal. If it is not
+(8.00045 is common), OpenSlide interpolates, since level-0 coordinates fall between the pixels of the level: then the difference
+must be small, and smallest without a shift of the tiles.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0
-from histopipe.slides.slide import Slide
-from histopipe.slides.tiles.locate import find_native
+from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 
-SAMPLED_TILES = 8
+_SAMPLED_TILES = 8
 
 LARGEST_DIFFERENCE = 8.0
 """Mean absolute difference, of 255, that interpolation may make. Half a pixel's shift of sharp H&E makes 4 to 6."""
@@ -33,12 +32,7 @@ _SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
 
 @dataclass(frozen=True, slots=True)
 class TileCheck:
-    """What comparing showed.
-
-    Attributes:
-        tiles: how many were compared.
-        difference: mean absolute difference of their pixels, 0 to 255; 0 where they are equal.
-    """
+    """Number of tiles compared, and the mean absolute difference of their pixels, 0 to 255."""
 
     tiles: int
     difference: float
@@ -50,22 +44,17 @@ class TileCheck:
 
 
 class NativeLevels:
-    """The native tiles of a slide's levels, each found and checked at most once.
-
-    Args:
-        slide: an open slide.
-        files: all of its files.
-    """
+    """Native tiles of the levels of an open slide, given all of its files. Each level is found and checked once."""
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
         self._slide, self._files = slide, files
         self._known: dict[int, tuple[NativeTiles, TileCheck] | NotNative] = {}
 
     def get(self, level: Level) -> tuple[NativeTiles, TileCheck]:
-        """A level's tiles.
+        """Return the tiles of a level.
 
         Raises:
-            NotNative: they cannot be taken directly, or differ from what OpenSlide shows.
+            NotNative: they cannot be used directly, or differ from OpenSlide's pixels.
         """
         if level.number not in self._known:
             try:
@@ -79,14 +68,30 @@ class NativeLevels:
         return known
 
     def close(self) -> None:
-        """Give files and decoded tiles back."""
+        """Release files and decoded tiles."""
         for known in self._known.values():
             if not isinstance(known, NotNative):
                 known[0].close()
 
 
+def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:
+    """Locate the native JPEG tiles of a level, given all files of the slide.
+
+    Raises:
+        NotNative: they cannot be used directly; the text gives the reason.
+    """
+    # Late: a slide is either, and each import takes a tenth of a second.
+    if info.vendor == "dicom":
+        from histopipe.slides.tiles import dicom
+
+        return dicom.find_tiles(files, level)
+    from histopipe.slides.tiles import tiff
+
+    return tiff.find_tiles(files, info, level)
+
+
 def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
-    """Compare sampled tiles, those with most to see, with OpenSlide.
+    """Compare sampled tiles with OpenSlide.
 
     Raises:
         NotNative: they differ, or none could be compared.
@@ -117,7 +122,7 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
 
 
 def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
-    """How well decoding at a reduced scale agrees with decoding and averaging, in decibels over sampled tiles."""
+    """Return how well scaled decoding of sampled tiles agrees with decoding and averaging, in decibels."""
     squares = []
     for row, column in sampled(tiles.native):
         region = tiles.native.region(row, column)
@@ -133,21 +138,21 @@ def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
 
 
 def sampled(native: NativeLevel) -> list[tuple[int, int]]:
-    """Rows and columns of whole tiles spread over the level, among the half that is longest: there is tissue."""
+    """Return rows and columns of whole tiles from all over the level, of the longer half, which show tissue."""
     rows, columns = native.size.height // native.tile.height, native.size.width // native.tile.width
     lengths = native.lengths[:rows, :columns]
     written = lengths[lengths > 0]
     if not written.size:
         return []
     places = np.argwhere(lengths >= np.median(written))
-    chosen = np.unique(np.linspace(0, len(places) - 1, SAMPLED_TILES).astype(int))
+    chosen = np.unique(np.linspace(0, len(places) - 1, _SAMPLED_TILES).astype(int))
     return [(int(row), int(column)) for row, column in places[chosen]]
 
 
 def _pair(
     slide: Slide, level: Level, tiles: NativeTiles, row: int, column: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
-    """A tile and what OpenSlide shows there; None if either cannot be read, which is for the ingest to record."""
+    """Return a tile and OpenSlide's pixels of it; None if either cannot be read, which the ingest records."""
     region = tiles.native.region(row, column)
     x, y = level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
     try:
@@ -163,6 +168,6 @@ def _difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
 
 
 def _shift(pixels: NDArray[np.uint8], dx: int, dy: int) -> NDArray[np.uint8]:
-    """All but a margin of one pixel, moved by up to one."""
+    """Return pixels without a margin of one, shifted by up to one."""
     height, width = pixels.shape[:2]
     return pixels[1 + dy : height - 1 + dy, 1 + dx : width - 1 + dx]

@@ -1,4 +1,6 @@
-"""Where the native JPEG tiles of a DICOM slide lie: the frames of one of its files.
+"""DICOM files: values of their headers, and native JPEG tiles, which are the frames of one file of a slide.
+
+Headers may be damaged or hostile: pydicom trusts the lengths in them.
 
 Source:
     DICOM PS3.3 C.8.12 (whole-slide images) and PS3.5 A.4 (encapsulated frames).
@@ -8,15 +10,19 @@ from __future__ import annotations
 
 import os
 import struct
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
+import pydicom
 from numpy.typing import NDArray
 from pydicom.encaps import parse_basic_offsets, parse_fragments
 from pydicom.uid import JPEGBaseline8Bit
 
 from histopipe.geometry import Level, Size
-from histopipe.slides.dicom_header import pydicom_warnings, read_header
 from histopipe.slides.tiles.jpeg import Colour
 from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
 
@@ -24,24 +30,61 @@ _SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
 _FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")
 _ELEMENT_HEADER = 12
 """Bytes of tag, representation and length, in the explicit form that every compressed syntax has."""
+_LONGEST_VALUE = 1 << 16
+"""Bytes of a value that is read. All values that are needed are shorter."""
 _ITEM_HEADER = struct.Struct("<HHI")
 _COLOURS: dict[str, Colour] = {
-    "YBR_FULL_422": "ycbcr",
-    "YBR_FULL": "ycbcr",
-    "RGB": "rgb",
-    "MONOCHROME2": "grey",
-}
+    "YBR_FULL_422": "ycbcr", "YBR_FULL": "ycbcr", "RGB": "rgb", "MONOCHROME2": "grey",
+}  # fmt: skip
+
+
+@contextmanager
+def pydicom_warnings() -> Iterator[list[str]]:
+    """Collect pydicom's warnings about damaged headers in place of printing them.
+
+    Yields the first line of each warning; the list is complete at the end of the block.
+    """
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            yield found
+        finally:
+            texts = (str(warning.message).partition("\n")[0] for warning in caught)
+            found.extend(dict.fromkeys(text[:200] for text in texts))
+
+
+def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
+    """Read some values of a file's header. An open file is left where its pixel data begins.
+
+    pydicom warns about damaged values when they are read and when they are used: use `pydicom_warnings` around both.
+
+    Raises:
+        ValueError: it is not a DICOM file, or damaged.
+    """
+    try:
+        return pydicom.dcmread(
+            file, stop_before_pixels=True, specific_tags=list(names), defer_size=_LONGEST_VALUE
+        )
+    except Exception as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
+
+
+def read_text(path: Path, name: str) -> str | None:
+    """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
+    with pydicom_warnings():
+        try:
+            value: Any = read_header(path, name).get(name, "")
+            return str(value) or None
+        except ValueError:
+            return None
 
 
 def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
-    """Where a level's native JPEG tiles lie.
-
-    Args:
-        files: the series' files.
-        level: one of its levels.
+    """Locate the native JPEG tiles of a level in the files of a series.
 
     Raises:
-        NotNative: they cannot be taken directly; the text says why.
+        NotNative: they cannot be used directly; the text gives the reason.
     """
     try:
         with pydicom_warnings() as damage:
@@ -59,12 +102,11 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
 
 
 def _with_damage(reason: str, damage: list[str]) -> str:
-    """Return a reason with the damage of the header that pydicom has found."""
     return f"{reason} (damaged header: {'; '.join(damage[:2])})" if damage else reason
 
 
 def _shows(path: Path, size: Size) -> bool:
-    """Whether a file is the slide's image of a size."""
+    """Return whether a file is the image of the slide that has this size."""
     try:
         header = read_header(path, "ImageType", *_SIZE)
         width, height = (int(header.get(name, 0)) for name in _SIZE)
@@ -89,27 +131,16 @@ def _native(path: Path, size: Size) -> NativeLevel:
     offsets, lengths = _frames(path)
     if len(offsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(offsets)} fragments, not {shape[0]} by {shape[1]} tiles")
-    return NativeLevel(
-        path=path,
-        x_level=0,
-        y_level=0,
-        size=size,
-        tile=tile,
-        colour=colour,
-        tables=b"",
-        offsets=offsets.reshape(shape),
-        lengths=lengths.reshape(shape),
-    )
+    offsets, lengths = offsets.reshape(shape), lengths.reshape(shape)
+    return NativeLevel(path, 0, 0, size, tile, colour, b"", offsets, lengths)
 
 
 def _frames(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Offset and length of every fragment of the pixel data."""
+    """Return offsets and lengths of all fragments of the pixel data."""
     with path.open("rb") as file:
         read_header(file)
         file.seek(_ELEMENT_HEADER, os.SEEK_CUR)
-        parse_basic_offsets(
-            file
-        )  # the first item; it may be empty, so fragments are looked at one by one
+        parse_basic_offsets(file)  # skipped: the table may be empty, so fragments are looked up
         _, items = parse_fragments(file)
         lengths = []
         for item in items:

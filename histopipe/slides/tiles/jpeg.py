@@ -1,7 +1,7 @@
-"""JPEG as bytes: native tiles made into plain JPEG files without decoding a pixel.
+"""Make plain JPEG files of native tiles without decoding them.
 
-A tile inside a slide is seldom a file that can stand alone. Its tables may be kept once for all tiles, and whether it holds
-RGB or YCbCr may be said by the slide's header only, where a decoder of the tile cannot see it.
+A tile in a slide is seldom a complete file. Its tables may be stored once for all tiles, and only the slide's header may say
+whether it is RGB or YCbCr.
 
 Source:
     ITU-T T.81 (markers and segments); ITU-T T.872 (the Adobe segment that names the colour transform).
@@ -21,8 +21,8 @@ SOI, EOI = b"\xff\xd8", b"\xff\xd9"
 
 _SOS, _SOF, _DHT, _DQT, _DRI = 0xDA, (0xC0, 0xC1, 0xC2), 0xC4, 0xDB, 0xDD
 _KEPT = {_SOS, _DHT, _DQT, _DRI, *_SOF}
-"""What decoding needs. Comments and application segments (JFIF, Exif, profiles, Adobe) are left out: they may contradict
-the slide's header, and no property of a slide is to be stored unasked."""
+"""Segments that decoding needs. Comments and application segments (JFIF, Exif, profiles, Adobe) are left out: they may
+contradict the slide's header, and no property of a slide may be stored unasked."""
 
 _ADOBE = {
     colour: b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
@@ -33,17 +33,14 @@ _LONGEST_PADDING = 16
 
 
 class NotPlain(ValueError):
-    """A tile is no JPEG that could be made a file; its text says why."""
+    """A tile cannot be made a JPEG file; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What a JPEG's header says of its picture.
+    """Size, sampling and bits of a sample in a JPEG header.
 
-    Attributes:
-        size: pixels.
-        sampling: horizontal and vertical factor of each component, `((2, 2), (1, 1), (1, 1))` for 4:2:0.
-        bits: of a sample.
+    `sampling` has the horizontal and vertical factor of each component: `((2, 2), (1, 1), (1, 1))` for 4:2:0.
     """
 
     size: Size
@@ -56,23 +53,21 @@ class Frame:
 
 
 class TileFormat:
-    """How the tiles of one image become plain files: which tables to add, which colour to name, what to expect.
+    """Makes plain files of the tiles of an image.
 
-    Args:
-        tables: the tables that all tiles share, as TIFF's `JPEGTables` holds them; empty where each has its own.
-        colour: what the slide's header says the components are.
-        frame: what every tile's header must say; None takes any.
+    `tables` are those that all tiles share, as in TIFF's `JPEGTables`; empty if each tile has its own. `colour` is from the
+    slide's header. If `frame` is given, tiles with another one are refused.
     """
 
     def __init__(self, tables: bytes, colour: Colour, frame: Frame | None = None) -> None:
         kept = (tables[s:e] for marker, s, e in _segments(tables) if marker in _KEPT)
         self._begin = SOI + _ADOBE.get(colour, b"") + b"".join(kept)
         self._frame = frame
-        # Tiles of one image mostly begin alike, byte for byte: then nothing has to be looked at twice.
+        # Most tiles of an image begin with the same bytes, which are then parsed only once.
         self._known: tuple[bytes, bytes] | None = None
 
     def plain(self, tile: bytes) -> bytes:
-        """A tile as a file of its own; its compressed data is untouched.
+        """Return a tile as a file; its compressed data is unchanged.
 
         Raises:
             NotPlain: it is cut short, no JPEG, or not like the others.
@@ -84,7 +79,7 @@ class TileFormat:
         return b"".join((header, memoryview(tile)[len(raw) : end]))
 
     def _header(self, tile: bytes) -> tuple[bytes, bytes]:
-        """The tile's bytes up to the compressed data, and what takes their place."""
+        """Return the tile's bytes before the compressed data, and those that replace them."""
         if tile[:2] != SOI:
             raise NotPlain(
                 f"begins with {tile[:2].hex(' ') or 'nothing'}, not with a JPEG's marker"
@@ -97,15 +92,15 @@ class TileFormat:
         found = frame_of(header)
         if self._frame is not None and found != self._frame:
             raise NotPlain(f"is {found}, the others {self._frame}")
-        if not any(marker == _DQT for marker, _, _ in _segments(header)):
-            raise NotPlain("has no quantisation tables, and the image has none for it")
-        if not any(marker == _DHT for marker, _, _ in _segments(header)):
-            raise NotPlain("has no Huffman tables, and the image has none for it")
+        markers = {marker for marker, _, _ in _segments(header)}
+        for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
+            if marker not in markers:
+                raise NotPlain(f"has no {name} tables, and the image has none for it")
         return tile[:stop], header
 
 
 def frame_of(jpeg: bytes) -> Frame:
-    """What a JPEG's header says of its picture.
+    """Return the frame of a JPEG header.
 
     Raises:
         NotPlain: there is none, or it is of a kind that few decoders read.
@@ -121,17 +116,17 @@ def frame_of(jpeg: bytes) -> Frame:
 
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:
-    """Marker, start and end of each segment up to and with the start of the compressed data.
+    """Yield marker, start and end of each segment before the compressed data.
 
     Raises:
-        NotPlain: the header is cut short, or something else stands where a marker should.
+        NotPlain: the header is cut short, or lacks a marker where one should be.
     """
     place = 2
     while place + 4 <= len(jpeg):
         if jpeg[place] != 0xFF:
             raise NotPlain(f"has {jpeg[place]:02x} where a marker should be, at byte {place}")
         if jpeg[place + 1] == 0xFF:
-            place += 1  # markers may be preceded by any number of fill bytes
+            place += 1  # fill bytes may precede a marker
             continue
         start, marker = place, jpeg[place + 1]
         if marker == EOI[1]:
@@ -145,7 +140,7 @@ def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _end(tile: bytes) -> int:
-    """Where the end marker ends."""
+    """Return the end of the end marker."""
     if tile.endswith(EOI):
         return len(tile)
     place = tile.rfind(EOI, max(0, len(tile) - _LONGEST_PADDING))

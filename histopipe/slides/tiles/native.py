@@ -1,6 +1,6 @@
-"""A level's native JPEG tiles: where they lie in the file, as plain JPEG files, and as pixels.
+"""Native JPEG tiles of a level: their places in the file, as plain JPEG files, and as pixels.
 
-A shortcut past OpenSlide, which stays the truth: `check` compares the two, and what differs is not to be used.
+They bypass OpenSlide, which remains the reference: `check` compares both, and tiles that differ are not used.
 """
 
 from __future__ import annotations
@@ -24,28 +24,23 @@ from histopipe.slides.tiles.jpeg import Colour, Frame, NotPlain, TileFormat, fra
 from histopipe.system.files import Closing
 
 _DECODED_BYTES = 48 << 20
-"""Pixels of tiles kept decoded, for the patches that share them."""
+"""Bytes of tiles kept decoded, for the patches that share them."""
 _LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
-"""Pixels, and bytes: what a damaged header may say beyond them is not to be taken into memory."""
+"""Pixels and bytes: a damaged header may claim more, which must not be read into memory."""
 
 
 class NotNative(ValueError):
-    """A level's tiles cannot be taken from its file directly; the text says why."""
+    """Tiles of a level cannot be used directly; the text gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLevel:
     """The tiles of one level, row by row from the top left.
 
-    Attributes:
-        path: the file they lie in.
-        x_level, y_level: the level's pixel at the first tile's corner.
-        size: of the image that they make up.
-        tile: size of a tile. Those at the right and lower edge reach beyond the image.
-        colour: what the slide's header says the components are.
-        tables: JPEG tables that all tiles share; empty where each has its own.
-        offsets, lengths: (rows, columns) int64 bytes in the file; a length of 0 is a tile that was never written.
-        frame: what the tiles' own headers say; equal for all that are used.
+    `x_level` and `y_level` are the corner of the first tile, `size` is that of the image that the tiles form. Tiles at the
+    right and lower edge reach beyond it. `colour` is from the slide's header. `tables` are JPEG tables that all tiles share;
+    empty if each has its own. `offsets` and `lengths` are (rows, columns) int64 bytes in the file; the length is 0 for a
+    tile that was never written. `frame` is the JPEG header that all tiles must have.
     """
 
     path: Path
@@ -66,20 +61,15 @@ class NativeLevel:
         return rows, columns
 
     def region(self, row: int, column: int) -> RegionLevel:
-        """What a tile shows of the level."""
+        """Return the region of the level that a tile shows."""
         x, y = column * self.tile.width, row * self.tile.height
-        width, height = (
-            min(self.tile.width, self.size.width - x),
-            min(self.tile.height, self.size.height - y),
-        )
+        width = min(self.tile.width, self.size.width - x)
+        height = min(self.tile.height, self.size.height - y)
         return RegionLevel(self.x_level + x, self.y_level + y, Size(width, height))
 
 
 class NativeTiles(Closing):
-    """Reads a level's native tiles.
-
-    Args:
-        native: where they lie.
+    """Reads the native tiles of a level.
 
     Raises:
         SlideUnreadable: the file cannot be opened.
@@ -96,15 +86,13 @@ class NativeTiles(Closing):
             raise SlideUnreadable(f"{native.path} cannot be read", found=error.strerror) from error
 
     def jpeg(self, row: int, column: int) -> bytes | None:
-        """A tile as a plain JPEG file, its compressed data as the scanner wrote it; None if it was never written.
+        """Return a tile as a plain JPEG file with its original compressed data; None if it was never written.
 
         Raises:
             SlideUnreadable: it is damaged, or not like the others.
         """
-        length, offset = (
-            int(self.native.lengths[row, column]),
-            int(self.native.offsets[row, column]),
-        )
+        native = self.native
+        length, offset = int(native.lengths[row, column]), int(native.offsets[row, column])
         if length == 0:
             return None
         try:
@@ -116,20 +104,16 @@ class NativeTiles(Closing):
         raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is cut short")
 
     def pixels(self, region: RegionLevel, reduction: int = 1) -> NDArray[np.uint8] | None:
-        """A part of the level; None if any of it was never written.
+        """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
 
-        Args:
-            region: within the image.
-            reduction: 1, 2, 4 or 8, by scaled DCT; it divides the tiles and the region.
-
-        Returns:
-            (H / reduction, W / reduction, 3) uint8 RGB, a new array.
+        `reduction` is 1, 2, 4 or 8, and must divide the tiles and the region; tiles are decoded by scaled DCT. Returns None if
+        part of the region was never written.
 
         Raises:
             SlideUnreadable: a tile of it is damaged.
         """
         if reduction not in self._decoded:
-            # One scale at a time. Weakly, or this object and its decoded tiles would keep each other alive.
+            # One scale at a time. A weak reference, as otherwise this object and its decoded tiles keep each other alive.
             count = _DECODED_BYTES * reduction**2 // (self.native.tile.area * 3)
             decode = functools.partial(_decode, weakref.proxy(self), reduction)
             self._decoded = {reduction: functools.lru_cache(maxsize=max(4, count))(decode)}
@@ -143,7 +127,7 @@ class NativeTiles(Closing):
                 part = decoded(row, column)
                 if part is None:
                     return None
-                # The tile's corner, and the part of it that is wanted, in pixels of the level.
+                # Corner of the tile, and the part of it within the region, in pixels of the image.
                 x, y = column * tile.width, row * tile.height
                 x0, x1 = max(left, x), min(right, x + tile.width)
                 y0, y1 = max(top, y), min(bottom, y + tile.height)
@@ -153,7 +137,7 @@ class NativeTiles(Closing):
         return out
 
     def close(self) -> None:
-        """Give the file and the decoded tiles back."""
+        """Release the file and the decoded tiles."""
         self._decoded = {}
         if self._file >= 0:
             os.close(self._file)
@@ -163,7 +147,7 @@ class NativeTiles(Closing):
         self.close()
 
     def unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
-        """The error of a tile."""
+        """Return the error for a tile."""
         return SlideUnreadable(
             f"{self.native.path}: the tile in row {row}, column {column} of the {self.native.size} image",
             found=why,
@@ -176,13 +160,10 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
         return None
     tile = tiles.native.tile
     try:
-        # Only with the size it should have does simplejpeg decode at a reduced scale.
+        # simplejpeg decodes at a reduced scale only if it is given the size.
+        height, width = tile.height // reduction, tile.width // reduction
         pixels = simplejpeg.decode_jpeg(
-            data,
-            colorspace="RGB",
-            min_height=tile.height // reduction,
-            min_width=tile.width // reduction,
-            min_factor=reduction,
+            data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduction
         )
     except ValueError as error:
         raise tiles.unreadable(row, column, str(error)) from error
@@ -190,12 +171,12 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
 
 
 def with_frame(native: NativeLevel) -> NativeLevel:
-    """The same, with what its longest tile's header says: so must all that are used.
+    """Return the level with the frame of its longest tile, which all used tiles must have.
 
-    The header of the slide is no help: CMU-1-Small-Region's says 4:2:0, and its tiles are 4:4:4.
+    The slide's header is not reliable: that of CMU-1-Small-Region says 4:2:0, and its tiles are 4:4:4.
 
     Raises:
-        NotNative: that tile is not what can be used.
+        NotNative: that tile cannot be used.
     """
     place = np.unravel_index(int(native.lengths.argmax()), native.shape)
     length = int(native.lengths[place])
@@ -215,5 +196,5 @@ def with_frame(native: NativeLevel) -> NativeLevel:
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:
-    """The largest scale, 8, 4, 2 or 1, that divides a reduction and the tiles."""
+    """Return the largest reduction of 8, 4, 2 and 1 that divides a factor and the tiles."""
     return math.gcd(8, factor, native.tile.width, native.tile.height)

@@ -1,4 +1,4 @@
-"""Where the native JPEG tiles of a TIFF lie.
+"""Locate the native JPEG tiles of TIFF files.
 
 Source:
     TIFF 6.0; TIFF Technical Note 2 (JPEG in TIFF), for compression 7 and its shared tables.
@@ -19,24 +19,17 @@ from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
 _JPEG = 7
 _COMPRESSIONS = {
     6: "old-style JPEG (TIFF compression 6), which keeps its tables apart",
-    33003: "JPEG 2000",
-    33005: "JPEG 2000",
-    34712: "JPEG 2000",
+    **dict.fromkeys((33003, 33005, 34712), "JPEG 2000"),
 }
 _COLOURS: dict[int, Colour] = {1: "grey", 2: "rgb", 6: "ycbcr"}
-"""By the photometric interpretation, which is what OpenSlide goes by."""
+"""By photometric interpretation, which OpenSlide uses, too."""
 
 
 def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:
-    """Where a level's native JPEG tiles lie.
-
-    Args:
-        files: the slide's file.
-        info: its header.
-        level: one of its levels.
+    """Locate the native JPEG tiles of a level in the file of a slide.
 
     Raises:
-        NotNative: they cannot be taken directly; the text says why.
+        NotNative: they cannot be used directly; the text gives the reason.
     """
     path = files[0]
     try:
@@ -54,7 +47,7 @@ def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Native
 
 
 def _places(info: SlideInfo, level: Level) -> list[tuple[int, int, Size]]:
-    """Where on a level an image may lie, and its size then: all of it, or just the scanned part."""
+    """Return x, y and size of an image of the level: all of it, or only the scanned part."""
     places = [(0, 0, level.size)]
     x, y = (v / level.downsample for v in (info.bounds.origin.x, info.bounds.origin.y))
     if (x, y) != (0, 0) and max(abs(x - round(x)), abs(y - round(y))) < 1e-3:
@@ -80,14 +73,7 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     shape = -(-page.imagelength // page.tilelength), -(-page.imagewidth // page.tilewidth)
     if len(page.dataoffsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(page.dataoffsets)} tiles, not {shape[0]} by {shape[1]}")
-    return NativeLevel(
-        path=path,
-        x_level=x,
-        y_level=y,
-        size=_size(page),
-        tile=Size(page.tilewidth, page.tilelength),
-        colour=colour,
-        tables=page.jpegtables or b"",
-        offsets=np.array(page.dataoffsets, np.int64).reshape(shape),
-        lengths=np.array(page.databytecounts, np.int64).reshape(shape),
-    )
+    tile, tables = Size(page.tilewidth, page.tilelength), page.jpegtables or b""
+    offsets = np.array(page.dataoffsets, np.int64).reshape(shape)
+    lengths = np.array(page.databytecounts, np.int64).reshape(shape)
+    return NativeLevel(path, x, y, _size(page), tile, colour, tables, offsets, lengths)

@@ -1,4 +1,4 @@
-"""Stain normalisation of batches, as TensorFlow functions: every slide as if stained like one reference.
+"""Stain normalization of batches, as TensorFlow functions: every slide as if stained like one reference.
 
 Each patch is changed by the fit of its whole slide, so that a patch of only fat or only nuclei is not stretched to look like
 average tissue. `stain_fit` makes the fits.
@@ -7,12 +7,13 @@ average tissue. `stain_fit` makes the fits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.augmentation import from_density, to_density
+from histopipe.dataset.augmentation import from_density, to_density, to_uint8
 from histopipe.dataset.options import StainNorm
 from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
 from histopipe.errors import NothingToDo, UsageError
@@ -26,7 +27,7 @@ REFERENCE = StainFit(
     np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]], np.float32),
     np.array([1.9705, 1.0308], np.float32),
 )
-"""The stain that slides are given unless another is asked for.
+"""The stain that slides are given.
 
 Source:
     Mean and deviation: the reference of HistomicsTK (there with natural logarithms), which is of slide TCGA-A2-A3XS.
@@ -34,54 +35,35 @@ Source:
 """
 
 
-class StainNormaliser:
-    """Gives patches of several stores the reference's stain.
-
-    Args:
-        stores: in the order of their ordinals.
-        method: "reinhard" or "macenko".
-        target: the stain wanted.
+class StainNormalizer:
+    """Gives patches of several stores, in the order of their ordinals, the reference's stain.
 
     Raises:
         UsageError: there is no such method.
         NothingToDo: a complete slide has not been fitted.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[Store],
-        method: StainNorm,
-        target: StainFit = REFERENCE,
-    ) -> None:
-        if method not in ("reinhard", "macenko"):
+    def __init__(self, stores: Sequence[Store], method: StainNorm) -> None:
+        if method not in _METHODS:
             raise UsageError(
-                "stain normalisation", found=repr(method), expected="'reinhard' or 'macenko'"
+                "stain normalization", found=repr(method), expected="'reinhard' or 'macenko'"
             )
-        self._method = reinhard if method == "reinhard" else macenko
         fits = {(o, n): fit for o, store in enumerate(stores) for n, fit in store.stains().items()}
         _refuse_missing(stores, fits)
-        places = np.array([o << 24 | n for o, n in fits], np.int64)
+        self._method, change_of = _METHODS[method]
         # Looked up by a key's upper half; the order of stores and slides is rising.
-        self._places = tf.constant(places)
-        changes = [_changes(fit, target, method) for fit in fits.values()]
+        self._places = tf.constant(np.array([o << 24 | n for o, n in fits], np.int64))
+        changes = [change_of(fit, REFERENCE) for fit in fits.values()]
         self._changes = tf.constant(np.stack(changes), tf.float32)
 
     def __call__(self, images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
-        """(B, H, W, 3) float32, 0 to 255, from (B, H, W, 3) uint8 and keys (B,) int64."""
+        """Return (B, H, W, 3) float32, 0 to 255, from (B, H, W, 3) uint8 and keys (B,) int64."""
         place = tf.searchsorted(self._places, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
         return self._method(images, tf.gather(self._changes, place))
 
 
 def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
-    """Scale and shift each channel of lαβ.
-
-    Args:
-        images: (B, H, W, 3) uint8 or float32, 0 to 255.
-        changes: (B, 2, 3) factors and shifts, by `reinhard_changes`.
-
-    Returns:
-        (B, H, W, 3) float32, 0 to 255.
-    """
+    """Scale and shift each channel of lαβ of (B, H, W, 3) images by (B, 2, 3) factors and shifts; float32, 0 to 255."""
     log10 = np.float32(np.log(10))
     light = tf.matmul(tf.cast(images, tf.float32) + 1, RGB_TO_LMS.T.astype(np.float32))
     lab = tf.matmul(tf.math.log(light) / log10, LMS_TO_LAB.T.astype(np.float32))
@@ -92,42 +74,55 @@ def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
 
 
 def macenko(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
-    """Unmix the slide's two stains, scale their amounts, and mix them again as the target's.
+    """Unmix two stains of (B, H, W, 3) images, scale them, and mix them as the reference's; float32, 0 to 255.
 
-    Args:
-        images: (B, H, W, 3) uint8 or float32, 0 to 255.
-        changes: (B, 3, 3) matrices on rows of optical density, by `macenko_changes`.
-
-    Returns:
-        (B, H, W, 3) float32, 0 to 255.
+    All of it is one (B, 3, 3) matrix on rows of optical density.
     """
     return from_density(tf.einsum("bhwc,bcd->bhwd", to_density(images), changes))
 
 
 def reinhard_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
-    """(2, 3) factors and shifts that give a slide the target's mean and deviation."""
+    """Return (2, 3) factors and shifts that give a slide the target's mean and deviation."""
     factors = target.reinhard_std / np.maximum(fit.reinhard_std.astype(np.float64), 1e-6)
     return np.stack([factors, target.reinhard_mean - fit.reinhard_mean * factors])
 
 
 def macenko_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
-    """(3, 3) matrix on rows of optical density that gives a slide the target's stains and amounts."""
+    """Return a (3, 3) matrix on rows of optical density that gives a slide the target's stains and amounts."""
     factors = target.macenko_maximum / np.maximum(fit.macenko_maximum.astype(np.float64), 1e-6)
     apart = np.linalg.pinv(fit.macenko_stains.astype(np.float64))
     return np.asarray(apart @ (factors[:, None] * target.macenko_stains))
 
 
-def normalising_by(
-    fit: StainFit, method: StainNorm, target: StainFit = REFERENCE
-) -> tuple[Callable[[tf.Tensor, tf.Tensor], tf.Tensor], tf.Tensor]:
-    """The function that normalises, and the changes that it takes for a slide of this fit."""
-    function = reinhard if method == "reinhard" else macenko
-    return function, tf.constant(_changes(fit, target, method), tf.float32)
+_METHODS = {"reinhard": (reinhard, reinhard_changes), "macenko": (macenko, macenko_changes)}
 
 
-def _changes(fit: StainFit, target: StainFit, method: StainNorm) -> NDArray[np.float64]:
-    make = reinhard_changes if method == "reinhard" else macenko_changes
-    return make(fit, target)
+def slide_normalizer(fit: StainFit, method: StainNorm) -> Callable[..., NDArray[np.uint8]]:
+    """Return a function that normalizes (B, H, W, 3) uint8 images of one slide by its stain fit."""
+    change, change_of = _METHODS[method]
+    with tf.device("CPU"):
+        by = tf.constant(change_of(fit, REFERENCE), tf.float32)
+    return _on_cpu(lambda images: change(images, tf.repeat(by[None], len(images), axis=0)))
+
+
+def store_normalizer(
+    stores: Sequence[Store], method: StainNorm
+) -> Callable[..., NDArray[np.uint8]]:
+    """Return a function that normalizes (B, H, W, 3) uint8 images with (B,) keys, as `StainNormalizer` does."""
+    with tf.device("CPU"):
+        normalizer = StainNormalizer(stores, method)
+    return _on_cpu(lambda images, keys: normalizer(images, tf.constant(keys)))
+
+
+def _on_cpu(change: Callable[..., tf.Tensor]) -> Callable[..., NDArray[np.uint8]]:
+    """Return the function over arrays, on the CPU, in the threads that load them."""
+
+    def normalize(*arrays: NDArray[Any]) -> NDArray[np.uint8]:
+        with tf.device("CPU"):
+            pixels: NDArray[np.uint8] = to_uint8(change(*arrays)).numpy()
+        return pixels
+
+    return normalize
 
 
 def _refuse_missing(stores: Sequence[Store], fits: Mapping[tuple[int, int], StainFit]) -> None:
@@ -137,5 +132,5 @@ def _refuse_missing(stores: Sequence[Store], fits: Mapping[tuple[int, int], Stai
             raise NothingToDo(
                 f"{store.path}: slides whose stain has not been measured",
                 found=", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else ""),
-                todo=f"run `histopipe stains {store.path}`; slides it cannot measure cannot be normalised",
+                todo=f"run `histopipe stains {store.path}`; slides it cannot measure cannot be normalized",
             )  # fmt: skip

@@ -1,91 +1,83 @@
-"""`histopipe ingest`: tile slides into a store."""
+"""Commands that tile slides into a store: `ingest`, `import-coords`."""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.cli.annotation_options import annotation_options
-from histopipe.cli.parameters import Share
+from histopipe.cli.parameters import (
+    PATH,
+    annotation_options,
+    json_option,
+    share,
+    show,
+    show_json,
+    show_text,
+    untrusted_option,
+)
 
 if TYPE_CHECKING:
     from histopipe.ingestion.report import IngestReport
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("slides", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.command()
+@click.argument("slides", nargs=-1, required=True, type=PATH)
 @click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default="patches.lmdb",
-    show_default=True,
     help="The store: created if missing, extended if it has the same settings.",
 )
-@click.option(
-    "--patch-size", type=int, default=256, show_default=True, help="Side of a patch in pixels."
-)
+@click.option("--patch-size", type=int, default=256, help="Side of a patch in pixels.")
 @click.option(
     "--mpp", type=float, help="Scale of the patches in micrometres per pixel.  [default: 0.5]"
 )
 @click.option("--mag", type=float, help="Scale as a magnification: 20 is 0.5 mpp.")
 @click.option("--level", type=int, help="Scale as a pyramid level, without resampling.")
-@click.option(
-    "--overlap",
-    type=int,
-    default=0,
-    show_default=True,
-    help="Pixels that neighbouring patches share.",
-)
+@click.option("--overlap", type=int, default=0, help="Pixels that neighbouring patches share.")
 @click.option(
     "--tissue",
     type=click.Choice(["otsu", "none"]),
     default="otsu",
-    show_default=True,
     help="Tissue detection; none takes all patches.",
 )
 @click.option(
     "--tissue-threshold",
     type=float,
     default=0.5,
-    show_default=True,
     help="Least share of a patch that is tissue.",
 )
 @click.option(
     "--codec",
     type=click.Choice(["auto", "jpeg", "png"]),
     default="auto",
-    show_default=True,
     help="Encoding of patches. auto copies the slide's own JPEG tiles where patches match them, else encodes JPEG.",
 )
-@click.option("--quality", type=int, default=90, show_default=True, help="Quality of encoded JPEG.")
+@click.option("--quality", type=int, default=90, help="Quality of encoded JPEG.")
 @click.option(
     "--subsampling",
     type=click.Choice(["444", "422", "420"]),
     default="444",
-    show_default=True,
     help="Chroma subsampling of encoded JPEG.",
 )
 @click.option(
     "--resample",
     type=click.Choice(["fast", "exact"]),
     default="fast",
-    show_default=True,
     help="fast decodes JPEG tiles at 1/2, 1/4 or 1/8 where that fits; exact decodes all pixels and averages.",
 )
 @click.option(
     "--route",
     type=click.Choice(["auto", "copy", "decode", "openslide"]),
     default="auto",
-    show_default=True,
     help="How patches are made. auto copies tiles, else decodes tiles, else uses OpenSlide.",
 )
 @click.option(
     "--annotations",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder with SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope): classes of patches.",
 )
 @click.option("--roi", help="Take only patches in outlines of this class of --annotations.")
@@ -97,27 +89,20 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--labels",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="CSV: slide,label[,patient][,site].  [default: labels.csv in the slide folder, else the sub-folders]",
 )
-@click.option(
-    "--mpp-csv", type=click.Path(path_type=Path), help="CSV: slide,mpp, for slides without a scale."
-)
+@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
-@click.option(
-    "--slide-list",
-    type=click.Path(path_type=Path),
-    help="CSV with a column slide: ingest only these.",
-)
+@click.option("--slide-list", type=PATH, help="CSV with a column slide: ingest only these.")
 @click.option("--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide.")
 @click.option(
     "--allow-mixed-mpp", is_flag=True, help="With --level: accept slides of different scale."
 )
 @click.option(
     "--max-unreadable",
-    type=Share(),
+    type=share,
     default="1%",
-    show_default=True,
     help="Share of a slide's patches that may be unreadable.",
 )
 @click.option(
@@ -146,19 +131,19 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--scratch",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=tempfile.gettempdir(),
+    show_default=False,
     help="With --cluster: folder on a local disk of each machine.  [default: the temporary folder]",
 )
 @click.option(
     "--part-gb",
     type=click.FloatRange(0.001, 1e9),
     default=16,
-    show_default=True,
     help="With --cluster: size from which a part is moved to --out, and another one begun.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the outcome of every slide as JSON.")
-def command(
+@json_option("the outcome of every slide")
+def ingest(
     slides: tuple[Path, ...],
     out: Path,
     *,
@@ -177,30 +162,55 @@ def command(
     \b
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
     Example: histopipe ingest slides/ --out parts --cluster tcp://scheduler:8786
-    """  # fmt: skip
-    # Late: `--help` needs none of it.
+    """
     from histopipe.ingestion.ingest import ingest
     from histopipe.ingestion.preview import plan
 
     if plan_only:
         preview = plan(slides, out, **flags)
-        text = json.dumps(preview.to_json(), indent=2, ensure_ascii=False)
-        click.echo(text if as_json else repr(preview))
+        show(preview, as_json=as_json)
         return preview.exit_code
     report = ingest(slides, out, cluster=cluster, scratch=scratch, part_gb=part_gb, **flags)
-    print_report(report, as_json=as_json)
-    return report.exit_code
+    return _show_report(report, as_json=as_json)
 
 
-def print_report(report: IngestReport, *, as_json: bool) -> None:
-    """Print the result of an ingest: the summary to standard output, warnings and failed slides to standard error."""
+def _show_report(report: IngestReport, *, as_json: bool) -> int:
+    """Print the summary to standard output, warnings and failed slides to standard error."""
     if as_json:
-        click.echo(json.dumps(report.to_json(), indent=2, ensure_ascii=False))
-        return
+        show_json(report.to_json())
+        return report.exit_code
     for warning in report.warnings:
         click.echo(f"warning: {warning}", err=True)
     if report.failed:
         click.echo(f"\n{len(report.failed)} of {len(report.slides)} slides failed:", err=True)
         for name, reason in report.failed.items():
             click.echo(f"  {name}: {reason}", err=True)
-    click.echo("\n".join([report.store, *report.summary_lines()]))
+    show_text("\n".join([report.store, *report.summary_lines()]))
+    return report.exit_code
+
+
+_OWN_OPTIONS = (
+    "slides", "patch_size", "mpp", "mag", "level", "overlap", "tissue", "tissue_threshold", "roi",
+    "plan_only", "cluster", "scratch", "part_gb",
+)  # fmt: skip
+"""Parameters of `ingest` that `import-coords` does not have: the coordinates decide size, scale and tissue."""
+
+
+@click.command(params=[it for it in ingest.params if it.name not in _OWN_OPTIONS])
+@click.argument("coords", type=PATH)
+@click.argument("slides", nargs=-1, required=True, type=PATH)
+@untrusted_option(coords="coords")
+def import_coords(
+    coords: Path, slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any
+) -> int:
+    """Tile SLIDES, files or folders, into a store at the coordinates in the folder COORDS.
+
+    The files of COORDS are NAME.h5 or NAME_patches.h5, as CLAM and TRIDENT write them, with the same patch size and scale in
+    all. Slides without coordinates are left out. The same command goes on where it was interrupted.
+
+    \b
+    Example: histopipe import-coords trident_processed/20x_256px_0px_overlap/patches slides/
+    """
+    from histopipe.ingestion.ingest import import_coords
+
+    return _show_report(import_coords(coords, slides, out, **flags), as_json=as_json)

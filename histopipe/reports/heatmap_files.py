@@ -1,23 +1,33 @@
-"""Heatmaps as images: PNG over an image of the slide, and pyramidal TIFF that opens in QuPath with the slide's scale."""
+"""Files of heatmaps: PNG over an image of the slide, pyramidal TIFF with the slide's scale, and GeoJSON; QuPath opens the latter two.
+
+Source:
+    GeoJSON as QuPath writes it: `objectType`, `classification` with a colour, `measurements` by name; positions relative to the
+    corner of the scanned area.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import matplotlib as mpl
 import numpy as np
+import shapely
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffWriter
 
-from histopipe.reports.patch_values import PatchValues
+from histopipe.reports.heatmap_sources import PatchValues
 from histopipe.system.files import appearing
+
+Objects = Literal["cells", "contours"]
 
 COLOURS = "viridis"
 """Perceptually uniform, also for colour-blind readers, and unlike the colours of tissue."""
@@ -28,26 +38,19 @@ _LONGER_SIDE = 8.0
 """Inches of the image, without title and colour bar."""
 _MAX_SIDE = 1200
 """Pixels of the raster, at most."""
-_STEPS = (1, 2, 5)
 _TILE = 256
 _PATCH_PIXELS = 16
 """Pixels across a patch in a TIFF file."""
 _MAX_TIFF_SIDE = 8_192
-_WHITE = (255, 255, 255)
+_GAP = 1.0
+"""Level-0 pixels that rounding may leave between neighbours."""
 
 
 def write_heatmap_png(
     values: PatchValues, background: NDArray[np.uint8] | None, path: Path
 ) -> None:
-    """Write a PNG file with colour bar and scale bar.
-
-    Args:
-        values: values of the patches.
-        background: (H, W, 3) uint8 image of the slide's bounds; grey if None.
-        path: the file.
-    """
+    """Write a PNG file with colour bar and scale bar, over a (H, W, 3) uint8 image of the slide's bounds, or over grey."""
     figure = _figure(values, background)
-    FigureCanvasAgg(figure)
     with (
         appearing(path, hidden=True) as part,
         # A slide id may have letters that the font lacks.
@@ -62,9 +65,8 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     inch = _LONGER_SIDE / max(width, height)
     # Room for the colour bar on the right, for the title above.
     figure = Figure(figsize=(max(3.2, width * inch) + 1.1, max(2.4, height * inch) + 0.7))
-    axes = figure.add_axes(
-        (0.02, 0.02, 1 - 1.15 / figure.get_figwidth(), 1 - 0.55 / figure.get_figheight())
-    )
+    across, down = figure.get_size_inches()
+    axes = figure.add_axes((0.02, 0.02, 1 - 1.15 / across, 1 - 0.55 / down))
     extent = (0, width, height, 0)
     if background is not None:
         axes.imshow(background, extent=extent, interpolation="antialiased")
@@ -77,14 +79,7 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], facecolor="#e8e8e8")
     axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
     place = axes.get_position()
-    bar = figure.add_axes(
-        (
-            place.x1 + 0.12 / figure.get_figwidth(),
-            place.y0,
-            0.16 / figure.get_figwidth(),
-            place.height,
-        )
-    )
+    bar = figure.add_axes((place.x1 + 0.12 / across, place.y0, 0.16 / across, place.height))
     colours = figure.colorbar(shown, cax=bar)
     colours.set_label(values.name, fontsize=9, parse_math=False)
     colours.solids.set(alpha=1)  # type: ignore[union-attr]  # a filled colour bar has them
@@ -110,39 +105,24 @@ def _scale_bar(axes: Axes, mpp: float, width: float, height: float) -> None:
 
 
 def scale_bar_um(most: float) -> float:
-    """Return the largest of 1, 2 and 5 times a power of ten that is at most `most`.
-
-    Example:
-        >>> scale_bar_um(330.0)
-        200.0
-    """
+    """Return the largest of 1, 2 and 5 times a power of ten that is at most `most`."""
     power = 10.0 ** math.floor(math.log10(most))
-    return max(step * power for step in _STEPS if step * power <= most * (1 + 1e-9))
+    return max(step * power for step in (1, 2, 5) if step * power <= most * (1 + 1e-9))
 
 
 def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
-    """Write a pyramidal TIFF file of the scanned area; white where there is no patch.
-
-    Args:
-        values: values of the patches.
-        path: the file.
-
-    Returns:
-        Level-0 pixels per pixel.
-    """
+    """Write a pyramidal TIFF file of the scanned area, white where there is no patch. Return level-0 pixels per pixel."""
     _, _, width, height = values.bounds
     pixel = max(1.0, values.side_l0 / _PATCH_PIXELS, max(width, height) / _MAX_TIFF_SIDE)
     image = coloured(values.raster(pixel))
-    mpp = None if values.mpp is None else values.mpp * pixel
     with appearing(path, hidden=True) as part, TiffWriter(part, bigtiff=True) as file:
         for number, level in enumerate(_levels(image)):
-            scale = 2**number
+            per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
             file.write(
                 level, tile=(_TILE, _TILE), photometric="rgb", compression="zlib", metadata=None,
                 subfiletype=1 if number else 0,
-                # Pixels per centimetre.
-                resolution=None if mpp is None else (1e4 / (mpp * scale),) * 2,
-                resolutionunit=None if mpp is None else 3,
+                resolution=None if per_centimetre is None else (per_centimetre, per_centimetre),
+                resolutionunit=None if per_centimetre is None else "CENTIMETER",
             )  # fmt: skip
     return pixel
 
@@ -152,7 +132,7 @@ def coloured(raster: NDArray[np.float32]) -> NDArray[np.uint8]:
     table = (mpl.colormaps[COLOURS](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8)
     missing = np.isnan(raster)
     image = table[np.where(missing, 0, np.rint(raster * 255)).astype(np.uint8)]
-    image[missing] = _WHITE
+    image[missing] = 255
     return image
 
 
@@ -161,3 +141,65 @@ def _levels(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
     while max(levels[-1].shape[:2]) > _TILE:
         levels.append(np.asarray(Image.fromarray(levels[-1]).reduce(2)))
     return levels
+
+
+def write_heatmap_geojson(
+    values: PatchValues, path: Path, *, objects: Objects, threshold: float
+) -> int:
+    """Write a FeatureCollection, and return the number of its objects.
+
+    "cells" are one tile per patch; "contours", one annotation around each group of patches with values from `threshold` on.
+    """
+    features = _cells(values) if objects == "cells" else _contours(values, threshold)
+    count = 0
+    with appearing(path, hidden=True) as part, part.open("w", encoding="utf-8") as file:
+        file.write('{"type":"FeatureCollection","features":[')
+        for feature in features:
+            file.write((",\n" if count else "\n") + json.dumps(feature, separators=(",", ":")))
+            count += 1
+        file.write("\n]}\n")
+    return count
+
+
+def _cells(patches: PatchValues) -> Iterator[dict[str, Any]]:
+    left, top, _, _ = patches.bounds
+    side = patches.side_l0
+    colours = (mpl.colormaps[COLOURS](patches.values)[:, :3] * 255).round().astype(int)
+    corners = np.stack([patches.x_l0 - left, patches.y_l0 - top], axis=1).tolist()
+    for i, (x, y) in enumerate(corners):
+        ring = [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
+        name = patches.name if patches.predicted is None else str(patches.predicted[i])
+        yield _feature(
+            {"type": "Polygon", "coordinates": [ring]}, "tile", name, colours[i].tolist(),
+            {patches.name: float(patches.values[i])},
+        )  # fmt: skip
+
+
+def _contours(patches: PatchValues, threshold: float) -> Iterator[dict[str, Any]]:
+    left, top, _, _ = patches.bounds
+    high = patches.values >= threshold
+    x, y = patches.x_l0[high] - left, patches.y_l0[high] - top
+    squares = shapely.box(
+        x - _GAP, y - _GAP, x + patches.side_l0 + _GAP, y + patches.side_l0 + _GAP
+    )
+    groups = shapely.get_parts(shapely.union_all(squares))
+    half = patches.side_l0 / 2
+    tree = shapely.STRtree(np.asarray(shapely.points(x + half, y + half), object))
+    for group in groups:
+        inside = patches.values[high][tree.query(group, predicate="contains")]
+        shrunk = group.buffer(-_GAP, join_style="mitre")
+        if shrunk.is_empty:
+            continue
+        mean = float(np.mean(inside)) if len(inside) else threshold
+        colour = [round(255 * c) for c in mpl.colormaps[COLOURS](mean)[:3]]
+        measures = {f"mean {patches.name}": mean, "patches": len(inside)}
+        name = f"{patches.name} ≥ {threshold:g}"
+        yield _feature(json.loads(shapely.to_geojson(shrunk)), "annotation", name, colour, measures)
+
+
+def _feature(
+    geometry: dict[str, Any], kind: str, name: str, colour: list[int], measures: dict[str, float]
+) -> dict[str, Any]:
+    classification = {"name": name, "color": colour}
+    properties = {"objectType": kind, "classification": classification, "measurements": measures}
+    return {"type": "Feature", "geometry": geometry, "properties": properties}

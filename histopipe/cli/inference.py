@@ -1,0 +1,140 @@
+"""Commands that run a network over patches: `predict`, `embed`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from histopipe.cli.parameters import (
+    PATH,
+    batch_size_option,
+    devices_option,
+    exit_code,
+    json_option,
+    share,
+    show,
+    stores_argument,
+    untrusted_option,
+)
+
+
+@click.command()
+@click.argument("run", type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
+@batch_size_option
+@devices_option
+@click.option(
+    "--aggregate",
+    type=click.Choice(["mean", "top_k", "majority"]),
+    default="mean",
+    help="How patches are aggregated to slides and patients.",
+)
+@click.option(
+    "--labels",
+    type=PATH,
+    help="CSV: slide,label[,patient]. Metrics are reported where labels are known.  [default: the store's]",
+)
+@click.option("--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide.")
+@click.option(
+    "--on-error",
+    type=click.Choice(["raise", "skip"]),
+    default="raise",
+    help="Damaged patch in a store: fail its slide, or skip the patch.",
+)
+@click.option(
+    "--overlap", type=int, help="Slide files: overlap of patches in pixels.  [default: as trained]"
+)
+@click.option(
+    "--tissue",
+    type=click.Choice(["otsu", "none"]),
+    help="Slide files: tissue detection.  [default: as trained]",
+)
+@click.option(
+    "--tissue-threshold",
+    type=share,
+    help="Slide files: minimum share of tissue in a patch.  [default: as trained]",
+)
+@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slide files without scale.")
+@click.option(
+    "--default-mpp", type=float, help="Level-0 µm per pixel of slide files without scale."
+)
+@click.option(
+    "--max-unreadable",
+    type=share,
+    default="1%",
+    help="Slide files: maximum share of unreadable patches.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Processes that read slide files.  [default: one per core]",
+)
+@json_option()
+@untrusted_option("sources")
+def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> int:
+    """Predict SOURCES, stores or slides, by the model of the folder RUN.
+
+    Slides need no store: they are tiled like the slides of the training, and their patches are not kept. --out gets a CSV file of
+    patches per slide in patches/, and slides.csv and patients.csv. Run the same command again to predict what is missing.
+
+    \b
+    Example: histopipe predict runs/first new-slides/ --out predictions
+    """
+    from histopipe.inference.predict import predict
+
+    result = predict(run, sources, out=out, **options)
+    show(result, as_json=as_json)
+    return exit_code(result.failed, result.done + result.kept)
+
+
+@click.command()
+@stores_argument
+@click.option(
+    "--model",
+    required=True,
+    help="Encoder: folder of a run, ONNX file, or keras.applications name such as resnet50.",
+)
+@click.option(
+    "--weights", help="Weights of a named network: none, imagenet, or a file.  [default: imagenet]"
+)
+@click.option(
+    "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["float32", "float16"]),
+    default="float32",
+    help="Precision of the stored features; float16 takes half the space.",
+)
+@batch_size_option
+@devices_option
+@click.option(
+    "--stain-norm",
+    type=click.Choice(["none", "reinhard", "macenko"]),
+    help="Stain normalization.  [default: as the run was trained, else none]",
+)
+@click.option(
+    "--on-error",
+    type=click.Choice(["raise", "skip"]),
+    default="raise",
+    help="Damaged patch: fail its slide, or skip the patch.",
+)
+@json_option()
+@untrusted_option("stores")
+def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
+    """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
+
+    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0 pixels. Run the
+    same command again to embed the slides that are missing. An ONNX file needs a JSON file of the same name with mean, std and size.
+
+    \b
+    Example: histopipe embed patches.lmdb --model resnet50 --out features
+    """
+    from histopipe.inference.embed import embed
+
+    result = embed(stores or "patches.lmdb", **options)
+    show(result, as_json=as_json)
+    return exit_code(result.failed, result.done + result.kept)

@@ -1,0 +1,77 @@
+"""Commands that show what this machine and installation can do: `demo`, `doctor`, `bench`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from histopipe.cli.parameters import (
+    PATH,
+    json_option,
+    show,
+    show_text,
+    store_argument,
+    stores_argument,
+    untrusted_option,
+)
+
+
+@click.command()
+@click.option("--out", type=PATH, default="demo", help="Folder for all results.")
+@click.option("--slides", type=int, default=10, help="Number of slides to make and train on.")
+def demo(out: Path, slides: int) -> None:
+    """Run the full pipeline on synthetic slides.
+
+    Make slides of tissue with outlined tumour, ingest them, train on the outlines, predict new slides, and write reports. It
+    needs TensorFlow, but no data and no network, and takes about a minute on 2 cores.
+
+    \b
+    Example: histopipe demo --out demo
+    """
+    from histopipe.demo.demo import demo
+
+    show_text(str(demo(out, slides=slides)))
+
+
+@click.command()
+@store_argument
+@json_option("all results")
+def doctor(store: Path, as_json: bool) -> int:
+    """Check this machine and installation, and the disk of STORE, which need not exist yet.
+
+    Checks Python, libraries, slide formats, TensorFlow and its GPUs (a matrix product on each), NVIDIA's driver, disk,
+    filesystem and limits, and shows what to do where something is wrong. Exit code 6: something does not work.
+
+    \b
+    Example: histopipe doctor /data/patches.lmdb
+    """
+    from histopipe.diagnostics.doctor import doctor
+
+    report = doctor(store)
+    show(report, as_json=as_json)
+    return report.exit_code
+
+
+@click.command()
+@stores_argument
+@click.option("--batch-size", type=click.IntRange(1), default=64, help="Patches per batch.")
+@click.option("--seconds", type=float, default=2.0, help="Seconds for each of about eight stages.")
+@click.option("--model", help="Also measure training steps of this model.")
+@click.option("--devices", default="auto", help="Devices for --model, as for `histopipe train`.")
+@json_option()
+@untrusted_option("stores")
+def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
+    """Measure disk, LMDB, decoder, reader and (with --model) device on STORES, and recommend settings.
+
+    Rates are patches per second. The disk is read past the page cache, so the cache need not be dropped.
+
+    \b
+    Example: histopipe bench patches.lmdb --model resnet50
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
+    from histopipe.training.bench import bench
+
+    show(bench(list(stores) or ["patches.lmdb"], **options), as_json=as_json)

@@ -1,0 +1,136 @@
+"""Commands that write files for people and other tools: `heatmap`, `report`, `export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from histopipe.cli.parameters import (
+    PATH,
+    exit_code,
+    json_option,
+    names,
+    show,
+    show_text,
+    stores_argument,
+    untrusted_option,
+)
+from histopipe.errors import ExitCode
+
+
+@click.command()
+@click.argument("predictions", type=PATH)
+@click.option("--out", type=PATH, default="heatmaps", help="Folder for the files.")
+@click.option("--slide", multiple=True, help="Draw this slide only; repeatable.")
+@click.option(
+    "--class",
+    "class_name",
+    help="Class whose probability is drawn.  [default: the last class by name]",
+)
+@click.option(
+    "--to",
+    "formats",
+    type=names,
+    default="png",
+    help="png: over the slide's thumbnail; tiff: pyramid; geojson: objects for QuPath; or several: png,tiff.",
+)
+@click.option(
+    "--store",
+    "stores",
+    multiple=True,
+    type=PATH,
+    help="Store of the patches; repeatable.  [default: the run's]",
+)
+@click.option(
+    "--slides",
+    multiple=True,
+    type=PATH,
+    help="Slide files, or a folder of them, for finer images than the thumbnails.",
+)
+@click.option(
+    "--objects",
+    type=click.Choice(["cells", "contours"]),
+    default="cells",
+    help="GeoJSON objects: each patch, or contours around patches from --threshold on.",
+)
+@click.option("--threshold", type=float, default=0.5, help="Threshold of --objects contours.")
+@json_option()
+@untrusted_option("stores")
+def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
+    """Draw heatmaps of PREDICTIONS, a folder of `histopipe predict` or of a finished run, over the slides.
+
+    For a run, its validation and test patches are drawn; for a model of bags, the attention. Files are named after their slides. In
+    QuPath, open the TIFF file next to the slide, or drag the GeoJSON file onto it.
+
+    \b
+    Example: histopipe heatmap predictions --out heatmaps --to png,tiff,geojson
+    """
+    from histopipe.reports.heatmap import heatmap
+
+    result = heatmap(predictions, **options)
+    show(result, as_json=as_json)
+    return exit_code(result.failed, result.files)
+
+
+@click.command()
+@click.argument("path", type=PATH)
+@click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
+@click.option(
+    "--store",
+    "stores",
+    multiple=True,
+    type=PATH,
+    help="Store of a run, if it has moved; repeatable.",
+)
+@click.option("--no-pictures", is_flag=True, help="Only tables and charts, for very many slides.")
+@untrusted_option("path", "stores", passed=True)
+def report(path: Path, no_pictures: bool, **options: Any) -> None:
+    """Write a report of PATH, a store or the folder of a finished run, as one HTML file.
+
+    The report of a store shows every slide: state, route, scale, counts, notes, tissue and some patches. The report of a run shows
+    metrics with intervals, curves, ROC, confusion, calibration, slides, patches with the most certain predictions, heatmaps, settings,
+    and what was not measured. The file needs no network.
+
+    \b
+    Example: histopipe report runs/first
+    """
+    from histopipe.reports.report import report
+
+    show_text(str(report(path, pictures=not no_pictures, **options)))
+
+
+@click.command()
+@stores_argument
+@click.option(
+    "--index",
+    type=click.Choice(["csv", "parquet"]),
+    help="Export a table with one row per patch into the file --out.",
+)
+@click.option(
+    "--to",
+    type=click.Choice(["tfrecord", "webdataset", "folder"]),
+    help="Export the patches into the folder --out.",
+)
+@click.option("--out", type=PATH, required=True, help="File of --index, or folder of --to.")
+@click.option(
+    "--shard-patches", type=int, default=10_000, help="--to webdataset: patches per tar file."
+)
+@json_option()
+@untrusted_option("stores")
+def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
+    """Export the index, or the patches, of STORES (default: patches.lmdb) for other tools.
+
+    tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by label and
+    slide. Patches are neither decoded nor encoded. Run the same command again to write the files that are missing.
+
+    \b
+    Example: histopipe export patches.lmdb --index parquet --out index.parquet
+    Patches: histopipe export patches.lmdb --to webdataset --out shards
+    """
+    from histopipe.exporting.export import export
+
+    result = export(stores or "patches.lmdb", **options)
+    show(result, as_json=as_json)
+    return ExitCode.PARTLY if result.damaged else ExitCode.DONE

@@ -1,0 +1,184 @@
+"""Commands that train: `train`, `tune`; and `compare`, which compares what was trained."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from histopipe.cli.parameters import PATH, json_option, show, show_json, show_text, untrusted_option
+from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
+from histopipe.errors import ExitCode, UsageError
+from histopipe.runs.settings import declared_settings, flag, read_settings
+from histopipe.runs.task_config import CONFIGS, read_config
+from histopipe.studies.settings import FoldSettings, StudySettings
+
+if TYPE_CHECKING:
+    from histopipe.runs.result import TrainResult
+    from histopipe.studies.cross_validation_result import CrossValidationResult
+
+_CLASSES = (*CONFIGS, FoldSettings)
+_stores_argument = click.argument("stores", nargs=-1, type=click.Path())
+
+
+@click.command(cls=GroupedCommand)
+@_stores_argument
+@click.option(
+    "--config",
+    type=PATH,
+    help="Settings from a TOML file, such as a run's config.toml; flags override it.",
+)
+@click.option("--out", type=PATH, help="Folder of the run.  [default: runs/MODEL-DATE-TIME]")
+@click.option("--resume", is_flag=True, help="Continue the run in --out, with its own settings.")
+@json_option("the metrics")
+@setting_options(*_CLASSES, skip=("stores",))
+@untrusted_option("stores", features="mil")
+def train(
+    stores: tuple[str, ...],
+    config: Path | None,
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    **_: Any,
+) -> int:
+    """Train a patch model on STORES (default: patches.lmdb), or with --mil a slide model on features.
+
+    Splits are written before training. The best model on validation is kept and evaluated on the held-out test patches.
+    With --folds, it cross-validates.
+
+    \b
+    Example: histopipe train patches.lmdb --model resnet50 --split-by patient
+    Whole slides: histopipe train --mil features --labels labels.csv --epochs 40
+    The classic recipe:
+      histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
+        --dropout 0.15 --class-weights balanced
+    """
+    settings = given_settings(*_CLASSES)
+    if resume and out is None:
+        raise UsageError("--resume needs --out", expected="the folder of a run")
+    if resume and config is not None:
+        raise UsageError("--resume goes on with the run's own settings", found="--config")
+    if config is not None:
+        settings = read_settings(config, *_CLASSES) | settings
+    if stores:
+        if settings.get("mil") is not None:
+            raise UsageError("STORES", found=f"--mil {settings['mil']}", expected="one of them")
+        settings["stores"] = stores
+    return _train(out or _new_folder(settings), settings, resume=resume, as_json=as_json)
+
+
+def _new_folder(settings: dict[str, Any]) -> Path:
+    values = {name: it.default for name, it in declared_settings(*CONFIGS).items()} | settings
+    kind = f"mil-{values['pooling']}" if settings.get("mil") is not None else values["model"]
+    return Path("runs") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: bool) -> int:
+    """Train once, or once per fold."""
+    from histopipe.runs.folder import is_cross_validation
+    from histopipe.runs.train import train
+
+    if is_cross_validation(folder) if resume else settings.get("folds"):
+        from histopipe.studies.cross_validation import cross_validate
+
+        folds = cross_validate(out=folder, resume=resume, **settings)
+        _show(folds, as_json=as_json)
+        if not as_json:
+            show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
+        return _folds_exit_code(folds)
+    lost = sorted(name for name in given_settings(FoldSettings) if name != "folds")
+    if lost:
+        raise UsageError(flag(lost[0]), found="no --folds", expected="the number of folds with it")
+    of_folds = declared_settings(FoldSettings)
+    one = {name: value for name, value in settings.items() if name not in of_folds}
+    _show(train(out=folder, resume=resume, **one), as_json=as_json)
+    return ExitCode.DONE
+
+
+def _show(result: TrainResult | CrossValidationResult, *, as_json: bool) -> None:
+    if as_json:
+        show_json({"folder": str(result.folder), **result.to_json()})
+    else:
+        show_text(str(result))
+
+
+def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
+    if not result.failed:
+        return ExitCode.DONE
+    first = result.failed[0].error
+    some = len(result.failed) < len(result.folds)
+    return ExitCode.PARTLY if some or first is None else first.exit_code
+
+
+@click.command(cls=GroupedCommand)
+@_stores_argument
+@click.option(
+    "--space",
+    type=PATH,
+    required=True,
+    help="Search space, TOML: a range, a list of values, or one value per setting.",
+)
+@click.option("--out", type=PATH, required=True, help="Folder of the search.")
+@click.option(
+    "--config",
+    type=PATH,
+    help="Settings of all trials, as for `histopipe train`. Those of --space override them.",
+)
+@click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
+@json_option("all trials")
+@setting_options(StudySettings)
+@untrusted_option("stores")
+def tune(
+    *,
+    stores: tuple[str, ...],
+    space: Path,
+    out: Path,
+    config: Path | None,
+    devices: str | None,
+    as_json: bool,
+    **_: Any,
+) -> int:
+    """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
+
+    The same command continues the search. Several processes, on one machine or on several with the same --out, share the trials. No
+    trial sees the test patches: evaluate the best settings with `histopipe train --config OUT/best.toml`.
+
+    \b
+    Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
+    """
+    from histopipe.studies.tune import tune
+
+    settings = read_config(config) if config is not None else {}
+    if devices is not None:
+        settings["devices"] = devices
+    result = tune(stores or None, space=space, out=out, **given_settings(StudySettings), **settings)
+    show(result, as_json=as_json)
+    if result.best is None:
+        return ExitCode.NOTHING
+    complete = all(trial.state in ("done", "pruned") for trial in result.trials)
+    return ExitCode.DONE if complete else ExitCode.PARTLY
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, type=PATH)
+@click.option(
+    "--resamples",
+    type=int,
+    default=1000,
+    help="Bootstrap resamples of the patients for 95 % confidence intervals; 0 for none.",
+)
+@json_option()
+def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
+    """Compare finished RUNS, or cross-validations, with the first of them.
+
+    Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same patches, the
+    difference has a 95 % confidence interval. If the interval does not include 0, the difference is significant.
+
+    \b
+    Example: histopipe compare runs/resnet50 runs/mobilenet
+    """
+    from histopipe.studies.compare import compare
+
+    show(compare(runs, resamples=resamples), as_json=as_json)

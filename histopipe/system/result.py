@@ -1,0 +1,27 @@
+"""Results of commands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from histopipe.errors import ExitCode
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Result:
+    """The result of a command, which prints as text. Subclasses are dataclasses without a generated `repr`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as a JSON-ready dict."""
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def exit_code_of(failed: int, others: int) -> ExitCode:
+    """Return the exit code of a command by the number of slides that failed, and of those that have results."""
+    if not failed:
+        return ExitCode.DONE
+    return ExitCode.PARTLY if others else ExitCode.NOTHING
