@@ -1,4 +1,4 @@
-"""Settings are declared once: flags, checks, files, resume rules and docs/settings.md agree with the declaration."""
+"""Settings are declared once: flags, checks, files, resume rules and docs/reference/settings.md agree with the declaration."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_docs_settings_is_current() -> None:
     assert spec.loader is not None
     tool: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    written = (PROJECT / "docs" / "settings.md").read_text(encoding="utf-8")
+    written = (PROJECT / "docs" / "reference" / "settings.md").read_text(encoding="utf-8")
     assert written == tool.settings_page(), "run `make docs`"
 
 

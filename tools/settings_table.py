@@ -1,4 +1,4 @@
-"""Write docs/settings.md: every setting of a training, a cross-validation and a search, from its declaration.
+"""Write docs/reference/settings.md: every setting of a training, a cross-validation and a search, from its declaration.
 
 make docs    # or: python tools/settings_table.py [FILE]
 """
@@ -13,7 +13,7 @@ from histopipe.runs.settings import DeclaredSetting, declared_settings
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.studies.settings import FoldSettings, StudySettings
 
-PATH = Path(__file__).parents[1] / "docs" / "settings.md"
+PATH = Path(__file__).parents[1] / "docs" / "reference" / "settings.md"
 _HEAD = """# Settings
 
 Written by `make docs` from the declarations in `runs/` and `studies/settings.py`. Do not edit.
