@@ -5,45 +5,56 @@ A command imports that function when it runs, so that `--help` and wrong flags a
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import signal
 import sys
 import traceback
 from types import MappingProxyType
+from typing import Any
 
 import click
 
 from histopipe._version import __version__
 from histopipe.errors import ExitCode, HistopipeError
 
-COMMANDS = MappingProxyType(
+GROUPS = MappingProxyType(
     {
-        "ingest": ("ingestion", "Tile slides into a store."),
-        "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
-        "info": ("maintenance", "Show the contents of a store."),
-        "verify": ("maintenance", "Verify the integrity of a store."),
-        "repair": ("maintenance", "Ingest the damaged slides of a store again."),
-        "merge": ("maintenance", "Copy several stores into one."),
-        "remove": ("maintenance", "Remove slides from a store."),
-        "split": ("maintenance", "Copy a store into one store per side of a split."),
-        "compact": ("maintenance", "Free the disk space of removed slides."),
-        "annotate": ("measure", "Label patches from annotations."),
-        "quality": ("measure", "Measure focus, pen marks and folds of every patch."),
-        "stains": ("measure", "Fit the stain of each slide of a store."),
-        "train": ("training", "Train a model on a store or on features."),
-        "tune": ("training", "Search for settings with a better validation metric."),
-        "compare": ("training", "Compare runs."),
-        "predict": ("inference", "Predict stores or slides with the model of a run."),
-        "embed": ("inference", "Compute features of every patch of a store."),
-        "heatmap": ("reports", "Draw predictions or attention over their slides."),
-        "report": ("reports", "Write a report of a store or a run as one HTML page."),
-        "export": ("reports", "Export the index or the patches of a store for other tools."),
-        "demo": ("machine", "Run the full pipeline on synthetic slides."),
-        "doctor": ("machine", "Check this machine and installation."),
-        "bench": ("machine", "Measure the input of a training, and name the bottleneck."),
+        "Data": {
+            "ingest": ("ingestion", "Tile slides into a store."),
+            "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
+            "annotate": ("measure", "Label patches from annotations."),
+            "quality": ("measure", "Measure focus, pen marks and folds of every patch."),
+            "stains": ("measure", "Fit the stain of each slide of a store."),
+            "info": ("maintenance", "Show what a store or a folder of results contains."),
+            "export": ("reports", "Export the index or the patches of a store for other tools."),
+        },
+        "Training": {
+            "train": ("training", "Train a model on a store or on features."),
+            "tune": ("training", "Search for settings with a better validation metric."),
+            "embed": ("inference", "Compute features of every patch of a store."),
+            "bench": ("machine", "Measure the input of a training, and name the bottleneck."),
+        },
+        "Analysis": {
+            "predict": ("inference", "Predict stores or slides with the model of a run."),
+            "heatmap": ("reports", "Draw predictions or attention over their slides."),
+            "report": ("reports", "Write a report of a store or a run as one HTML page."),
+            "compare": ("training", "Compare runs."),
+        },
+        "Maintenance": {
+            "verify": ("maintenance", "Verify the integrity of a store."),
+            "repair": ("maintenance", "Ingest the damaged slides of a store again."),
+            "merge": ("maintenance", "Copy several stores into one."),
+            "split": ("maintenance", "Copy a store into one store per side of a split."),
+            "remove": ("maintenance", "Remove slides from a store."),
+            "compact": ("maintenance", "Free the disk space of removed slides."),
+            "doctor": ("machine", "Check this machine and installation."),
+            "demo": ("machine", "Run the full pipeline on synthetic slides."),
+        },
     }
 )
-"""The module and the line in `histopipe --help` of each command."""
+"""The commands of each group, with the module and the line in `histopipe --help` of each."""
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
 class _Commands(click.Group):
@@ -57,9 +68,19 @@ class _Commands(click.Group):
         command: click.Command = getattr(module, cmd_name.replace("-", "_"))
         return command
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        if args[0] not in COMMANDS and near and not args[0].startswith("-"):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for title, commands in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name.ljust(width), summary) for name, (_, summary) in commands.items()]
+                )
 
 
 # Commands inherit these settings.
