@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from histopipe.ingestion.ingest import import_coords, ingest
     from histopipe.ingestion.preview import plan
     from histopipe.maintenance.compact import compact
-    from histopipe.maintenance.info import info
     from histopipe.maintenance.merge import merge
     from histopipe.maintenance.remove import remove
     from histopipe.maintenance.repair import repair
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from histopipe.measure.quality import quality
     from histopipe.measure.stains import stains
     from histopipe.reports.heatmap import heatmap
+    from histopipe.reports.info import info
     from histopipe.reports.report import report
     from histopipe.runs.train import train
     from histopipe.store.store import Store, StoreSet, open_store
@@ -90,7 +90,7 @@ _MODULES = {
     "export": "histopipe.exporting.export",
     "heatmap": "histopipe.reports.heatmap",
     "import_coords": "histopipe.ingestion.ingest",
-    "info": "histopipe.maintenance.info",
+    "info": "histopipe.reports.info",
     "ingest": "histopipe.ingestion.ingest",
     "load_dataset": "histopipe.dataset.loader",
     "merge": "histopipe.maintenance.merge",

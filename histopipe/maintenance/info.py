@@ -68,7 +68,7 @@ class StoreInfo(Result):
         return "\n".join([*lines, *map(_slide_line, self.slides)])
 
 
-def info(
+def store_info(
     store: str | Path, *, untrusted: bool = False, progress: Progress | None = None
 ) -> StoreInfo:
     """Show the contents of a store: slides by state, patches, bytes, scales, labels and settings.
@@ -83,7 +83,7 @@ def info(
         DamagedStore, UnknownVersion: it cannot be read.
 
     Example:
-        >>> info("patches.lmdb").patches  # doctest: +SKIP
+        >>> store_info("patches.lmdb").patches  # doctest: +SKIP
         1204
     """
     if untrusted:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 TRIALS, JOURNAL = "trials", "study.journal"
 _HOME, _SETTINGS = "home", "settings"
-_LOCK, _ID = "study.lock", "study.id"
+_LOCK, STUDY_ID = "study.lock", "study.id"
 _POLL_SECONDS = 1.0
 _START_TRIALS = 5
 
@@ -172,7 +172,7 @@ class Study:
 
     def _folder_id(self) -> str:
         """Return the identity of the folder, the same for every machine and path."""
-        path = self._folder / _ID
+        path = self._folder / STUDY_ID
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         return path.read_text()

@@ -19,7 +19,7 @@ from histopipe.studies.search_space import settings_of
 if TYPE_CHECKING:
     import optuna
 
-_BEST, _TRIALS_CSV = "best.toml", "trials.csv"
+_BEST, TRIALS_CSV = "best.toml", "trials.csv"
 _WORDS = {
     "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running",
     "WAITING": "waiting",
@@ -139,7 +139,7 @@ def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
 
 def write_tune_result(result: TuneResult) -> None:
     """Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    run_folder.write_csv(result.folder / _TRIALS_CSV, [trial.to_json() for trial in result.trials])
+    run_folder.write_csv(result.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
     if result.config is not None:
         run_folder.write_text(result.folder / _BEST, to_toml(result.config))
 

@@ -1,0 +1,207 @@
+"""Show what a folder contains: a store, or the results of a command."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.options import SIDES
+from histopipe.errors import DamagedStore
+from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.table import evaluation_lines, split_lines
+from histopipe.features.feature_file import ENCODER, feature_files, read_header
+from histopipe.features.untrusted import check_features
+from histopipe.inference.predictions_folder import SETTINGS, SLIDES
+from histopipe.maintenance.info import StoreInfo, store_info
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS, is_finished, read_result
+from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.studies.study import STUDY_ID
+from histopipe.studies.tune_result import TRIALS_CSV
+from histopipe.system.files import read_json
+from histopipe.system.progress import Progress
+from histopipe.system.result import Result
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class FolderInfo(Result):
+    """The contents of a folder of results.
+
+    Attributes:
+        path: the folder.
+        kind: "run", "cross-validation", "search", "predictions" or "features".
+        finished: whether nothing is left to do for the command that wrote it.
+        facts: what the folder contains, by name.
+        table: lines of metrics, if there are any.
+        next: the command that continues it, or that uses it.
+    """
+
+    path: str
+    kind: str
+    finished: bool
+    facts: dict[str, Any]
+    table: tuple[str, ...]
+    next: str
+
+    def __str__(self) -> str:
+        width = max(map(len, self.facts))
+        facts = [f"{name:<{width}}  {_text(value)}" for name, value in self.facts.items()]
+        state = "" if self.finished else ", not finished"
+        return "\n".join([f"{self.path}  ({self.kind}{state})", *facts, *self.table])
+
+
+def info(
+    path: str | Path, *, untrusted: bool = False, progress: Progress | None = None
+) -> StoreInfo | FolderInfo:
+    """Show what a folder contains: a store, a run, a cross-validation, a search, predictions or features.
+
+    Args:
+        path: the folder.
+        untrusted: verify a store before LMDB opens it, and feature files before HDF5 opens them.
+        progress: where to show the progress of that.
+
+    Raises:
+        NothingToDo: the folder contains none of these.
+        DamagedStore, UnknownVersion: it cannot be read.
+        UsageError: the configuration of a run cannot be read.
+
+    Example:
+        >>> info("patches.lmdb").patches  # doctest: +SKIP
+        1204
+    """
+    folder = Path(path)
+    if run_folder.is_cross_validation(folder):
+        return _cross_validation(folder)
+    if (folder / run_folder.CONFIG).exists():
+        return _run(folder)
+    if (folder / STUDY_ID).is_file():
+        return _search(folder)
+    if (folder / SETTINGS).is_file():
+        return _predictions(folder)
+    if not (folder / "data.mdb").exists() and (folder / ENCODER).is_file():
+        if untrusted:
+            check_features(folder)
+        return _features(folder)
+    return store_info(folder, untrusted=untrusted, progress=progress)
+
+
+def _run(folder: Path) -> FolderInfo:
+    facts, finished = _training_facts(folder), is_finished(folder)
+    if not finished:
+        done = len(_rows(folder / run_folder.HISTORY))
+        facts["epochs"] = f"{done} of {load_config(folder / run_folder.CONFIG).epochs}"
+        todo = f"histopipe train --resume --out {folder}"
+        return FolderInfo(str(folder), "run", False, facts, (), todo)
+    result = read_result(folder)
+    facts["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
+    lines = tuple(split_lines(result.metrics))
+    return FolderInfo(str(folder), "run", True, facts, lines, f"histopipe report {folder}")
+
+
+def _training_facts(folder: Path) -> dict[str, Any]:
+    """Return the settings that identify a training."""
+    config = load_config(folder / run_folder.CONFIG)
+    splits = _json(folder / run_folder.SPLITS)
+    if isinstance(config, BagTrainConfig):
+        facts = {"model": f"{config.pooling} (bags)", "features": config.mil}
+    else:
+        facts = {"model": config.model, "stores": config.stores}
+    return facts | {
+        "classes": splits.get("classes", ()),
+        "split by": config.split_by,
+        "slides": len(splits.get("slides", ())),
+        **{side: counts for side, counts in splits.get("counts", {}).items() if counts},
+    }
+
+
+def _cross_validation(folder: Path) -> FolderInfo:
+    runs = [path for path in sorted(folder.glob("fold-*")) if (path / run_folder.CONFIG).exists()]
+    done = [path for path in runs if is_finished(path)]
+    folds = len(list((folder / run_folder.FOLD_SPLITS).iterdir()))
+    facts: dict[str, Any] = {"folds": f"{folds}, {len(done)} finished"}
+    if runs:
+        facts |= {n: v for n, v in _training_facts(runs[0]).items() if n not in SIDES}
+    summary, lines = folder / "summary.json", []
+    if summary.exists():
+        found = _json(summary)
+        for name, mean in found["mean"].items():
+            if name.endswith(("_auc", "_balanced_accuracy")):
+                facts[f"mean {name}"] = f"{mean:.3f} ± {found['deviation'].get(name, 0.0):.3f}"
+        if found["pooled"]:
+            lines = evaluation_lines("all folds together", Evaluation.from_json(found["pooled"]))
+    finished = len(done) == folds
+    todo = f"histopipe compare {folder} OTHER" if finished else f"histopipe train --resume --out {folder}"
+    return FolderInfo(str(folder), "cross-validation", finished, facts, tuple(lines), todo)
+
+
+def _search(folder: Path) -> FolderInfo:
+    trials = _rows(folder / TRIALS_CSV)
+    facts: dict[str, Any] = {"trials": len(trials), **Counter(row["state"] for row in trials)}
+    values = [float(row["value"]) for row in trials if row["value"]]
+    if values:
+        facts["values"] = f"{min(values):.4f} to {max(values):.4f}"
+    todo = f"histopipe train --config {folder / 'best.toml'}"
+    return FolderInfo(str(folder), "search", bool(trials), facts, (), todo)
+
+
+def _predictions(folder: Path) -> FolderInfo:
+    settings, slides = _json(folder / SETTINGS), _rows(folder / SLIDES)
+    facts = {
+        "run": settings.get("run"),
+        "classes": settings.get("classes", ()),
+        "slides": len(slides),
+        "patches": sum(int(row["patches"]) for row in slides),
+        "predicted": dict(Counter(row["predicted"] for row in slides)),
+    }
+    lines: list[str] = []
+    if (folder / METRICS).exists():
+        lines = evaluation_lines("labelled", Evaluation.from_json(_json(folder / METRICS)["test"]))
+    finished = (folder / SLIDES).exists()
+    return FolderInfo(
+        str(folder), "predictions", finished, facts, tuple(lines), f"histopipe heatmap {folder}"
+    )
+
+
+def _features(folder: Path) -> FolderInfo:
+    encoder = _json(folder / ENCODER)
+    headers = [read_header(path) for path in feature_files(folder).values()]
+    facts = {
+        "encoder": encoder.get("encoder"),
+        "dimension": encoder.get("dimension"),
+        "precision": encoder.get("precision"),
+        "stain normalization": encoder.get("stain_norm"),
+        "slides": len(headers),
+        "patches": sum(header.rows for header in headers),
+    }
+    todo = f"histopipe train --mil {folder}"
+    return FolderInfo(str(folder), "features", bool(headers), facts, (), todo)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DamagedStore(f"cannot read {path}", found=str(error)[:200]) from error
+    if not isinstance(value, dict):
+        raise DamagedStore(f"{path} is damaged", found=type(value).__name__, expected="an object")
+    return value
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file; none if it does not exist yet."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except FileNotFoundError:
+        return []
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{count} {name}" for name, count in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
