@@ -11,12 +11,13 @@ level-0 pixels. With `--classes` the slides take turns in a class, which decides
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import sys
 from pathlib import Path
 
 from histopipe.demo.painting import NUCLEI
-from histopipe.demo.slide_maker import SlideSettings, make_slide, write_labels
+from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import Size
 
 
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
         make_slide(path, kind, number, settings)
         labels.append((path.stem, kind))
         print(f"{path}: {options.size}, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
-    write_labels(options.out / "labels.csv", labels)
+    with (options.out / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("slide", "label"), *labels])
 
 
 def _size(text: str) -> Size:

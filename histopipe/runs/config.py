@@ -10,6 +10,7 @@ from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, declared_settings, setting
 
 if TYPE_CHECKING:
+    from histopipe.dataset.labelling import Labelling
     from histopipe.evaluation.evaluate import JudgeSettings
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
@@ -222,6 +223,14 @@ class TrainConfig:
             positive=self.positive, threshold=self.threshold, top_k=self.top_k,
             resamples=self.resamples, seed=self.seed,
         )  # fmt: skip
+
+    @property
+    def labelling(self) -> Labelling:
+        """Which samples are used, and where their labels come from; without the labels file."""
+        # Late: as above.
+        from histopipe.dataset.labelling import Labelling
+
+        return Labelling()
 
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""

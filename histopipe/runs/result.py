@@ -10,6 +10,7 @@ from typing import Any
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.table import number, split_lines
 from histopipe.system.files import read_json
 
 METRICS = "metrics.json"
@@ -38,15 +39,12 @@ class TrainResult:
     gpu_bytes: int | None
 
     def __repr__(self) -> str:
-        found = (f", {side} AUC {_text(it.finest.auc)}" for side, it in self.metrics.items())
+        found = (f", {side} AUC {number(it.finest.auc)}" for side, it in self.metrics.items())
         return (
             f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(found)}>"
         )
 
     def __str__(self) -> str:
-        # Late: writing a run needs no table.
-        from histopipe.evaluation.table import split_lines
-
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
         return "\n".join([*split_lines(self.metrics), place])
 
@@ -60,10 +58,6 @@ class TrainResult:
             "gpu_bytes": self.gpu_bytes,
             **{side: evaluation.to_json() for side, evaluation in self.metrics.items()},
         }
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def is_finished(folder: Path) -> bool:
@@ -144,10 +138,11 @@ def history_row(
 def epoch_line(row: dict[str, Any], epochs: int, *, better: bool) -> str:
     """Return the row of an epoch as one line of text."""
     unit = "patches" if "patches_per_s" in row else "bags"
-    auc, val_auc = (f"{v:.4f}" if v is not None else "-" for v in (row["auc"], row["val_auc"]))
     speed = f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s"
     return (
-        f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  auc {auc}  "
-        f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  auc {val_auc}  "
+        f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  "
+        f"auc {number(row['auc'], 4)}  "
+        f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  "
+        f"auc {number(row['val_auc'], 4)}  "
         f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}"
     )

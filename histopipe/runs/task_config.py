@@ -20,7 +20,7 @@ from histopipe.runs.config import (
 from histopipe.runs.settings import check_known, declared_settings, flag, read_settings, setting
 
 if TYPE_CHECKING:
-    from histopipe.dataset.labelling import PatchFilter
+    from histopipe.dataset.labelling import Labelling
     from histopipe.dataset.options import Augmentation
 
 Pooling = Literal["gated", "attention", "mean", "max"]
@@ -100,15 +100,16 @@ class PatchTrainConfig(TrainConfig):
         return "patches"
 
     @property
-    def patch_filter(self) -> PatchFilter:
-        """Which patches are used."""
+    def labelling(self) -> Labelling:
+        """Which patches are used, and where their labels come from; without the labels file."""
         # Late: NumPy, which `--help` does not need.
-        from histopipe.dataset.labelling import PatchFilter
+        from histopipe.dataset.labelling import Labelling, PatchFilter
 
-        return PatchFilter(
+        patch_filter = PatchFilter(
             min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
             exclude_dark=self.exclude_dark,
         )  # fmt: skip
+        return Labelling(labels_from=self.labels_from, patch_filter=patch_filter)
 
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:

@@ -108,15 +108,12 @@ def differences_of(
     patients = len(np.unique(ours.scores.patient))
     values = _differences(other, first, np.ones((1, first.patients)))
     resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
-    found = {}
-    for name in FIGURES:
-        value = float(values[name][0])
-        if not np.isfinite(value):
-            found[name] = Difference(None, None)
-        elif not resampled or patients < 2:
-            found[name] = Difference(value, None)
-        else:
-            found[name] = Difference(value, interval_of(resampled[name], patients))
+    found = dict.fromkeys(FIGURES, Difference(None, None))
+    for name, (value,) in values.items():
+        if np.isfinite(value):
+            known = resampled and patients > 1
+            interval = interval_of(resampled[name], patients) if known else None
+            found[name] = Difference(float(value), interval)
     return found
 
 

@@ -16,16 +16,12 @@ from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
+from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.study import TRIALS, Study, load_optuna
-from histopipe.studies.trainings import (
-    TrainingLimits,
-    TrainingOutcome,
-    has_begun,
-    train_with_retries,
-)
+from histopipe.studies.trainings import TrainingOutcome, train_with_retries
 from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
 from histopipe.system.progress import Progress, default_progress
 
@@ -110,12 +106,10 @@ class _Search:
     ) -> None:
         self._base, self._space, self._settings, self._folder = base, space, settings, folder
         self._progress = progress
-        self._limits = TrainingLimits(seconds=settings.trial_timeout, retries=settings.retries)
         self._wrong_settings: list[HistopipeError] = []
         self._optuna = load_optuna()
         with run_folder.writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / TRIALS).mkdir(exist_ok=True)
+            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
         self._study = Study(folder, settings, space, facts)
         with self._study.locked():
@@ -133,10 +127,7 @@ class _Search:
         return self._summarize()
 
     def _summarize(self) -> TuneResult:
-        result = result_of(
-            self._folder, self._base, self._study.trials(), self._study.folder_of,
-            direction=self._settings.direction,
-        )  # fmt: skip
+        result = result_of(self._study, self._base)
         with self._study.locked():
             write_tune_result(result)
         return result
@@ -145,7 +136,7 @@ class _Search:
         params = self._space.suggest(trial)
         tried = ", ".join(f"{name} {value}" for name, value in trial.params.items())
         folder = self._study.folder_of(trial.number)
-        verb, show = "resumes" if has_begun(folder) else "starts", self._progress.message
+        verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
         show(f"trial {trial.number} of {self._settings.trials} {verb}: {tried}")
         try:
             outcome = self._train(trial, params, folder)
@@ -169,7 +160,7 @@ class _Search:
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, None, "FAIL")
             show(f"trial {trial.number}: failed: {reason}")
-            self._check_settings(outcome, folder)
+            self._check_settings(outcome.error, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
             show(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
@@ -200,14 +191,13 @@ class _Search:
                 if trial.should_prune():
                     raise self._optuna.TrialPruned
 
-        return train_with_retries(
-            config, folder, self._limits, progress=self._progress, epoch=report
-        )
+        seconds, retries = self._settings.trial_timeout, self._settings.retries
+        watch = Supervision(seconds=seconds, epoch=report, alone=True)
+        return train_with_retries(config, folder, watch, retries=retries, progress=self._progress)
 
-    def _check_settings(self, outcome: TrainingOutcome, folder: Path) -> None:
+    def _check_settings(self, error: HistopipeError | None, folder: Path) -> None:
         """End a search whose first trials all fail because of their settings, before they start."""
-        error = outcome.error
-        if isinstance(error, UsageError | NothingToDo) and not has_begun(folder):
+        if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
         ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
         if not ended and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:

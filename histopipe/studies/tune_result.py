@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import changed_config
 from histopipe.studies.search_space import settings_of
+from histopipe.studies.study import Study
 
 if TYPE_CHECKING:
     import optuna
@@ -104,20 +105,14 @@ class TuneResult:
         return "\n".join(lines)
 
 
-def result_of(
-    folder: Path,
-    base: TrainConfig,
-    trials: Sequence[optuna.trial.FrozenTrial],
-    folder_of: Callable[[int], Path],
-    *,
-    direction: str,
-) -> TuneResult:
+def result_of(study: Study, base: TrainConfig) -> TuneResult:
     """Return the result of the trials of a search so far."""
-    found = tuple(_trial(trial, folder_of(trial.number)) for trial in trials)
+    folder = study.folder
+    found = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
     done = [(trial.value, trial) for trial in found if trial.value is not None]
     if not done:
         return TuneResult(folder, found, None, None)
-    sign = -1 if direction == "minimize" else 1
+    sign = -1 if study.settings.direction == "minimize" else 1
     # Of equal trials the first.
     _, best = max(done, key=lambda it: (sign * it[0], -it[1].number))
     config = _with_absolute_paths(changed_config(base, **best.settings), folder)
