@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, declared_settings, setting
 
 if TYPE_CHECKING:
-    from histopipe.dataset.labelling import Labelling
     from histopipe.evaluation.evaluate import JudgeSettings
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
@@ -38,6 +37,9 @@ def parse_devices(devices: str) -> re.Match[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Settings of every training. A UsageError is raised for values that are not allowed, or not together."""
+
+    unit: ClassVar[str]
+    """What a batch consists of, in the plural."""
 
     labels: str | None = setting(
         None, "CSV file slide,label[,patient][,site] that replaces the recorded labels.",
@@ -209,11 +211,6 @@ class TrainConfig:
             )
 
     @property
-    def unit(self) -> str:
-        """What a batch consists of, in the plural."""
-        raise NotImplementedError
-
-    @property
     def judging(self) -> JudgeSettings:
         """How the best model is evaluated."""
         # Late: NumPy, which `--help` does not need.
@@ -223,14 +220,6 @@ class TrainConfig:
             positive=self.positive, threshold=self.threshold, top_k=self.top_k,
             resamples=self.resamples, seed=self.seed,
         )  # fmt: skip
-
-    @property
-    def labelling(self) -> Labelling:
-        """Which samples are used, and where their labels come from; without the labels file."""
-        # Late: as above.
-        from histopipe.dataset.labelling import Labelling
-
-        return Labelling()
 
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""

@@ -104,37 +104,6 @@ class EpochMetrics:
     auc: float | None
 
 
-def history_row(
-    epoch: int,
-    train: EpochMetrics,
-    validation: EpochMetrics,
-    *,
-    train_seconds: float,
-    input_wait: float,
-    learning_rate: float,
-    seconds: float,
-    unit: str,
-) -> dict[str, Any]:
-    """Return the row of an epoch, from 1.
-
-    The metrics of training are of predictions before each step's update. `input_wait` is the part of `train_seconds` spent waiting for
-    batches; `seconds` is for the whole epoch; `unit` is "patches" or "bags".
-    """
-    return {
-        "epoch": epoch,
-        "loss": train.loss,
-        "accuracy": train.accuracy,
-        "auc": train.auc,
-        "val_loss": validation.loss,
-        "val_accuracy": validation.accuracy,
-        "val_auc": validation.auc,
-        "learning_rate": learning_rate,
-        f"{unit}_per_s": train.count / train_seconds,
-        "input_wait": input_wait / train_seconds,
-        "seconds": seconds,
-    }
-
-
 def epoch_line(row: dict[str, Any], epochs: int, *, better: bool) -> str:
     """Return the row of an epoch as one line of text."""
     unit = "patches" if "patches_per_s" in row else "bags"

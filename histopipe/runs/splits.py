@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.labelling import read_slide_labels
+from histopipe.dataset.labelling import Labelling, read_slide_labels
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
@@ -52,7 +52,8 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     """
     if config.splits is not None:
         splits = read_splits(Path(config.splits), sources)
-        _check_given(splits, config, sources)
+        if isinstance(config, PatchTrainConfig):
+            _check_given(splits, config, sources)
     else:
         splits = make_splits(sources, **_options(config, sources))
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
@@ -66,7 +67,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     return splits
 
 
-def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSource]) -> None:
+def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[SampleSource]) -> None:
     """Raise a UsageError unless given splits have the labels and patches of the settings."""
     wanted = config.labelling
     by_annotation = any(slide.labels is not None for slide in splits.slides)
@@ -96,9 +97,9 @@ def new_folds(
 
 def _options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
     """Return the options of `make_splits` and `make_folds`. Bags have their labels, and are not split by region."""
-    labelling, region_um = config.labelling, 1.0
+    labelling, region_um = Labelling(), 1.0
     if isinstance(config, PatchTrainConfig):
-        region_um = config.region_um
+        labelling, region_um = config.labelling, config.region_um
         if config.labels is not None:
             extra = config.allow_extra_rows
             labels = read_slide_labels(config.labels, sources, allow_extra=extra)

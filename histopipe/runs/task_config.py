@@ -30,6 +30,7 @@ Pooling = Literal["gated", "attention", "mean", "max"]
 class PatchTrainConfig(TrainConfig):
     """Settings of a training on patches."""
 
+    unit = "patches"
     stores: tuple[str, ...] = setting(
         ("patches.lmdb",), "Stores of patches.",
         group=DATA, format="path", search=False, per_worker=True,
@@ -95,11 +96,6 @@ class PatchTrainConfig(TrainConfig):
             )
 
     @property
-    def unit(self) -> str:
-        """What a batch consists of, in the plural."""
-        return "patches"
-
-    @property
     def labelling(self) -> Labelling:
         """Which patches are used, and where their labels come from; without the labels file."""
         # Late: NumPy, which `--help` does not need.
@@ -124,6 +120,7 @@ class PatchTrainConfig(TrainConfig):
 class BagTrainConfig(TrainConfig):
     """Settings of a training on bags of features (multiple-instance learning)."""
 
+    unit = "bags"
     mil: str = setting(
         MISSING, "Train a slide model on bags of the features in this folder.",
         group=DATA, format="path", search=False, per_worker=True,
@@ -146,11 +143,6 @@ class BagTrainConfig(TrainConfig):
                 f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
                 todo="split by patient, site or slide",
             )
-
-    @property
-    def unit(self) -> str:
-        """What a batch consists of, in the plural."""
-        return "bags"
 
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import MachineShort, UsageError
+from histopipe.runs.folder import writable
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
 from histopipe.system.filesystems import network_filesystem
@@ -62,6 +63,8 @@ class Study:
     ) -> None:
         self._optuna = load_optuna()
         self.folder, self.settings = folder, settings
+        with writable(folder):
+            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
         with self.locked():
             self._storage = open_storage(settings.storage, folder)
@@ -153,9 +156,7 @@ class Study:
 
     def _lock_trial(self, number: int, held: ExitStack) -> bool:
         """Lock a trial until `held` is closed. Return False if another process has the lock."""
-        folder = self.folder / TRIALS
-        folder.mkdir(exist_ok=True)
-        return held.enter_context(locked(folder / f"{number:04d}.lock"))
+        return held.enter_context(locked(self.folder / TRIALS / f"{number:04d}.lock"))
 
     def _check_locks(self) -> None:
         """Check that the filesystem of the folder has locks: otherwise two processes could train the same trial."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,30 +90,22 @@ def tune(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    return _Search(base, found, own, Path(out), progress or default_progress()).run()
+    facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
+    study = Study(Path(out), own, found, facts)
+    with study.locked():
+        _write_splits(base, study.folder)
+    return _Search(base, found, study, progress or default_progress()).run()
 
 
+@dataclass(slots=True)
 class _Search:
     """The part of a search that this process runs."""
 
-    def __init__(
-        self,
-        base: TrainConfig,
-        space: SearchSpace,
-        settings: StudySettings,
-        folder: Path,
-        progress: Progress,
-    ) -> None:
-        self._base, self._space, self._settings, self._folder = base, space, settings, folder
-        self._progress = progress
-        self._wrong_settings: list[HistopipeError] = []
-        self._optuna = load_optuna()
-        with run_folder.writable(folder):
-            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
-        facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
-        self._study = Study(folder, settings, space, facts)
-        with self._study.locked():
-            _write_splits(base, folder)
+    _base: TrainConfig
+    _space: SearchSpace
+    _study: Study
+    _progress: Progress
+    _wrong_settings: list[HistopipeError] = field(default_factory=list)
 
     def run(self) -> TuneResult:
         """Train trials until all have ended, those of other processes included."""
@@ -137,10 +129,10 @@ class _Search:
         tried = ", ".join(f"{name} {value}" for name, value in trial.params.items())
         folder = self._study.folder_of(trial.number)
         verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
-        show(f"trial {trial.number} of {self._settings.trials} {verb}: {tried}")
+        show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {tried}")
         try:
             outcome = self._train(trial, params, folder)
-        except self._optuna.TrialPruned:
+        except load_optuna().TrialPruned:
             self._study.tell(trial, None, "PRUNED")
             show(f"trial {trial.number}: pruned")
             self._finish(folder)
@@ -153,7 +145,7 @@ class _Search:
             ) from outcome.error  # fmt: skip
         value, reason = None, str(outcome.error)
         if outcome.result is not None:
-            value = validation_value(outcome.result, self._settings.metric)
+            value = validation_value(outcome.result, self._study.settings.metric)
             reason = "validation has one class only"
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
@@ -163,7 +155,7 @@ class _Search:
             self._check_settings(outcome.error, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
-            show(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
+            show(f"trial {trial.number}: validation {self._study.settings.metric} {value:.4f}")
         self._finish(folder)
 
     def _finish(self, folder: Path) -> None:
@@ -177,7 +169,8 @@ class _Search:
     ) -> TrainingOutcome:
         if is_finished(folder):  # by a process that died before it recorded that
             return TrainingOutcome(read_result(folder), None)
-        splits = str(self._folder / TRIALS / run_folder.SPLITS)
+        settings = self._study.settings
+        splits = str(self._study.folder / TRIALS / run_folder.SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
@@ -185,15 +178,16 @@ class _Search:
         reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
-            value = row[f"val_{self._settings.metric}"]
+            value = row[f"val_{settings.metric}"]
             if value is not None and row["epoch"] not in reported:
                 trial.report(value, row["epoch"])
                 if trial.should_prune():
-                    raise self._optuna.TrialPruned
+                    raise load_optuna().TrialPruned
 
-        seconds, retries = self._settings.trial_timeout, self._settings.retries
-        watch = Supervision(seconds=seconds, epoch=report, alone=True)
-        return train_with_retries(config, folder, watch, retries=retries, progress=self._progress)
+        watch = Supervision(seconds=settings.trial_timeout, epoch=report, alone=True)
+        return train_with_retries(
+            config, folder, watch, retries=settings.retries, progress=self._progress
+        )
 
     def _check_settings(self, error: HistopipeError | None, folder: Path) -> None:
         """End a search whose first trials all fail because of their settings, before they start."""
