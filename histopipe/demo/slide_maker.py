@@ -9,23 +9,20 @@ from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.demo.painting import (
     GLASS,
     Area,
     Painter,
+    Pixels,
     endless,
     random_nodules,
     random_outlines,
-    slide_texture,
     synthetic_texture,
 )
 from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.geometry import Size
-
-Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,7 @@ class SlideSettings:
         quality, subsampling: of the JPEG tiles.
         bounds: for scn only, x, y, width and height of the area around the slide.
         pieces, nodules: number of pieces of tissue, and of nodules of tumour in each.
-        texture: a slide that the texture is taken from.
+        texture: of the tissue, as `synthetic_texture` returns it; None for a synthetic one.
         seed: seed of all that is drawn.
     """
 
@@ -52,7 +49,7 @@ class SlideSettings:
     bounds: Sequence[int] | None = None
     pieces: int = 1
     nodules: int = 0
-    texture: Path | None = None
+    texture: Pixels | None = None
     seed: int = 1
 
 
@@ -62,9 +59,8 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     `kind` is that of its tissue; each `number` gives another slide.
     """
     rng = np.random.default_rng((settings.seed, number))
-    if settings.texture:
-        texture = slide_texture(settings.texture)
-    else:
+    texture = settings.texture
+    if texture is None:
         texture = synthetic_texture(rng, kind, settings.mpp)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)

@@ -1,4 +1,4 @@
-"""The result of a training, and the metrics of its epochs: the rows of `history.csv` and the lines on the terminal."""
+"""The result of a training, and the metrics of its epochs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from histopipe.dataset.labelling import Labelling, read_slide_labels
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
-from histopipe.dataset.splitting import make_folds, make_splits
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.features.bag_set import BagSet
 from histopipe.geometry import Micrometres
@@ -55,7 +55,7 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
         if isinstance(config, PatchTrainConfig):
             _check_given(splits, config, sources)
     else:
-        splits = make_splits(sources, **_options(config, sources))
+        splits = make_splits(sources, **split_options(config, sources))
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
     if leaks and not config.allow_leaks:
         raise UsageError(
@@ -88,14 +88,7 @@ def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[Sam
             )  # fmt: skip
 
 
-def new_folds(
-    config: TrainConfig, sources: Sequence[SampleSource], folds: int
-) -> tuple[Splits, ...]:
-    """Make the splits of each fold of a cross-validation."""
-    return make_folds(sources, folds, **_options(config, sources))
-
-
-def _options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
+def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
     """Return the options of `make_splits` and `make_folds`. Bags have their labels, and are not split by region."""
     labelling, region_um = Labelling(), 1.0
     if isinstance(config, PatchTrainConfig):

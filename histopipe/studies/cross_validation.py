@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.splits import Splits
+from histopipe.dataset.splitting import make_folds
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished
 from histopipe.runs.settings import declared_settings, read_settings
-from histopipe.runs.splits import new_folds, opened_sources
+from histopipe.runs.splits import opened_sources, split_options
 from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
 from histopipe.runs.workers import in_cluster
@@ -25,14 +26,12 @@ from histopipe.studies.cross_validation_result import (
     Fold,
     reevaluate,
     summarize,
-    write_summary,
 )
 from histopipe.studies.settings import FoldSettings
 from histopipe.studies.trainings import TrainingOutcome, share_devices, train_with_retries
 from histopipe.system.progress import Progress, default_progress
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
-_FOLD_SETTINGS = tuple(declared_settings(FoldSettings))
 
 
 def cross_validate(
@@ -76,7 +75,7 @@ def cross_validate(
 
 def _divided(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate the settings of the trainings from those of the folds."""
-    of_folds = {name: value for name, value in settings.items() if name in _FOLD_SETTINGS}
+    of_folds = {k: v for k, v in settings.items() if k in declared_settings(FoldSettings)}
     return {k: v for k, v in settings.items() if k not in of_folds}, of_folds
 
 
@@ -125,16 +124,14 @@ def _run_folds(
                 _remove_plan(folder, keep=was_there)
             raise
         except Interrupted:
-            write_summary(summarize(config, folder, folds))
+            summarize(config, folder, folds)
             raise
-        result = summarize(config, folder, folds)
-        write_summary(result)
-    return result
+        return summarize(config, folder, folds)
 
 
 def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Splits, ...]:
     with opened_sources(config) as sources:
-        made = new_folds(config, sources, folds)
+        made = make_folds(sources, folds, **split_options(config, sources))
     for number, splits in enumerate(made, 1):
         for side, counts in splits.count().items():
             missing = " and no ".join(name for name in splits.classes if not counts[name])

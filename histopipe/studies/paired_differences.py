@@ -56,12 +56,8 @@ def tested_items(
 ) -> TestedItems:
     """Return the items of a level that were tested.
 
-    Args:
-        parts: predictions, each with its thresholds.
-        level, how: level, and how patches are aggregated to it.
-        judging: evaluation settings.
-        positive: number of the positive class; None for more than two classes.
-        by_patches: slides and patients are equal if their patches are; else if their names are.
+    `positive` is None for more than two classes. With `by_patches`, slides and patients are equal if their patches are; else if
+    their names are.
     """
     scores, threshold, _ = joined(parts, level, how, judging)
     decided = decide(scores, positive, threshold)

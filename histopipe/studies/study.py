@@ -33,7 +33,6 @@ TRIALS, JOURNAL = "trials", "study.journal"
 _HOME, _SETTINGS = "home", "settings"
 _LOCK, _ID = "study.lock", "study.id"
 _POLL_SECONDS = 1.0
-_START_TRIALS = 5
 
 
 def _are_same(recorded: str, wanted: str) -> bool:
@@ -110,9 +109,7 @@ class Study:
 
     def tell(self, trial: optuna.trial.Trial, value: float | None, state: str) -> None:
         """Record how a trial ended: "COMPLETE", "PRUNED" or "FAIL"."""
-        state_of = self._optuna.trial.TrialState
-        values = value if state == "COMPLETE" else None
-        self._study.tell(trial.number, values, state=state_of[state])
+        self._study.tell(trial.number, value, state=self._optuna.trial.TrialState[state])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -181,7 +178,7 @@ class Study:
     def _pruner(self) -> Any:
         if self.settings.pruner == "none":
             return self._optuna.pruners.NopPruner()
-        return self._optuna.pruners.MedianPruner(n_startup_trials=_START_TRIALS)
+        return self._optuna.pruners.MedianPruner(n_startup_trials=5)
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler of one trial, with its own seed: with one seed, all processes would draw the same."""

@@ -14,7 +14,7 @@ from histopipe.dataset.splits import DROPPED, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult, is_finished, read_result
+from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
@@ -22,7 +22,7 @@ from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.study import TRIALS, Study, load_optuna
 from histopipe.studies.trainings import TrainingOutcome, train_with_retries
-from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
+from histopipe.studies.tune_result import TuneResult, summarize
 from histopipe.system.progress import Progress, default_progress
 
 if TYPE_CHECKING:
@@ -116,13 +116,7 @@ class _Search:
                     continue
             if not self._study.wait():
                 break
-        return self._summarize()
-
-    def _summarize(self) -> TuneResult:
-        result = result_of(self._study, self._base)
-        with self._study.locked():
-            write_tune_result(result)
-        return result
+        return summarize(self._study, self._base)
 
     def _run_trial(self, trial: optuna.trial.Trial) -> None:
         params = self._space.suggest(trial)
@@ -138,14 +132,16 @@ class _Search:
             self._finish(folder)
             return
         if isinstance(outcome.error, Interrupted):
-            self._summarize()
+            summarize(self._study, self._base)
             raise Interrupted(
                 "interrupted", found=f"trial {trial.number} is running",
                 todo="the same command continues it",
             ) from outcome.error  # fmt: skip
         value, reason = None, str(outcome.error)
         if outcome.result is not None:
-            value = validation_value(outcome.result, self._study.settings.metric)
+            found = outcome.result.metrics["validation"].finest
+            values = {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}
+            value = values[self._study.settings.metric]
             reason = "validation has one class only"
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
@@ -162,7 +158,7 @@ class _Search:
         """Remove the resume state of a trial, which is larger than the model, and summarize."""
         for path in folder.glob("resume*.npz"):
             path.unlink()
-        self._summarize()
+        summarize(self._study, self._base)
 
     def _train(
         self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
@@ -196,12 +192,6 @@ class _Search:
         ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
         if not ended and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
             raise self._wrong_settings[0]
-
-
-def validation_value(result: TrainResult, metric: str) -> float | None:
-    """Return the metric of the best model on the validation patches, or bags."""
-    found = result.metrics["validation"].finest
-    return {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}[metric]
 
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:

@@ -20,7 +20,7 @@ from histopipe.studies.study import Study
 if TYPE_CHECKING:
     import optuna
 
-_BEST, _TRIALS_CSV = "best.toml", "trials.csv"
+_BEST = "best.toml"
 _WORDS = {
     "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running",
     "WAITING": "waiting",
@@ -105,8 +105,17 @@ class TuneResult:
         return "\n".join(lines)
 
 
-def result_of(study: Study, base: TrainConfig) -> TuneResult:
-    """Return the result of the trials of a search so far."""
+def summarize(study: Study, base: TrainConfig) -> TuneResult:
+    """Summarize the trials so far, and write `trials.csv`, and `best.toml` for `histopipe train --config`."""
+    result = _result(study, base)
+    with study.locked():
+        run_folder.write_csv(study.folder / "trials.csv", [it.to_json() for it in result.trials])
+        if result.config is not None:
+            run_folder.write_text(study.folder / _BEST, to_toml(result.config))
+    return result
+
+
+def _result(study: Study, base: TrainConfig) -> TuneResult:
     folder = study.folder
     found = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
     done = [(trial.value, trial) for trial in found if trial.value is not None]
@@ -130,13 +139,6 @@ def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     if "stores" in values:
         paths["stores"] = tuple(str(Path(path).resolve()) for path in values["stores"])
     return changed_config(config, **paths)
-
-
-def write_tune_result(result: TuneResult) -> None:
-    """Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    run_folder.write_csv(result.folder / _TRIALS_CSV, [trial.to_json() for trial in result.trials])
-    if result.config is not None:
-        run_folder.write_text(result.folder / _BEST, to_toml(result.config))
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:

@@ -13,7 +13,7 @@ from histopipe.dataset.splits import read_splits
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time, unreported
+from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
 from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.workers import SIGNS, Cluster
@@ -58,7 +58,7 @@ def train_here(
         stack.enter_context(cluster.signs(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(
-            config, folder, problem=problem, cluster=cluster, report=report or unreported
+            config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
         )
         if cluster.chief:
             # All that can be wrong with the settings has been found by now: make the folder.
