@@ -31,8 +31,7 @@ from histopipe.dataset.sample_table import pack_keys
 from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.runs.stopping import Supervision
-from histopipe.runs.supervision import supervise
+from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
