@@ -183,8 +183,7 @@ def _plan_all(
 ) -> Iterator[SlidePreview]:
     if not slides:
         return
-    pool = WorkerPool(options.worker_count, prepare)
-    try:
+    with WorkerPool(options.worker_count, prepare) as pool:
         running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {
             pool.submit_within(
                 options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
@@ -209,5 +208,3 @@ def _plan_all(
                 preview = SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)
             events.finished(outcome)
             yield preview
-    finally:
-        pool.shutdown(cancel_futures=True)

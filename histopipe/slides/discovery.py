@@ -62,7 +62,10 @@ def discover(arguments: Iterable[Path]) -> list[SlideFile]:
     for root in roots:
         prefix = f"{_folder_name(root)}/" if len(folders) > 1 and root.is_dir() else ""
         slides += [replace(slide, id=prefix + slide.id) for slide in _slides_of(root)]
-    slides = _distinct(_first_of_each_path(slides))
+    by_path: dict[str, SlideFile] = {}
+    for slide in sorted(slides, key=lambda slide: slide.id):
+        by_path.setdefault(os.path.realpath(slide.path), slide)
+    slides = _distinct(list(by_path.values()))
     if not slides:
         raise NothingToDo(
             f"no slide in {', '.join(map(str, roots))}",
@@ -157,13 +160,6 @@ def _text(name: str) -> tuple[str, str | None]:
         escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
         return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
     return unicodedata.normalize("NFC", name), None
-
-
-def _first_of_each_path(slides: list[SlideFile]) -> list[SlideFile]:
-    first: dict[str, SlideFile] = {}
-    for slide in sorted(slides, key=lambda slide: slide.id):
-        first.setdefault(os.path.realpath(slide.path), slide)
-    return list(first.values())
 
 
 def _distinct(slides: list[SlideFile]) -> list[SlideFile]:

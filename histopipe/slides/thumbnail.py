@@ -57,11 +57,7 @@ def read_thumbnail(
 ) -> Thumbnail:
     """Read the scanned area at about the scale `at`, very large ones coarser, averaged over whole pixels of `thumbnail_level`.
 
-    Args:
-        slide: an open slide.
-        mpp: scale of its level 0; None if unknown.
-        tiles: native tiles of that level, if available: several times as fast as OpenSlide.
-        at: wanted scale.
+    `mpp` is the scale of level 0; None if unknown. With native tiles of that level, it is several times as fast.
 
     Raises:
         SlideUnreadable: nothing can be read.

@@ -61,9 +61,7 @@ class _Worker:
 class WorkerPool(Executor):
     """An executor over worker processes, which end with this process, even if it is killed.
 
-    Args:
-        workers: number of processes.
-        prepare: called once in each before its first task, to import what the tasks need.
+    Each calls `prepare` once before its first task, to import what the tasks need.
 
     Example:
         >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -85,11 +83,20 @@ class WorkerPool(Executor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn` in a worker. The future raises WorkerDied if the worker ends first."""
-        return self._submit(None, fn, args, kwargs)
+        return self.submit_within(None, fn, *args, **kwargs)
 
-    def submit_within(self, seconds: float, fn: Callable[..., T], /, *args: Any) -> Future[T]:
+    def submit_within(
+        self, seconds: float | None, fn: Callable[..., T], /, *args: Any, **kwargs: Any
+    ) -> Future[T]:
         """Call `fn` in a worker. If it takes longer, the worker is ended, and the future raises TookTooLong."""
-        return self._submit(seconds, fn, args, {})
+        message = pickle.dumps((fn, args, kwargs), protocol=5)
+        call = _SubmittedCall(Future(), message, seconds)
+        with self._lock:
+            if self._ending:
+                raise RuntimeError("the pool has been shut down")
+            self._waiting.append(call)
+        self._notify()
+        return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Let all calls end, then end the workers. With `cancel_futures`, drop waiting calls and end within ten seconds."""
@@ -103,18 +110,6 @@ class WorkerPool(Executor):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.shutdown(cancel_futures=kind is not None)
-
-    def _submit(
-        self, seconds: float | None, fn: Callable[..., T], args: Any, kwargs: Any
-    ) -> Future[T]:
-        message = pickle.dumps((fn, args, kwargs), protocol=5)
-        call = _SubmittedCall(Future(), message, seconds)
-        with self._lock:
-            if self._ending:
-                raise RuntimeError("the pool has been shut down")
-            self._waiting.append(call)
-        self._notify()
-        return call.future
 
     def _notify(self) -> None:
         """Wake the serving thread, so that it sees what has changed."""

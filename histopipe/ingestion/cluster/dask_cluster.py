@@ -10,13 +10,18 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
+from histopipe.ingestion.cluster.slide_worker import (
+    ClusterSettings,
+    IngestedSlide,
+    ingest_slide,
+    publish,
+)
 from histopipe.ingestion.options import SlideInput
 from histopipe.system.worker_pool import WorkerDied
 
@@ -153,13 +158,11 @@ class DaskCluster:
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
             return None
 
-    def run_everywhere(
-        self, task: Callable[[ClusterSettings], None], settings: ClusterSettings
-    ) -> None:
-        """Run a task on every worker, and wait for all; skip workers that are lost meanwhile."""
+    def publish_parts(self, settings: ClusterSettings) -> None:
+        """Let every worker publish its parts, and wait for all; skip workers that are lost meanwhile."""
         running = {
             address: self._client.submit(
-                task, settings, workers=[address], allow_other_workers=False, pure=False
+                publish, settings, workers=[address], allow_other_workers=False, pure=False
             )
             for address in self.workers()
         }

@@ -74,6 +74,11 @@ class PartFolders:
             self.folder.rmdir()
 
 
+_parts: dict[PartFolders, PartStore] = {}
+"""The part of this process for each data set."""
+_beginning = threading.Lock()
+
+
 class PartStore:
     """A store that this process fills with a pool of processes; `busy` is held by the thread that writes to it."""
 
@@ -83,13 +88,7 @@ class PartStore:
         self._lock = contextlib.ExitStack()
         self.store = self._begin()
         self.pool = WorkerPool(workers, prepare)
-
-    @property
-    def bytes(self) -> int:
-        """Its size in bytes."""
-        with contextlib.suppress(OSError):
-            return (self.store / "data.mdb").stat().st_size
-        return 0
+        atexit.register(self.close)
 
     @contextlib.contextmanager
     def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
@@ -103,21 +102,21 @@ class PartStore:
             raise
 
     def publish(self) -> None:
-        """Move it into the folder of parts, and begin another."""
-        self._close_writer()
-        if (self.store / "data.mdb").exists():
+        """Move it into the folder of parts and end the processes, unless another thread did."""
+        if _parts.get(self._folders) is self:
+            self._close_writer()
             self._folders.publish(self.store.parent)
-            self._lock.close()
-            self.store = self._begin()
+            self.close()
+            atexit.unregister(self.close)
+            del _parts[self._folders]
 
     def close(self) -> None:
         """End the processes. The part stays, to be published by the next process."""
         self.pool.shutdown(cancel_futures=True)
         self._close_writer()
-        if not (self.store / "data.mdb").exists():
-            shutil.rmtree(self.store.parent, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._folders.folder.rmdir()
+        with contextlib.suppress(OSError):  # unless slides or other parts are in them
+            self.store.parent.rmdir()
+            self._folders.folder.rmdir()
         self._lock.close()
 
     def _close_writer(self) -> None:
@@ -205,11 +204,6 @@ class IngestedSlide:
     part: str
 
 
-_parts: dict[PartFolders, PartStore] = {}
-"""The part of this process for each data set."""
-_beginning = threading.Lock()
-
-
 def ingest_slide(
     settings: ClusterSettings, slide: SlideInput, workers: int, send: SendEvent
 ) -> IngestedSlide:
@@ -237,7 +231,7 @@ def ingest_slide(
                     pool=part.pool, writer=writer,
                 )  # fmt: skip
             ingested = IngestedSlide(report.slides[0], part.store.name)
-            if part.bytes >= settings.part_bytes:
+            if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
                 part.publish()
             return ingested
 
@@ -249,17 +243,13 @@ def publish(settings: ClusterSettings) -> None:
     if part is not None:
         with part.busy:
             part.publish()
-            part.close()
-            _parts.pop(settings.folders, None)
-        atexit.unregister(part.close)
     settings.folders.publish_abandoned()
 
 
 def _part(folders: PartFolders, workers: int) -> PartStore:
     with _beginning:
         if folders not in _parts:
-            _parts[folders] = part = PartStore(folders, workers)
-            atexit.register(part.close)
+            _parts[folders] = PartStore(folders, workers)
         return _parts[folders]
 
 
