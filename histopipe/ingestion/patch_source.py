@@ -58,32 +58,23 @@ class PatchPlace:
 class Chunk:
     """Some patches of a plan, in the order in which they are made: one task and one transaction.
 
-    `rows` are their numbers and the others their top left corners, all (N,) int64. `side` is that of the square read for
-    each, in pixels of the level.
+    `rows` are their numbers, (N,) int64, and `plan` is that of these patches only.
     """
 
     rows: NDArray[np.int64]
-    x_level: NDArray[np.int64]
-    y_level: NDArray[np.int64]
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-    side: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    plan: TilingPlan
 
     def places(self) -> Iterator[PatchPlace]:
         """Yield the position of each patch."""
-        size = Size(self.side, self.side)
-        corners = (self.x_level, self.y_level, self.x_l0, self.y_l0)
+        plan, side = self.plan, self.plan.choice.read_size
+        size, corners = Size(side, side), (plan.x_level, plan.y_level, plan.x_l0, plan.y_l0)
         for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in corners), strict=True):
             yield PatchPlace(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
 
 
 def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
     """Return some patches of a plan, by their numbers."""
-    x, y, side = plan.x_level[rows], plan.y_level[rows], plan.choice.read_size
-    return Chunk(rows, x, y, plan.x_l0[rows], plan.y_l0[rows], side)
+    return Chunk(rows, plan.take(rows))
 
 
 def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:

@@ -23,14 +23,10 @@ SUFFIXES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SlideFile:
-    """A slide on disk.
+    """A slide on disk: its id, the file that OpenSlide opens, as the user gave it, and all of its files.
 
-    Attributes:
-        id: its name in stores, tables and messages.
-        path: the file that OpenSlide opens, as the user gave it.
-        files: all of its files, including `path`.
-        subfolder: first folder below the user's argument, which may name its class; None if it is in none.
-        problem: the reason why it cannot be ingested, if known from its name.
+    `subfolder` is the first folder below the user's argument, which may name its class. `problem` is the reason why the
+    slide cannot be ingested, if known from its name.
     """
 
     id: str

@@ -122,11 +122,15 @@ class TilingPlan:
         """Side of a cell in level-0 pixels."""
         return self.choice.read_size * self.choice.level.downsample
 
+    def take(self, cells: NDArray[np.bool_] | NDArray[np.int64]) -> TilingPlan:
+        """Return the plan of some of its cells, (N,) bool, or their numbers in the wanted order."""
+        columns: dict[str, Any] = {name: getattr(self, name)[cells] for name in _COLUMNS}
+        return replace(self, **columns)
+
     def only(self, chosen: NDArray[np.bool_], note: str) -> TilingPlan:
         """Return the plan of some of its cells, (N,) bool; add the note if none of them is chosen."""
-        kept: dict[str, Any] = {name: getattr(self, name)[chosen] for name in _COLUMNS}
         notes = (*self.notes, note) if len(self) and not chosen.any() else self.notes
-        return replace(self, **kept, notes=notes)
+        return replace(self.take(chosen), notes=notes)
 
 
 def plan_tiles(

@@ -126,7 +126,6 @@ def _absolute(slide: SlideInput) -> SlideInput:
     files = tuple(path.absolute() for path in file.files)
     return replace(
         slide, file=replace(file, path=file.path.absolute(), files=files),
-        coords=slide.coords and replace(slide.coords, path=slide.coords.path.absolute()),
         annotations=slide.annotations and slide.annotations.absolute(),
     )  # fmt: skip
 
@@ -249,16 +248,9 @@ class _ClusterIngest:
 
     def _show_events(self) -> None:
         """Show the events that workers have sent. A slide that is ingested twice is shown once."""
-        for event in self.cluster.events():
-            slide = event.get("slide", "")
-            if event["event"] == "message":
-                self.progress.message(event["text"])
-            elif slide in self._shown:
-                continue
-            elif event["event"] == "planned":
-                self.progress.planned(slide, event["patches"])
-            else:
-                self.progress.advanced(slide, event["patches"])
+        for event, first, *others in self.cluster.events():
+            if first not in self._shown:  # the slide, or the text of a message
+                getattr(self.progress, event)(first, *others)
 
     def _publish_parts(self) -> None:
         """Let all workers publish their parts, and write into the catalog which part has each slide."""

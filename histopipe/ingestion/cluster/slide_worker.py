@@ -178,8 +178,8 @@ def _move(store: Path, target: Path) -> None:
         ) from error  # fmt: skip
 
 
-SendEvent = Callable[[dict[str, Any]], None]
-"""Sends an event of a slide to the process that submitted it."""
+SendEvent = Callable[[tuple[Any, ...]], None]
+"""Sends the name of a method of `IngestProgress` and its arguments to the process that submitted the slide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +274,11 @@ class _EventProgress(SilentProgress):
     def bar(self, title: str, **options: Any) -> Bar:
         if not options.get("detail"):  # only the bars of slides are details; their titles are ids
             return Bar()
-        self._send({"event": "planned", "slide": title, "patches": options["total"]})
+        self._send(("planned", title, options["total"]))
         return _EventBar(title, self._send)
 
     def message(self, text: str) -> None:
-        self._send({"event": "message", "text": f"{socket.gethostname()}: {text}"})
+        self._send(("message", f"{socket.gethostname()}: {text}"))
 
 
 class _EventBar(Bar):
@@ -286,4 +286,4 @@ class _EventBar(Bar):
         self._slide, self._send = slide, send
 
     def advance(self, count: int = 1) -> None:
-        self._send({"event": "advanced", "slide": self._slide, "patches": count})
+        self._send(("advanced", self._slide, count))
