@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.files import appearing
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.locks import locked
-from histopipe.system.progress import Bar, SilentProgress
+from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -86,20 +86,35 @@ class PartStore:
         self._folders, self.busy = folders, threading.Lock()
         self._writer: StoreWriter | None = None
         self._lock = contextlib.ExitStack()
-        self.store = self._begin()
+        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
+        place = folders.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
+        begun = place.with_name(f".{place.name}")  # no other process finds it before it is locked
+        try:
+            begun.mkdir(parents=True)
+            self._lock.enter_context(locked(begun))
+            begun.rename(place)
+        except OSError as error:
+            raise UsageError(
+                f"the scratch folder {folders.scratch} cannot be written on {socket.gethostname()}",
+                found=error.strerror, todo="choose another one with --scratch",
+            ) from error  # fmt: skip
+        self.store = place / f"{place.name}.lmdb"
         self.pool = WorkerPool(workers, prepare)
         atexit.register(self.close)
 
-    @contextlib.contextmanager
-    def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
-        """Return its writer, which stays open until an error: opening a store of many slides takes time."""
-        if self._writer is None:
-            self._writer = StoreWriter(self.store, spec, alone=True)
+    def ingest(
+        self, slide: SlideInput, spec: TilingSpec, options: IngestOptions, progress: Progress
+    ) -> IngestedSlide:
+        """Ingest a slide. The writer stays open until an error: opening a store of many slides takes time."""
+        self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
         try:
-            yield self._writer
+            report = ingest_slides(
+                [slide], self.store, spec, options, progress=progress, pool=self.pool, writer=self._writer
+            )  # fmt: skip
         except BaseException:
             self._close_writer()
             raise
+        return IngestedSlide(report.slides[0], self.store.name)
 
     def publish(self) -> None:
         """Move it into the folder of parts and end the processes, unless another thread did."""
@@ -123,23 +138,6 @@ class PartStore:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-    def _begin(self) -> Path:
-        """Make and lock the folder of a new store; return the path of the store."""
-        host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-        name = f"part-{host}-{uuid.uuid4().hex[:8]}"
-        place = self._folders.folder / name
-        begun = place.with_name(f".{name}")  # no other process finds it before it is locked
-        try:
-            begun.mkdir(parents=True)
-            self._lock.enter_context(locked(begun))
-            begun.rename(place)
-        except OSError as error:
-            raise UsageError(
-                f"the scratch folder {self._folders.scratch} cannot be written on {socket.gethostname()}",
-                found=error.strerror, todo="choose another one with --scratch",
-            ) from error  # fmt: skip
-        return place / f"{name}.lmdb"
 
 
 def _holds_slides(store: Path) -> bool:
@@ -221,16 +219,14 @@ def ingest_slide(
         )
     options = replace(settings.options, workers=workers)
     while True:
-        part = _part(settings.folders, workers)
+        with _beginning:
+            if settings.folders not in _parts:
+                _parts[settings.folders] = PartStore(settings.folders, workers)
+            part = _parts[settings.folders]
         with part.busy:
             if _parts.get(settings.folders) is not part:
                 continue  # it was published while this thread waited for it
-            with part.writing(settings.spec) as writer:
-                report = ingest_slides(
-                    [slide], part.store, settings.spec, options, progress=_EventProgress(send),
-                    pool=part.pool, writer=writer,
-                )  # fmt: skip
-            ingested = IngestedSlide(report.slides[0], part.store.name)
+            ingested = part.ingest(slide, settings.spec, options, _EventProgress(send))
             if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
                 part.publish()
             return ingested
@@ -244,13 +240,6 @@ def publish(settings: ClusterSettings) -> None:
         with part.busy:
             part.publish()
     settings.folders.publish_abandoned()
-
-
-def _part(folders: PartFolders, workers: int) -> PartStore:
-    with _beginning:
-        if folders not in _parts:
-            _parts[folders] = PartStore(folders, workers)
-        return _parts[folders]
 
 
 def _check(settings: ClusterSettings) -> None:
