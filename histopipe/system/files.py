@@ -134,11 +134,7 @@ def record_or_check(
 ) -> None:
     """Record the settings that the contents of a folder depend on in a JSON file, or compare them with the recorded ones.
 
-    Args:
-        path: the JSON file, in the folder.
-        settings: as JSON values.
-        ignored: settings that may differ.
-        contents: what the folder holds, for messages.
+    The settings that are `ignored` may differ. `contents` is what the folder holds, for messages.
 
     Raises:
         UsageError: a setting differs.

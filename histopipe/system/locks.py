@@ -17,11 +17,8 @@ _POLL_SECONDS = 0.05
 def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
     """Lock a folder, or a file, which is created if missing. Yields whether this process has the lock.
 
-    A lock ends with its process. On a network filesystem without locks every process gets it.
-
-    Args:
-        path: nothing is written to it.
-        wait_seconds: how long to wait for another process; `math.inf` waits until the lock is free.
+    A lock ends with its process. On a network filesystem without locks every process gets it. With `math.inf`, it waits
+    until the lock is free.
 
     Raises:
         OSError: the path cannot be opened.
