@@ -12,6 +12,7 @@ from histopipe.cli.parameters import (
     batch_size_option,
     devices_option,
     exit_code,
+    extra_rows_option,
     json_option,
     share,
     show,
@@ -37,7 +38,7 @@ from histopipe.cli.parameters import (
     type=PATH,
     help="CSV: slide,label[,patient]. Metrics are reported where labels are known.  [default: the store's]",
 )
-@click.option("--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide.")
+@extra_rows_option
 @click.option(
     "--on-error",
     type=click.Choice(["raise", "skip"]),

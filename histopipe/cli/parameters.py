@@ -63,6 +63,16 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     return lambda command: functools.reduce(lambda it, add: add(it), reversed(options), command)
 
 
+def store_option(help: str) -> Callable[[F], F]:
+    """Return the repeatable option `--store`."""
+    return click.option("--store", "stores", multiple=True, type=PATH, help=help)
+
+
+def json_option(what: str = "the result") -> Callable[[F], F]:
+    """Return the option `--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+
+
 store_argument = click.argument("store", type=PATH, default=_DEFAULT_STORE)
 stores_argument = click.argument("stores", nargs=-1, type=PATH)
 workers_option = click.option(
@@ -74,6 +84,10 @@ batch_size_option = click.option(
 devices_option = click.option(
     "--devices", default="auto", help="Devices: auto, cpu, cpu:N, gpu or gpu:0,1."
 )
+extra_rows_option = click.option(
+    "--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide."
+)
+full_option = click.option("--full", is_flag=True, help="Decode every patch and picture, too.")
 network_option = click.option(
     "--allow-network",
     is_flag=True,
@@ -94,11 +108,6 @@ annotation_options = together(
         help="Origin of coordinates: corner of the scanned area, or of level 0; auto chooses by the tool.",
     ),
 )
-
-
-def json_option(what: str = "the result") -> Callable[[F], F]:
-    """Return the option `--json`."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
 
 
 def show(result: Any, *, as_json: bool, notes: Iterable[str] = ()) -> None:

@@ -14,6 +14,7 @@ from histopipe.cli.parameters import (
     names,
     show,
     show_text,
+    store_option,
     stores_argument,
     untrusted_option,
 )
@@ -36,13 +37,7 @@ from histopipe.errors import ExitCode
     default="png",
     help="png: over the slide's thumbnail; tiff: pyramid; geojson: objects for QuPath; or several: png,tiff.",
 )
-@click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=PATH,
-    help="Store of the patches; repeatable.  [default: the run's]",
-)
+@store_option("Store of the patches; repeatable.  [default: the run's]")
 @click.option(
     "--slides",
     multiple=True,
@@ -77,13 +72,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 @click.command()
 @click.argument("path", type=PATH)
 @click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
-@click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=PATH,
-    help="Store of a run, if it has moved; repeatable.",
-)
+@store_option("Store of a run, if it has moved; repeatable.")
 @click.option("--no-pictures", is_flag=True, help="Only tables and charts, for very many slides.")
 @untrusted_option("path", "stores", passed=True)
 def report(path: Path, no_pictures: bool, **options: Any) -> None:
