@@ -11,7 +11,6 @@ from histopipe.cli.parameters import (
     PATH,
     batch_size_option,
     devices_option,
-    exit_code,
     extra_rows_option,
     json_option,
     share,
@@ -19,6 +18,7 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
+from histopipe.system.result import exit_code_of
 
 
 @click.command()
@@ -88,7 +88,7 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
 
     result = predict(run, sources, out=out, **options)
     show(result, as_json=as_json)
-    return exit_code(result.failed, result.done + result.kept)
+    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
 
 
 @click.command()
@@ -138,4 +138,4 @@ def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
 
     result = embed(stores or "patches.lmdb", **options)
     show(result, as_json=as_json)
-    return exit_code(result.failed, result.done + result.kept)
+    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))

@@ -7,13 +7,11 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
-
-from histopipe.errors import ExitCode
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
@@ -140,22 +138,12 @@ def _can_print(text: str) -> bool:
     return True
 
 
-def exit_code(failed: Collection[Any], done: Collection[Any]) -> ExitCode:
-    """Return the exit code of a command some of whose slides failed."""
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if done else ExitCode.NOTHING
-
-
 def untrusted_option(
     *stores: str, features: str = "", coords: str = "", passed: bool = False
 ) -> Callable[[F], F]:
     """Return a decorator that adds `--untrusted`: the input is verified before the command runs.
 
-    Args:
-        stores: names of parameters with paths, of which those of stores are verified.
-        features, coords: names of parameters with a folder of HDF5 files.
-        passed: pass the flag to the command, too.
+    All but `passed` are names of the command's parameters; `passed` passes the flag to the command, too.
     """
 
     def decorate(command: F) -> F:

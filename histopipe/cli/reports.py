@@ -9,7 +9,6 @@ import click
 
 from histopipe.cli.parameters import (
     PATH,
-    exit_code,
     json_option,
     names,
     show,
@@ -19,6 +18,7 @@ from histopipe.cli.parameters import (
     untrusted_option,
 )
 from histopipe.errors import ExitCode
+from histopipe.system.result import exit_code_of
 
 
 @click.command()
@@ -66,7 +66,7 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 
     result = heatmap(predictions, **options)
     show(result, as_json=as_json)
-    return exit_code(result.failed, result.files)
+    return exit_code_of(len(result.failed), len(result.files))
 
 
 @click.command()
