@@ -186,12 +186,10 @@ class _Export:
 
     def run(self, files: Sequence[_File]) -> ExportResult:
         missing = [file for file in files if not file.path.exists()]
-        kept = len(files) - len(missing)
-        total = len(files)
+        total, kept = len(files), len(files) - len(missing)
+        bar = self._progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
         try:
-            with self._progress.bar(
-                "exporting", unit="files", total=total, done=kept, detail=True
-            ) as bar:
+            with bar:
                 for file in missing:
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     with appearing(file.path, hidden=True) as part:
@@ -244,9 +242,7 @@ def _files(
         path = path_within(folder, name)  # also checks the names in tar files
         if to != "webdataset":
             yield _File(path, [(number, range(record.planned))])
-    if to != "webdataset":
-        return
-    total = sum(record.planned for record in slides.values())
+    total = sum(record.planned for record in slides.values()) if to == "webdataset" else 0
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
         path = folder / f"patches-{shard:06d}.tar"

@@ -136,13 +136,7 @@ def repair(
             notes.append(f"the stain fits of {fits} slides are damaged: run `histopipe stains`")
         known = _known_records(found)
         if found.result.is_structural:
-            try:
-                _refuse_lost_meta(found)
-            except DamagedStore:
-                os.truncate(real / "data.mdb", length)
-                raise
-            number = _next_number(found, known)
-            rebuild(real, found, known, next_number=number, progress=progress)
+            _rebuild(real, found, known, length, progress)
             notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
     with _alone(real):  # again, since the folder may be another one
         if before.result.is_structural:
@@ -171,6 +165,22 @@ def _alone(store: Path) -> Iterator[None]:
         if not free:
             raise UsageError("another repair of the store is at work", todo="wait until it is done")
         yield
+
+
+def _rebuild(
+    store: Path,
+    found: Examination,
+    known: Mapping[int, SlideRecord],
+    length: int,
+    progress: Progress,
+) -> None:
+    """Rebuild the file. If that is refused because `meta` is lost, the file gets its former length back."""
+    try:
+        _refuse_lost_meta(found)
+    except DamagedStore:
+        os.truncate(store / "data.mdb", length)
+        raise
+    rebuild(store, found, known, next_number=_next_number(found, known), progress=progress)
 
 
 def _refuse_lost_meta(found: Examination) -> None:

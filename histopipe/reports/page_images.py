@@ -71,15 +71,12 @@ def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
     _, _, width, height = patches.bounds
     if background is None:
         scale = SIDE / max(width, height)
-        size = max(1, round(height * scale)), max(1, round(width * scale))
-        background = np.full((*size, 3), 235, np.uint8)
+        shape = max(1, round(height * scale)), max(1, round(width * scale)), 3
+        background = np.full(shape, 235, np.uint8)
     image = fitted(background)
     raster = patches.raster(max(width / image.shape[1], height / image.shape[0]))
-    place = [
-        np.minimum(np.arange(n) * m // n, m - 1)
-        for n, m in zip(image.shape, raster.shape, strict=False)
-    ]
-    values = raster[np.ix_(*place)]
+    size = image.shape[1], image.shape[0]
+    values = np.asarray(Image.fromarray(raster).resize(size, Image.Resampling.NEAREST))
     mixed = (1 - ALPHA) * image + ALPHA * coloured(values)
     return np.where(np.isnan(values)[..., None], image, mixed).astype(np.uint8)
 
