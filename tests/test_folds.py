@@ -36,7 +36,7 @@ from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.studies.trainings import share_devices
-from histopipe.training.predictions import Predictions, patch_scores
+from histopipe.training.outputs import Predictions, patch_scores
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")

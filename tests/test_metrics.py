@@ -25,10 +25,10 @@ from histopipe.evaluation.evaluate import (
     evaluate,
     positive_class,
 )
-from histopipe.evaluation.metrics import BINS, Metrics, bootstrap_draws, decide, metrics_of
+from histopipe.evaluation.metrics import BINS, Metrics, decide, metrics_of
 from histopipe.evaluation.predictions_file import read_predictions, write_predictions
 from histopipe.evaluation.scores import PatchScores, Scores, scores_of, with_common_patients
-from histopipe.evaluation.statistics import Statistics, area_under_roc
+from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws
 from histopipe.evaluation.thresholds import choose_threshold
 
 NO_DRAWS = np.zeros((0, 1))

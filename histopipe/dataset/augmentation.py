@@ -73,14 +73,10 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
         raise UsageError(
             "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
         )
-    if "flips" in steps:
-        images = flip_and_turn(images, seeds)
-    if "crop" in steps:
-        images = random_crop(images, seeds)
-    if "stain" in steps:
-        images = stain_jitter(images, seeds)
-    if "colour" in steps:
-        images = colour_jitter(images, seeds)
+    functions = (flip_and_turn, random_crop, stain_jitter, colour_jitter)
+    for name, function in zip(AUGMENTATIONS, functions, strict=True):
+        if name in steps:
+            images = function(images, seeds)
     return images
 
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.evaluation.roc import Roc, roc_of
 from histopipe.evaluation.scores import scores_of
+from histopipe.evaluation.statistics import Roc, roc_of
 from histopipe.evaluation.table import split_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict

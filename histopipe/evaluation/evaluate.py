@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
 from histopipe.errors import UsageError
-from histopipe.evaluation.metrics import Metrics, bootstrap_draws, metrics_of
+from histopipe.evaluation.metrics import Metrics, metrics_of
 from histopipe.evaluation.scores import (
     AGGREGATIONS,
     Aggregation,
@@ -20,6 +20,7 @@ from histopipe.evaluation.scores import (
     Scores,
     scores_of,
 )
+from histopipe.evaluation.statistics import bootstrap_draws
 from histopipe.evaluation.thresholds import choose_threshold
 
 LEVELS: tuple[tuple[Level, Aggregation], ...] = (

@@ -149,13 +149,6 @@ def metrics_of(
     )  # fmt: skip
 
 
-def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return (R, P) how often each patient is drawn in a bootstrap: as many draws as patients, with replacement."""
-    rng = np.random.default_rng(seed)
-    share = np.full(patients, 1 / patients)
-    return rng.multinomial(patients, share, size=resamples).astype(np.float64)
-
-
 def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
     """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
 

@@ -19,13 +19,15 @@ FALLBACK = f"threshold {EVEN}"
 """Start of the note that gives the reason why no threshold could be chosen."""
 
 
-def check_rule(rule: str) -> None:
-    """Raise UsageError if a text is not a rule."""
-    if RULE.fullmatch(rule) is None:
+def check_rule(rule: str) -> re.Match[str]:
+    """Return the match of a rule; raise UsageError if a text is not a rule."""
+    match = RULE.fullmatch(rule)
+    if match is None:
         raise UsageError(
             "--threshold", found=repr(rule),
             expected="youden, sensitivity:0.95, specificity:0.95, or a probability such as 0.5",
         )  # fmt: skip
+    return match
 
 
 def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
@@ -38,10 +40,7 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
     """
-    match = RULE.fullmatch(rule)
-    if match is None:
-        check_rule(rule)
-        raise AssertionError  # check_rule has raised
+    match = check_rule(rule)
     if match["fixed"]:
         return float(match["fixed"]), None
     truth = scores.label == positive

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import DamagedStore, Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress

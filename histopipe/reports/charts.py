@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from histopipe.evaluation.metrics import Bin
-from histopipe.evaluation.roc import Roc
+from histopipe.evaluation.statistics import Roc
 from histopipe.system.files import appearing
 
 _Colours = tuple[str, str, tuple[str, ...]]

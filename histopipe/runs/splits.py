@@ -14,7 +14,7 @@ from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
-from histopipe.features.bag_set import BagSet
+from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig

@@ -32,14 +32,15 @@ from histopipe.training.memory import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.outputs import write_results, write_tensorboard
-from histopipe.training.predictions import (
+from histopipe.training.outputs import (
     Predictions,
     StepResults,
     check_finite,
     epoch_metrics,
     predictions,
     step_losses,
+    write_results,
+    write_tensorboard,
 )
 from histopipe.training.problem import Problem
 
