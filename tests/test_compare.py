@@ -16,7 +16,7 @@ from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.metrics import interval_of
-from histopipe.evaluation.predictions_file import read_predictions, write_predictions
+from histopipe.evaluation.predictions import read_predictions, write_predictions
 from histopipe.evaluation.statistics import bootstrap_draws
 from histopipe.studies.compare import compare
 

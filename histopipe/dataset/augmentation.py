@@ -9,7 +9,7 @@ flips, pixels are computed as float32, and stay so: (B, H, H, 3), 0 to 255.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -73,10 +73,15 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
         raise UsageError(
             "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
         )
-    functions = (flip_and_turn, random_crop, stain_jitter, colour_jitter)
-    for name, function in zip(AUGMENTATIONS, functions, strict=True):
+    functions: dict[Augmentation, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+        "flips": flip_and_turn,
+        "crop": random_crop,
+        "stain": stain_jitter,
+        "colour": colour_jitter,
+    }
+    for name in AUGMENTATIONS:
         if name in steps:
-            images = function(images, seeds)
+            images = functions[name](images, seeds)
     return images
 
 

@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Balance, check_choice
-from histopipe.dataset.permutation import permuted
 from histopipe.dataset.sample_table import SampleLocations, SampleRows, SampleTable
 from histopipe.errors import UsageError
-from histopipe.system.hashing import combine
+from histopipe.system.hashing import combine, permuted
 
 Numbers = NDArray[np.int64]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.diagnostics import graphics, machine
 from histopipe.diagnostics.machine import Check, State
@@ -27,13 +26,6 @@ class DoctorReport(Result):
         """6 if a check is bad, else 0."""
         bad = any(check.state is State.BAD for check in self.checks)
         return ExitCode.SHORT if bad else ExitCode.DONE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the checks as a JSON-ready dict."""
-        return {
-            "checks": [asdict(check) for check in self.checks],
-            "exit_code": int(self.exit_code),
-        }
 
     def __str__(self) -> str:
         lines = []

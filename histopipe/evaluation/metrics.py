@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.scores import Scores
+from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import Statistics, Values, sensitivity, specificity
 
 FIGURES = (

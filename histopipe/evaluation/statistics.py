@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.scores import Scores
+from histopipe.evaluation.predictions import Scores
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import OnError
-from histopipe.dataset.permutation import permuted
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
@@ -28,7 +27,7 @@ from histopipe.features.feature_file import (
 from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.files import read_json
-from histopipe.system.hashing import combine
+from histopipe.system.hashing import combine, permuted
 
 
 @dataclass(frozen=True, slots=True)

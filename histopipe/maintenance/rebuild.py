@@ -17,7 +17,6 @@ from typing import Any
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.compact import carry_files, in_place_of
 from histopipe.maintenance.store_check import Examination
-from histopipe.maintenance.worker_tasks import results_of, silence
 from histopipe.store.data_file import RawStore, newest_transaction
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
@@ -32,7 +31,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.progress import Bar, Progress
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, results_of, silence
 
 _CHUNK_BYTES = 32 << 20
 """Of one transaction."""

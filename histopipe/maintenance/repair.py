@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
 from histopipe.store.catalog import no_store
-from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
 from histopipe.store.environment import Environment, delete_entries
-from histopipe.store.folder import open_for_change
+from histopipe.store.folder import Claims, open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
 from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
-from histopipe.system.locks import locked
+from histopipe.system.files import locked
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
 
@@ -62,10 +61,6 @@ class RepairResult(Result):
         if self.remaining:
             return ExitCode.DAMAGED
         return ExitCode.PARTLY if self.left else ExitCode.DONE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self) | {"exit_code": int(self.exit_code)}
 
     def __str__(self) -> str:
         if not self.findings and not self.slides and not self.left:

@@ -28,8 +28,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.reading import decode_picture
-from histopipe.store.record import SlideRecord, SlideState
-from histopipe.store.stains import read_fits
+from histopipe.store.record import SlideRecord, SlideState, read_fits
 
 _NUMBER = 4
 """Bytes of a slide number at the start of a key."""

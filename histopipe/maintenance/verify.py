@@ -19,13 +19,12 @@ from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, some
 from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
 from histopipe.maintenance.store_check import Examination, check_store, find_orphans
-from histopipe.maintenance.worker_tasks import result_of, results_of, silence
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
 from histopipe.system.progress import Bar, Progress, default_progress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, results_of, silence
 
 _SMALL_BYTES = 32 << 20
 """A file that one worker reads sooner than a second one has started."""

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.evaluation.predictions_file import read_predictions
-from histopipe.evaluation.scores import PatchScores, joined_scores
+from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder

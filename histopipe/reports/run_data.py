@@ -11,8 +11,7 @@ from typing import Any
 
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, HistopipeError
-from histopipe.evaluation.predictions_file import read_predictions
-from histopipe.evaluation.scores import PatchScores
+from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result

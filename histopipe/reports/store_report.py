@@ -14,6 +14,7 @@ from histopipe.ingestion.records import duplicates
 from histopipe.maintenance.info import StoreInfo, info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
+    SIDE,
     Card,
     Cards,
     Cell,
@@ -27,8 +28,9 @@ from histopipe.reports.html_page import (
     Table,
     Text,
     number,
+    plan_image,
+    strip,
 )
-from histopipe.reports.page_images import SIDE, plan_image, strip
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store

@@ -172,7 +172,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         # Late: NumPy, which `--help` does not need.
-        from histopipe.evaluation.thresholds import check_rule
+        from histopipe.evaluation.evaluate import check_rule
 
         check_rule(self.threshold)
         self._check_together()

@@ -18,9 +18,8 @@ from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import appearing, locked, read_json
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.locks import locked
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.evaluate import Evaluation, Part, Thresholds, evaluate, judge
+from histopipe.evaluation.evaluate import FALLBACK, Evaluation, Part, Thresholds, evaluate, judge
 from histopipe.evaluation.metrics import FIGURES
-from histopipe.evaluation.predictions_file import read_predictions, write_predictions
-from histopipe.evaluation.scores import with_common_patients
+from histopipe.evaluation.predictions import (
+    read_predictions,
+    with_common_patients,
+    write_predictions,
+)
 from histopipe.evaluation.table import aligned, evaluation_lines, number
-from histopipe.evaluation.thresholds import FALLBACK
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.evaluate import JudgeSettings, Part, joined
 from histopipe.evaluation.metrics import FIGURES, decide, interval_of
-from histopipe.evaluation.scores import Aggregation, Level, PatchScores, Scores
+from histopipe.evaluation.predictions import Aggregation, Level, PatchScores, Scores
 from histopipe.evaluation.statistics import Statistics
 
 

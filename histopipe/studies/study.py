@@ -22,9 +22,9 @@ from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.folder import writable
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
+from histopipe.system.files import locked
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
-from histopipe.system.locks import locked
 
 if TYPE_CHECKING:
     import optuna

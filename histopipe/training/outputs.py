@@ -24,8 +24,7 @@ from histopipe.dataset.sample_table import SampleSource, unpack_keys
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.dataset.splits import Splits
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.predictions_file import write_predictions
-from histopipe.evaluation.scores import Level, PatchScores
+from histopipe.evaluation.predictions import Level, PatchScores, write_predictions
 from histopipe.evaluation.statistics import area_under_roc
 from histopipe.features.bags import Bag, read_bag
 from histopipe.features.feature_file import read_coords

@@ -17,7 +17,7 @@ from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_ord
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import Splits, site_by_label
 from histopipe.dataset.stain_normalization import StainNormalizer
-from histopipe.evaluation.scores import Level, PatchScores
+from histopipe.evaluation.predictions import Level, PatchScores
 from histopipe.features.bags import BagBatches, BagSet
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig

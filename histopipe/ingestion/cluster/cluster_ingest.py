@@ -42,8 +42,8 @@ from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.files import locked
 from histopipe.system.filesystems import network_filesystem
-from histopipe.system.locks import locked
 from histopipe.system.progress import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec

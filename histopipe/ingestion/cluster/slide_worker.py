@@ -27,9 +27,8 @@ from histopipe.ingestion.report import SlideOutcome
 from histopipe.ingestion.storing import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import appearing
+from histopipe.system.files import appearing, locked
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.locks import locked
 from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
