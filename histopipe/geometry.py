@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NewType
+from typing import NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,10 +107,3 @@ def _floor(value: float) -> int:
 def same_scale(a: Mpp, b: Mpp) -> bool:
     """Return whether two scales differ by no more than 2 %."""
     return abs(a - b) <= SCALE_TOLERANCE * max(a, b)
-
-
-def frozen_array(values: Any, dtype: Any) -> NDArray[Any]:
-    """Return a read-only copy, for frozen dataclasses."""
-    array = np.array(values, dtype=dtype)
-    array.setflags(write=False)
-    return array

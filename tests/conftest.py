@@ -31,7 +31,7 @@ from hypothesis import settings
 
 from histopipe.cli import main
 from histopipe.runs.fork_server import ADDRESS, TrainingProcess, start_server
-from histopipe.system.locks import locked
+from histopipe.system.files import locked
 
 PROJECT = Path(__file__).parents[1]
 TOOLS = PROJECT / "tools"

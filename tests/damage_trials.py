@@ -24,11 +24,10 @@ from lmdb_pages import PAGE, Pages, nodes_of, pages_of
 
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.maintenance.verify import verify
-from histopipe.maintenance.worker_tasks import silence
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import SilentProgress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, silence
 
 Damage = Callable[[bytearray, Pages, random.Random], None]
 _SECONDS = 60.0

@@ -12,7 +12,7 @@ from histopipe.errors import HistopipeError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult, read_result
-from histopipe.runs.stopping import Supervision
+from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import load_config
 
 Failure = HistopipeError | Callable[[Supervision], HistopipeError]

@@ -29,8 +29,7 @@ from histopipe.dataset.stain_normalization import (
     reinhard_changes,
 )
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.store.record import SlideState
-from histopipe.store.stains import StainFit
+from histopipe.store.record import SlideState, StainFit
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 

@@ -15,8 +15,9 @@ from conftest import COMMAND, Run
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.metrics import bootstrap_draws, interval_of
-from histopipe.evaluation.predictions_file import read_predictions, write_predictions
+from histopipe.evaluation.metrics import interval_of
+from histopipe.evaluation.predictions import read_predictions, write_predictions
+from histopipe.evaluation.statistics import bootstrap_draws
 from histopipe.studies.compare import compare
 
 ARGUMENTS = (

@@ -19,7 +19,6 @@ from test_store import RECORD, SPEC, columns_of
 from histopipe.dataset.assignment import AssignByFractions
 from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.options import SIDES, SplitBy
-from histopipe.dataset.orders import Sequential, Shuffled, make_order
 from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
 from histopipe.dataset.sample_table import (
     SampleRows,
@@ -27,6 +26,7 @@ from histopipe.dataset.sample_table import (
     pack_keys,
     unpack_keys,
 )
+from histopipe.dataset.sampling import Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import DROPPED, read_splits, write_splits
 from histopipe.dataset.splitting import make_folds, make_splits

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import Run
 
-from histopipe.diagnostics import graphics, libraries, machine
+from histopipe.diagnostics import graphics, machine
 from histopipe.diagnostics.doctor import DoctorReport
 from histopipe.diagnostics.graphics import Device, Driver, Probe
 from histopipe.diagnostics.machine import Check, State
@@ -50,11 +50,11 @@ def test_this_machine(run: Run) -> None:
 
 
 def test_jpeg_is_measured_with_and_without_simd(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = libraries.jpeg()
+    check = machine.jpeg()
     assert check.facts is not None
     assert 1 < check.facts["without_simd"] < 1.5 * check.facts["megapixels_per_second"]
-    monkeypatch.setattr(libraries, "_seconds", lambda _: 0.01)
-    assert libraries.jpeg().state is State.WARNING
+    monkeypatch.setattr(machine, "_seconds", lambda _: 0.01)
+    assert machine.jpeg().state is State.WARNING
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,12 @@ from histopipe.dataset.sample_table import pack_keys
 from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.runs.stopping import Supervision
-from histopipe.runs.supervision import supervise
+from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store
 from histopipe.studies.trainings import share_devices
-from histopipe.training.predictions import Predictions, patch_scores
+from histopipe.training.outputs import Predictions, patch_scores
 
 SHARES = (0.7, 0.15, 0.15)
 ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--deterministic")

@@ -19,8 +19,7 @@ from test_reader import a_store, jpegs
 
 from histopipe.annotations.read import read_annotations
 from histopipe.dataset.splitting import make_splits
-from histopipe.evaluation.predictions_file import write_predictions
-from histopipe.evaluation.scores import PatchScores
+from histopipe.evaluation.predictions import PatchScores, write_predictions
 from histopipe.geometry import PointL0
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.reports.heatmap_files import (

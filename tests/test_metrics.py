@@ -21,15 +21,21 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import (
     Evaluation,
     JudgeSettings,
+    choose_threshold,
     choose_thresholds,
     evaluate,
     positive_class,
 )
-from histopipe.evaluation.metrics import BINS, Metrics, bootstrap_draws, decide, metrics_of
-from histopipe.evaluation.predictions_file import read_predictions, write_predictions
-from histopipe.evaluation.scores import PatchScores, Scores, scores_of, with_common_patients
-from histopipe.evaluation.statistics import Statistics, area_under_roc
-from histopipe.evaluation.thresholds import choose_threshold
+from histopipe.evaluation.metrics import BINS, Metrics, decide, metrics_of
+from histopipe.evaluation.predictions import (
+    PatchScores,
+    Scores,
+    read_predictions,
+    scores_of,
+    with_common_patients,
+    write_predictions,
+)
+from histopipe.evaluation.statistics import Statistics, area_under_roc, bootstrap_draws
 
 NO_DRAWS = np.zeros((0, 1))
 

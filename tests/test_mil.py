@@ -23,13 +23,12 @@ from test_embedding import make_onnx
 from test_reader import a_store
 
 import histopipe
-from histopipe.dataset.orders import Sequential
 from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.bag_batches import BagBatches
-from histopipe.features.bag_set import BagSet
+from histopipe.features.bags import BagBatches, BagSet
 
 DIMENSION = 12
 POOLINGS = ("gated", "attention", "mean", "max")

@@ -20,7 +20,7 @@ from conftest import INTERRUPTIBLE, Run, make_slides, with_tensorflow
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
-from histopipe.evaluation.scores import PatchScores, joined_scores
+from histopipe.evaluation.predictions import PatchScores, joined_scores
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder

@@ -28,9 +28,9 @@ from test_store import RECORD, SPEC, columns_of
 import histopipe
 from histopipe.cli.machine import bench as bench_command
 from histopipe.dataset.options import Balance
-from histopipe.dataset.orders import BlockShuffled, Sequential, make_order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
+from histopipe.dataset.sampling import BlockShuffled, Sequential, make_order
 from histopipe.dataset.selection import class_numbers, select
 from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
@@ -420,7 +420,7 @@ def test_a_spawned_process_reads_too(two: list[Path]) -> None:
 FORKS = """
 import os, sys, histopipe
 from pathlib import Path
-from histopipe.dataset.orders import Sequential
+from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select
@@ -770,7 +770,7 @@ import gc, re, sys
 import histopipe
 from pathlib import Path
 from statistics import median
-from histopipe.dataset.orders import Shuffled
+from histopipe.dataset.sampling import Shuffled
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.selection import select

@@ -25,8 +25,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from sklearn.metrics import roc_auc_score, roc_curve
 from test_store import RECORD, SPEC, columns_of
 
-from histopipe.evaluation.roc import roc_of
-from histopipe.evaluation.scores import Scores
+from histopipe.evaluation.predictions import Scores
+from histopipe.evaluation.statistics import roc_of
 from histopipe.reports.charts import roc_chart
 from histopipe.store.record import FailureKind
 from histopipe.store.writer import StoreWriter

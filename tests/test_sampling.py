@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from histopipe.dataset.options import Balance
-from histopipe.dataset.orders import BlockShuffled, Order, Sequential, Shuffled, make_order
-from histopipe.dataset.permutation import SMALL, permuted
 from histopipe.dataset.sample_table import SampleRows, SampleTable
+from histopipe.dataset.sampling import BlockShuffled, Order, Sequential, Shuffled, make_order
 from histopipe.errors import UsageError
-from histopipe.system.hashing import combine
+from histopipe.system.hashing import SMALL, combine, permuted
 
 SIZES = st.one_of(st.integers(1, 3 * SMALL), st.integers(SMALL, 20_000))
 SEEDS = st.integers(0, 2**63)

@@ -396,7 +396,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_store import one_slide
 from histopipe.store.store import Store
-from histopipe.dataset.orders import Sequential
+from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.patch_batches import PatchBatches

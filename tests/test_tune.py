@@ -202,7 +202,7 @@ def test_a_torn_last_line_of_the_journal_costs_itself_only(tmp_path: Path) -> No
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from histopipe.system.locks import locked
+from histopipe.system.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)

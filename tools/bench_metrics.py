@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
-from histopipe.evaluation.metrics import Metrics, bootstrap_draws, decide, metrics_of
-from histopipe.evaluation.scores import Scores
-from histopipe.evaluation.statistics import Statistics
+from histopipe.evaluation.metrics import Metrics, decide, metrics_of
+from histopipe.evaluation.predictions import Scores
+from histopipe.evaluation.statistics import Statistics, bootstrap_draws
 
 FIGURES = ("auc", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier")
 PATCHES = 10

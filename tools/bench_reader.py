@@ -43,9 +43,9 @@ import numpy as np
 import simplejpeg
 import tensorflow as tf
 
-from histopipe.dataset.orders import Order, Sequential, Shuffled, make_order
 from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
 from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.geometry import Mpp

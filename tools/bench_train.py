@@ -23,9 +23,9 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import augment, epoch_seed, sample_seeds
-from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.task_config import PatchTrainConfig
@@ -34,7 +34,7 @@ from histopipe.training.devices import make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.predictions import StepResults
+from histopipe.training.outputs import StepResults
 from histopipe.training.train_step import StepSettings, TrainStep
 
 SEED = 1

@@ -11,19 +11,26 @@ level-0 pixels. With `--classes` the slides take turns in a class, which decides
 from __future__ import annotations
 
 import argparse
+import csv
 import dataclasses
 import sys
 from pathlib import Path
 
-from histopipe.demo.painting import NUCLEI
-from histopipe.demo.slide_maker import SlideSettings, make_slide, write_labels
-from histopipe.geometry import Size
+import numpy as np
+
+from histopipe.demo.painting import BANK, NUCLEI, Pixels
+from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.errors import UsageError
+from histopipe.geometry import PointL0, Size
+from histopipe.slides.slide import Slide
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse, and make the slides one after another."""
     options = _parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.texture:
+        options.texture = _texture(options.texture)
     names = {field.name for field in dataclasses.fields(SlideSettings)}
     settings = SlideSettings(**{k: v for k, v in vars(options).items() if k in names})
     labels = []
@@ -33,7 +40,25 @@ def main(arguments: list[str] | None = None) -> None:
         make_slide(path, kind, number, settings)
         labels.append((path.stem, kind))
         print(f"{path}: {options.size}, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
-    write_labels(options.out / "labels.csv", labels)
+    with (options.out / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("slide", "label"), *labels])
+
+
+def _texture(path: Path) -> Pixels:
+    """Return the most colourful square of a real slide, mirrored to the side of textures if it is smaller."""
+    with Slide(path) as slide:
+        size = slide.info.size
+        side = min(BANK, size.width, size.height)
+        best: Pixels | None = None
+        for y in range(0, size.height - side + 1, max(1, (size.height - side) // 4)):
+            for x in range(0, size.width - side + 1, max(1, (size.width - side) // 4)):
+                area = slide.read_region(PointL0(x, y), 0, Size(side, side))
+                if best is None or np.ptp(area, axis=2).mean() > np.ptp(best, axis=2).mean():
+                    best = area
+    if best is None:
+        raise UsageError(f"{path} is empty")
+    pad = BANK - side
+    return np.pad(best, ((0, pad), (0, pad), (0, 0)), mode="symmetric")
 
 
 def _size(text: str) -> Size:

@@ -23,9 +23,9 @@ GROUPS = MappingProxyType(
         "Data": {
             "ingest": ("ingestion", "Tile slides into a store."),
             "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
-            "annotate": ("measure", "Label patches from annotations."),
-            "quality": ("measure", "Measure focus, pen marks and folds of every patch."),
-            "stains": ("measure", "Fit the stain of each slide of a store."),
+            "annotate": ("maintenance", "Label patches from annotations."),
+            "quality": ("maintenance", "Measure focus, pen marks and folds of every patch."),
+            "stains": ("maintenance", "Fit the stain of each slide of a store."),
             "info": ("maintenance", "Show what a store or a folder of results contains."),
             "export": ("reports", "Export the index or the patches of a store for other tools."),
         },

@@ -11,13 +11,14 @@ from histopipe.cli.parameters import (
     PATH,
     batch_size_option,
     devices_option,
-    exit_code,
+    extra_rows_option,
     json_option,
     share,
     show,
     stores_argument,
     untrusted_option,
 )
+from histopipe.system.result import exit_code_of
 
 
 @click.command()
@@ -37,7 +38,7 @@ from histopipe.cli.parameters import (
     type=PATH,
     help="CSV: slide,label[,patient]. Metrics are reported where labels are known.  [default: the store's]",
 )
-@click.option("--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide.")
+@extra_rows_option
 @click.option(
     "--on-error",
     type=click.Choice(["raise", "skip"]),
@@ -87,7 +88,7 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
 
     result = predict(run, sources, out=out, **options)
     show(result, as_json=as_json)
-    return exit_code(result.failed, result.done + result.kept)
+    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
 
 
 @click.command()
@@ -137,4 +138,4 @@ def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
 
     result = embed(stores or "patches.lmdb", **options)
     show(result, as_json=as_json)
-    return exit_code(result.failed, result.done + result.kept)
+    return exit_code_of(len(result.failed), len(result.done) + len(result.kept))

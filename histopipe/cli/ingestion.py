@@ -11,6 +11,7 @@ import click
 from histopipe.cli.parameters import (
     PATH,
     annotation_options,
+    extra_rows_option,
     json_option,
     share,
     show,
@@ -95,7 +96,7 @@ if TYPE_CHECKING:
 @click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
 @click.option("--slide-list", type=PATH, help="CSV with a column slide: ingest only these.")
-@click.option("--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide.")
+@extra_rows_option
 @click.option(
     "--allow-mixed-mpp", is_flag=True, help="With --level: accept slides of different scale."
 )

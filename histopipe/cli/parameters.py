@@ -7,13 +7,11 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
-
-from histopipe.errors import ExitCode
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
@@ -63,6 +61,16 @@ def together(*options: Callable[[F], F]) -> Callable[[F], F]:
     return lambda command: functools.reduce(lambda it, add: add(it), reversed(options), command)
 
 
+def store_option(help: str) -> Callable[[F], F]:
+    """Return the repeatable option `--store`."""
+    return click.option("--store", "stores", multiple=True, type=PATH, help=help)
+
+
+def json_option(what: str = "the result") -> Callable[[F], F]:
+    """Return the option `--json`."""
+    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
+
+
 store_argument = click.argument("store", type=PATH, default=_DEFAULT_STORE)
 stores_argument = click.argument("stores", nargs=-1, type=PATH)
 workers_option = click.option(
@@ -74,6 +82,10 @@ batch_size_option = click.option(
 devices_option = click.option(
     "--devices", default="auto", help="Devices: auto, cpu, cpu:N, gpu or gpu:0,1."
 )
+extra_rows_option = click.option(
+    "--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide."
+)
+full_option = click.option("--full", is_flag=True, help="Decode every patch and picture, too.")
 network_option = click.option(
     "--allow-network",
     is_flag=True,
@@ -94,11 +106,6 @@ annotation_options = together(
         help="Origin of coordinates: corner of the scanned area, or of level 0; auto chooses by the tool.",
     ),
 )
-
-
-def json_option(what: str = "the result") -> Callable[[F], F]:
-    """Return the option `--json`."""
-    return click.option("--json", "as_json", is_flag=True, help=f"Print {what} as JSON.")
 
 
 def show(result: Any, *, as_json: bool, notes: Iterable[str] = ()) -> None:
@@ -131,22 +138,12 @@ def _can_print(text: str) -> bool:
     return True
 
 
-def exit_code(failed: Collection[Any], done: Collection[Any]) -> ExitCode:
-    """Return the exit code of a command some of whose slides failed."""
-    if not failed:
-        return ExitCode.DONE
-    return ExitCode.PARTLY if done else ExitCode.NOTHING
-
-
 def untrusted_option(
     *stores: str, features: str = "", coords: str = "", passed: bool = False
 ) -> Callable[[F], F]:
     """Return a decorator that adds `--untrusted`: the input is verified before the command runs.
 
-    Args:
-        stores: names of parameters with paths, of which those of stores are verified.
-        features, coords: names of parameters with a folder of HDF5 files.
-        passed: pass the flag to the command, too.
+    All but `passed` are names of the command's parameters; `passed` passes the flag to the command, too.
     """
 
     def decorate(command: F) -> F:

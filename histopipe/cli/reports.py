@@ -9,15 +9,16 @@ import click
 
 from histopipe.cli.parameters import (
     PATH,
-    exit_code,
     json_option,
     names,
     show,
     show_text,
+    store_option,
     stores_argument,
     untrusted_option,
 )
 from histopipe.errors import ExitCode
+from histopipe.system.result import exit_code_of
 
 
 @click.command()
@@ -36,13 +37,7 @@ from histopipe.errors import ExitCode
     default="png",
     help="png: over the slide's thumbnail; tiff: pyramid; geojson: objects for QuPath; or several: png,tiff.",
 )
-@click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=PATH,
-    help="Store of the patches; repeatable.  [default: the run's]",
-)
+@store_option("Store of the patches; repeatable.  [default: the run's]")
 @click.option(
     "--slides",
     multiple=True,
@@ -71,19 +66,13 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 
     result = heatmap(predictions, **options)
     show(result, as_json=as_json)
-    return exit_code(result.failed, result.files)
+    return exit_code_of(len(result.failed), len(result.files))
 
 
 @click.command()
 @click.argument("path", type=PATH)
 @click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
-@click.option(
-    "--store",
-    "stores",
-    multiple=True,
-    type=PATH,
-    help="Store of a run, if it has moved; repeatable.",
-)
+@store_option("Store of a run, if it has moved; repeatable.")
 @click.option("--no-pictures", is_flag=True, help="Only tables and charts, for very many slides.")
 @untrusted_option("path", "stores", passed=True)
 def report(path: Path, no_pictures: bool, **options: Any) -> None:

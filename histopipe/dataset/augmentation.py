@@ -9,7 +9,7 @@ flips, pixels are computed as float32, and stay so: (B, H, H, 3), 0 to 255.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -73,14 +73,15 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
         raise UsageError(
             "augmentation", found=", ".join(unknown), expected=", ".join(AUGMENTATIONS)
         )
-    if "flips" in steps:
-        images = flip_and_turn(images, seeds)
-    if "crop" in steps:
-        images = random_crop(images, seeds)
-    if "stain" in steps:
-        images = stain_jitter(images, seeds)
-    if "colour" in steps:
-        images = colour_jitter(images, seeds)
+    functions: dict[Augmentation, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
+        "flips": flip_and_turn,
+        "crop": random_crop,
+        "stain": stain_jitter,
+        "colour": colour_jitter,
+    }
+    for name in AUGMENTATIONS:
+        if name in steps:
+            images = functions[name](images, seeds)
     return images
 
 

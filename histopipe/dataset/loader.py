@@ -21,9 +21,9 @@ from histopipe.dataset.options import (
     check_whole,
     check_whole_or_none,
 )
-from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import UNLABELLED, SampleTable
+from histopipe.dataset.sample_table import UNLABELLED, SampleRows, SampleTable
+from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import Classes, LabelById, select, store_paths
 from histopipe.dataset.splits import read_splits
 from histopipe.dataset.tf_data import BatchFeed
@@ -126,11 +126,8 @@ def load_dataset(
         >>> train = load_dataset("patches.lmdb", batch_size=64, seed=1, epochs=5, as_supervised=True)  # doctest: +SKIP
         >>> model.fit(train, epochs=5, steps_per_epoch=train.steps_per_epoch)  # doctest: +SKIP
     """
-    if shuffle and seed is None:
-        raise UsageError(
-            "load_dataset shuffles, but has no seed",
-            todo="call load_dataset(..., seed=1), or shuffle=False to read in the stores' order",
-        )
+    if as_supervised and columns:
+        raise UsageError("columns", found=repr(columns), expected="none, with as_supervised=True")
     check_whole(1, batch_size=batch_size, epochs=epochs)
     check_whole(0, start_step=start_step, prefetch=prefetch)
     check_whole_or_none(0, seed=seed, read_ahead=read_ahead)
@@ -142,16 +139,8 @@ def load_dataset(
         min_tissue=min_tissue, min_focus=min_focus, exclude_pen=exclude_pen,
         exclude_dark=exclude_dark,
     )  # fmt: skip
-    check_choice(LabelsFrom, labels_from=labels_from)
-    if labels_from == "annotation" and labels is not None:
-        raise UsageError("labels", found="labels_from='annotation'", expected="one of them")
-    if splits is None and side != "train":
-        raise UsageError(
-            f"side={side!r} is a side of splits", todo="give splits=, a run's splits.json"
-        )
-    if as_supervised and columns:
-        raise UsageError("columns", found=repr(columns), expected="none, with as_supervised=True")
-    seed = seed if shuffle else None
+    _check_selection(labels, labels_from, splits, side)
+    seed = _order_seed(shuffle, seed)
     with ExitStack() as stack:
         stores = [stack.enter_context(Store(part)) for part in store_paths(path)]
         check_patch_sizes(stores)
@@ -162,12 +151,8 @@ def load_dataset(
             splits=None if splits is None else read_splits(Path(splits), stores),
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
-        unlabelled = sum(slide.label == UNLABELLED for slide in chosen)
-        if as_supervised and unlabelled:  # a loss function takes no label -1, even of weight 0
-            raise UsageError(
-                "as_supervised", found=f"{unlabelled} slides without a label of the classes",
-                expected="a label for every patch", todo="leave them out (labelled_only=True), or label them",
-            )  # fmt: skip
+        if as_supervised:
+            _refuse_unlabelled(chosen)
         table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = PatchBatches(
             stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
@@ -192,6 +177,39 @@ def load_dataset(
         for store in stores:
             weakref.finalize(feed, store.close_later)
     return dataset
+
+
+def _order_seed(shuffle: bool, seed: int | None) -> int | None:
+    """Return the seed of the order; None for the order of the stores."""
+    if shuffle and seed is None:
+        raise UsageError(
+            "load_dataset shuffles, but has no seed",
+            todo="call load_dataset(..., seed=1), or shuffle=False to read in the stores' order",
+        )
+    return seed if shuffle else None
+
+
+def _check_selection(
+    labels: object, labels_from: LabelsFrom, splits: str | Path | None, side: Side
+) -> None:
+    """Refuse options of the selection that contradict each other."""
+    check_choice(LabelsFrom, labels_from=labels_from)
+    if labels_from == "annotation" and labels is not None:
+        raise UsageError("labels", found="labels_from='annotation'", expected="one of them")
+    if splits is None and side != "train":
+        raise UsageError(
+            f"side={side!r} is a side of splits", todo="give splits=, a run's splits.json"
+        )
+
+
+def _refuse_unlabelled(slides: Sequence[SampleRows]) -> None:
+    """Refuse slides without a label: a loss function takes no label -1, even of weight 0."""
+    unlabelled = sum(slide.label == UNLABELLED for slide in slides)
+    if unlabelled:
+        raise UsageError(
+            "as_supervised", found=f"{unlabelled} slides without a label of the classes",
+            expected="a label for every patch", todo="leave them out (labelled_only=True), or label them",
+        )  # fmt: skip
 
 
 def _normalized(

@@ -10,10 +10,9 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
-from histopipe.dataset.batch_sampler import BatchSampler, Field
 from histopipe.dataset.options import Column, OnError, check_choice
-from histopipe.dataset.orders import Order
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
+from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode_picture

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.permutation import permuted
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.system.hashing import combine
+from histopipe.system.hashing import combine, permuted
 
 UNLABELLED = -1
 MAX_STORES = 127

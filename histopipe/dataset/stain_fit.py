@@ -10,11 +10,10 @@ import contextlib
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.permutation import permuted
 from histopipe.errors import DamagedStore, SlideError, UsageError
-from histopipe.store.stains import StainFit
+from histopipe.store.record import StainFit
 from histopipe.store.store import Store
-from histopipe.system.hashing import combine
+from histopipe.system.hashing import combine, permuted
 
 PATCHES = 64
 PIXELS_A_PATCH = 4096

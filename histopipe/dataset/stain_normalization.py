@@ -17,7 +17,7 @@ from histopipe.dataset.augmentation import from_density, to_density, to_uint8
 from histopipe.dataset.options import StainNorm
 from histopipe.dataset.stain_fit import LMS_TO_LAB, RGB_TO_LMS
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.store.stains import StainFit
+from histopipe.store.record import StainFit
 from histopipe.store.store import Store
 
 REFERENCE = StainFit(

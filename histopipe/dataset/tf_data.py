@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.dataset.batch_sampler import BatchSampler, replica_rows
+from histopipe.dataset.sampling import BatchSampler, replica_rows
 from histopipe.errors import UsageError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from PIL import Image
 
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.evaluation.roc import Roc, roc_of
-from histopipe.evaluation.scores import scores_of
+from histopipe.evaluation.predictions import scores_of
+from histopipe.evaluation.statistics import Roc, roc_of
 from histopipe.evaluation.table import split_lines
 from histopipe.geometry import Size
 from histopipe.inference.predict import predict
@@ -22,7 +22,7 @@ from histopipe.ingestion.ingest import ingest
 from histopipe.measure.quality import quality
 from histopipe.reports import charts
 from histopipe.reports.heatmap import heatmap
-from histopipe.reports.page_images import plan_image
+from histopipe.reports.html_page import plan_image
 from histopipe.reports.report import report
 from histopipe.reports.run_data import read_run
 from histopipe.runs.result import TrainResult

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from histopipe.errors import UsageError
-from histopipe.geometry import PointL0, Size
-from histopipe.slides.slide import Slide
+from histopipe.geometry import Size
 
 Pixels = NDArray[np.uint8]
 
@@ -114,23 +111,6 @@ def synthetic_texture(rng: np.random.Generator, kind: str, mpp: float) -> Pixels
         area = tissue[y - reach : y + reach + 1, x - reach : x + reach + 1]
         area += alpha * (NUCLEUS + rng.normal(0, 10) - area)
     return np.clip(tissue, 0, 255).astype(np.uint8)
-
-
-def slide_texture(path: Path) -> Pixels:
-    """Return the most colourful square of a real slide, mirrored to the side of textures if it is smaller."""
-    with Slide(path) as slide:
-        size = slide.info.size
-        side = min(BANK, size.width, size.height)
-        best: Pixels | None = None
-        for y in range(0, size.height - side + 1, max(1, (size.height - side) // 4)):
-            for x in range(0, size.width - side + 1, max(1, (size.width - side) // 4)):
-                area = slide.read_region(PointL0(x, y), 0, Size(side, side))
-                if best is None or np.ptp(area, axis=2).mean() > np.ptp(best, axis=2).mean():
-                    best = area
-    if best is None:
-        raise UsageError(f"{path} is empty")
-    pad = BANK - side
-    return np.pad(best, ((0, pad), (0, pad), (0, 0)), mode="symmetric")
 
 
 @dataclass(frozen=True)

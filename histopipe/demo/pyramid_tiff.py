@@ -15,11 +15,12 @@ from typing import BinaryIO
 from histopipe.geometry import Size
 from histopipe.system.files import appearing
 
-JpegTiles = Iterable[bytes]
-
-_SHORT, _LONG, _RATIONAL, _LONG8, _ASCII, _BYTES = 3, 4, 5, 16, 2, 7
-_FORMATS = {_SHORT: "H", _LONG: "I", _LONG8: "Q"}
+_KINDS = {"H": 3, "I": 4, "Q": 16}
+"""Types of TIFF, by the letter of `struct`."""
+_ASCII, _RATIONAL, _UNDEFINED = 2, 5, 7
+_JPEG, _CENTIMETRE = 7, 3
 _PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
+_FACTORS = {"444": (1, 1), "422": (2, 1), "420": (2, 2), "440": (1, 2)}
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,16 @@ class TiffPage:
         tiles: JPEG files row by row; an empty one is a tile that was never written.
         subsampling, colour: for the header, such as "420", and `ycbcr`, `rgb` or `grey`.
         tables: JPEG tables that the tiles leave out.
-        compression: TIFF's number; 7 is JPEG.
     """
 
     size: Size
     tile: Size
-    tiles: JpegTiles
+    tiles: Iterable[bytes]
     subsampling: str
     description: str | None
     mpp: float
     colour: str = "ycbcr"
     tables: bytes = b""
-    compression: int = 7
 
 
 def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
@@ -50,62 +49,58 @@ def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
         link = 8  # where the offset of the next directory is to be written
         for page in pages:
-            link = _write_page(file, page, link)
+            directory = _write_page(file, page)
+            end = file.tell()
+            file.seek(link)
+            file.write(struct.pack("<Q", directory))
+            file.seek(end)
+            link = end - 8
 
 
-def _write_page(file: BinaryIO, page: TiffPage, link: int) -> int:
+def _write_page(file: BinaryIO, page: TiffPage) -> int:
+    """Write tiles and directory, and return the offset of the directory."""
     offsets, counts = [], []
     for tile in page.tiles:
         offsets.append(file.tell() if tile else 0)
         counts.append(len(tile))
         file.write(tile)
-    factors = {"444": [1, 1], "422": [2, 1], "420": [2, 2], "440": [1, 2]}[page.subsampling]
     samples = 1 if page.colour == "grey" else 3
-    per_centimetre = round(1e8 / page.mpp), 10_000
-    tags: list[tuple[int, int, list[int] | bytes]] = [
-        (254, _LONG, [0]),
-        (256, _LONG, [page.size.width]),
-        (257, _LONG, [page.size.height]),
-        (258, _SHORT, [8] * samples),
-        (259, _SHORT, [page.compression]),
-        (262, _SHORT, [_PHOTOMETRIC[page.colour]]),
-        (277, _SHORT, [samples]),
-        (282, _RATIONAL, struct.pack("<II", *per_centimetre)),
-        (283, _RATIONAL, struct.pack("<II", *per_centimetre)),
-        (284, _SHORT, [1]),
-        (296, _SHORT, [3]),
-        (322, _SHORT, [page.tile.width]),
-        (323, _SHORT, [page.tile.height]),
-        (324, _LONG8, offsets),
-        (325, _LONG8, counts),
+    per_centimetre = struct.pack("<II", round(1e8 / page.mpp), 10_000)
+    tags = [
+        _tag(254, "I", 0),
+        _tag(256, "I", page.size.width),
+        _tag(257, "I", page.size.height),
+        _tag(258, "H", *[8] * samples),
+        _tag(259, "H", _JPEG),
+        _tag(262, "H", _PHOTOMETRIC[page.colour]),
+        _tag(277, "H", samples),
+        (282, _RATIONAL, 1, per_centimetre),
+        (283, _RATIONAL, 1, per_centimetre),
+        _tag(284, "H", 1),
+        _tag(296, "H", _CENTIMETRE),
+        _tag(322, "H", page.tile.width),
+        _tag(323, "H", page.tile.height),
+        _tag(324, "Q", *offsets),
+        _tag(325, "Q", *counts),
     ]
     if page.colour == "ycbcr":
-        tags.append((530, _SHORT, factors))
+        tags.append(_tag(530, "H", *_FACTORS[page.subsampling]))
     if page.tables:
-        tags.append((347, _BYTES, page.tables))
+        tags.append((347, _UNDEFINED, len(page.tables), page.tables))
     if page.description is not None:
-        tags.append((270, _ASCII, page.description.encode() + b"\0"))
-    return _write_directory(file, sorted(tags), link)
+        text = page.description.encode() + b"\0"
+        tags.append((270, _ASCII, len(text), text))
+    directory = struct.pack("<Q", len(tags))
+    for number, kind, count, data in sorted(tags):
+        value = data if len(data) <= 8 else struct.pack("<Q", _append(file, data))
+        directory += struct.pack("<HHQ8s", number, kind, count, value)
+    return _append(file, directory + bytes(8))
 
 
-def _write_directory(
-    file: BinaryIO, tags: list[tuple[int, int, list[int] | bytes]], link: int
-) -> int:
-    entries = []
-    for tag, kind, values in tags:
-        data = values
-        if not isinstance(data, bytes):
-            data = struct.pack(f"<{len(values)}{_FORMATS[kind]}", *values)
-        count = len(data) // 8 if kind == _RATIONAL else len(values)
-        if len(data) > 8:
-            data = struct.pack("<Q", _append(file, data))
-        entries.append(struct.pack("<HHQ", tag, kind, count) + data.ljust(8, b"\0"))
-    start = _append(file, struct.pack("<Q", len(entries)) + b"".join(entries) + bytes(8))
-    end = file.tell()
-    file.seek(link)
-    file.write(struct.pack("<Q", start))
-    file.seek(end)
-    return end - 8
+def _tag(number: int, letter: str, *values: int) -> tuple[int, int, int, bytes]:
+    """Return number, type, count and data of a tag."""
+    data = struct.pack(f"<{len(values)}{letter}", *values)
+    return number, _KINDS[letter], len(values), data
 
 
 def _append(file: BinaryIO, data: bytes) -> int:

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import csv
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import simplejpeg
-from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.demo.painting import (
     GLASS,
     Area,
     Painter,
+    Pixels,
     endless,
     random_nodules,
     random_outlines,
-    slide_texture,
     synthetic_texture,
 )
-from histopipe.demo.pyramid_tiff import JpegTiles, TiffPage, write_pyramid
+from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.geometry import Size
-
-Pixels = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +34,9 @@ class SlideSettings:
         levels: downsamples, 1 first.
         tile: side of the native tiles.
         quality, subsampling: of the JPEG tiles.
-        format: "svs" (Aperio), "tiff", or "scn" (Leica).
         bounds: for scn only, x, y, width and height of the area around the slide.
         pieces, nodules: number of pieces of tissue, and of nodules of tumour in each.
-        texture: a slide that the texture is taken from.
+        texture: of the tissue, as `synthetic_texture` returns it; None for a synthetic one.
         seed: seed of all that is drawn.
     """
 
@@ -51,11 +46,10 @@ class SlideSettings:
     tile: int = 256
     quality: int = 90
     subsampling: str = "420"
-    format: str = "svs"
     bounds: Sequence[int] | None = None
     pieces: int = 1
     nodules: int = 0
-    texture: Path | None = None
+    texture: Pixels | None = None
     seed: int = 1
 
 
@@ -65,9 +59,8 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     `kind` is that of its tissue; each `number` gives another slide.
     """
     rng = np.random.default_rng((settings.seed, number))
-    if settings.texture:
-        texture = slide_texture(settings.texture)
-    else:
+    texture = settings.texture
+    if texture is None:
         texture = synthetic_texture(rng, kind, settings.mpp)
     outlines = random_outlines(rng, settings.size, settings.pieces)
     glass = np.clip(rng.normal(GLASS, 1.2, (settings.tile, settings.tile, 3)), 0, 255)
@@ -81,28 +74,20 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     _write_outlines(path.with_suffix(".geojson"), areas)
 
 
-def write_labels(path: Path, labels: Sequence[tuple[str, str]]) -> None:
-    """Write `labels.csv` with slides and their classes."""
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([("slide", "label"), *labels])
-
-
-def pyramid(
-    painter: Painter, downsamples: Sequence[int], quality: int, subsampling: str
-) -> Iterator[JpegTiles]:
+def _pyramid(painter: Painter, options: SlideSettings) -> Iterator[Iterable[bytes]]:
     """Yield the compressed tiles of every level.
 
     Level 0 is drawn while it is consumed; coarser levels are averaged from it meanwhile, and kept as compressed tiles.
     """
-    tile = painter.tile
-    coarse: dict[int, list[bytes]] = {d: [] for d in downsamples[1:]}
-    parts: dict[int, list[Pixels]] = {d: [] for d in downsamples[1:]}
+    tile = options.tile
+    coarse: dict[int, list[bytes]] = {d: [] for d in options.levels[1:]}
+    parts: dict[int, list[Pixels]] = {d: [] for d in coarse}
 
     def encoded(row: Pixels) -> Iterator[bytes]:
         for left in range(0, row.shape[1], tile):
             yield simplejpeg.encode_jpeg(
                 np.ascontiguousarray(row[:, left : left + tile]),
-                quality=quality, colorspace="RGB", colorsubsampling=subsampling,
+                quality=options.quality, colorspace="RGB", colorsubsampling=options.subsampling,
             )  # fmt: skip
 
     def flush(downsample: int) -> None:
@@ -128,23 +113,24 @@ def pyramid(
             flush(d)
 
     yield level_0()
-    for d in downsamples[1:]:
-        yield coarse[d]
+    yield from coarse.values()
 
 
 def _write_slide(path: Path, painter: Painter, options: SlideSettings) -> None:
-    levels = [Size(painter.size.width // d, painter.size.height // d) for d in options.levels]
-    describe = {".svs": _aperio_description, ".scn": leica_description}.get(path.suffix)
-    tiles = pyramid(painter, options.levels, options.quality, options.subsampling)
-    tile = Size(painter.tile, painter.tile)
-
-    def pages() -> Iterator[TiffPage]:
-        text = describe(levels, options) if describe else None
-        for size, scale, compressed in zip(levels, options.levels, tiles, strict=True):
-            yield TiffPage(size, tile, compressed, options.subsampling, text, options.mpp * scale)
-            text = text if path.suffix == ".svs" else None  # other formats describe the first only
-
-    write_pyramid(path, pages())
+    levels = [Size(options.size.width // d, options.size.height // d) for d in options.levels]
+    tile = Size(options.tile, options.tile)
+    texts: list[str | None] = [None] * len(levels)
+    if path.suffix == ".svs":
+        texts = [_aperio_description(levels, options)] * len(levels)
+    elif path.suffix == ".scn":
+        texts[0] = leica_description(levels, options)
+    pages = (
+        TiffPage(size, tile, tiles, options.subsampling, text, options.mpp * scale)
+        for size, scale, tiles, text in zip(
+            levels, options.levels, _pyramid(painter, options), texts, strict=True
+        )
+    )
+    write_pyramid(path, pages)
 
 
 def _aperio_description(levels: list[Size], options: SlideSettings) -> str:

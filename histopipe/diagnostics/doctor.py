@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from histopipe.diagnostics import graphics, libraries, machine
+from histopipe.diagnostics import graphics, machine
 from histopipe.diagnostics.machine import Check, State
 from histopipe.errors import ExitCode
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 _SIGNS = {State.GOOD: "ok  ", State.WARNING: "note", State.BAD: "BAD "}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class DoctorReport:
+class DoctorReport(Result):
     """Results of all checks."""
 
     checks: tuple[Check, ...]
@@ -27,12 +27,7 @@ class DoctorReport:
         bad = any(check.state is State.BAD for check in self.checks)
         return ExitCode.SHORT if bad else ExitCode.DONE
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the checks as a JSON-ready dict."""
-        checks = [check.to_json() for check in self.checks]
-        return {"checks": checks, "exit_code": int(self.exit_code)}
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         lines = []
         for check in self.checks:
             lines.append(f"{_SIGNS[check.state]}  {check.name:14} {check.found}")
@@ -70,9 +65,9 @@ def _checks(folder: Path) -> Iterator[Check]:
     yield machine.address_space()
     yield machine.disk(folder)
     yield machine.filesystem(folder)
-    yield libraries.libraries()
-    yield libraries.openslide()
-    yield libraries.jpeg()
+    yield machine.libraries()
+    yield machine.openslide()
+    yield machine.jpeg()
     check, found = graphics.tensorflow()
     yield check
     gpus = graphics.gpus(graphics.find_driver(), found)

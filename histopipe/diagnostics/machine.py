@@ -1,24 +1,43 @@
-"""Check processor, memory, limits, and the disk of a store."""
+"""Check processor, memory, limits, the disk of a store, and the libraries: their versions, and the speed of JPEG."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import platform
 import resource
 import sys
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import dataclass
 from enum import StrEnum
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+
+from histopipe.errors import MachineShort
 from histopipe.system.filesystems import filesystem_of, free_bytes, network_filesystem
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
 """Features of the processor: TensorFlow's wheels crash without the first, and are faster with the others."""
 _LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 8 << 30, 10 << 30, 1 << 30
 _OLDEST, _NEWEST = (3, 11), (3, 13)
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMORY = "it is memory: what is there takes from it, and is gone after a restart; use a disk"
+_WARNINGS = {
+    "tmpfs": _MEMORY,
+    "ramfs": _MEMORY,
+    "overlay": "it goes with the container: mount a volume (docker run -v) for stores and runs",
+}
+"""What to do about the filesystem of a store."""
+_IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
+"""Names of modules that differ from the package's."""
+_DECODINGS = 9
+_FASTER = 1.15
+"""With SIMD, libjpeg-turbo decodes 1.5 to 4 times as fast."""
 
 
 class State(StrEnum):
@@ -41,9 +60,10 @@ class Check:
     todo: str | None = None
     facts: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return asdict(self)
+
+def _advised(name: str, found: str, todo: str | None, facts: dict[str, Any] | None = None) -> Check:
+    """Return a check that warns if there is something to do."""
+    return Check(name, found, State.WARNING if todo else State.GOOD, todo, facts)
 
 
 def python() -> Check:
@@ -78,10 +98,8 @@ def memory() -> Check:
     found = f"{limit / 2**30:.0f} GiB"
     found += f", of the machine's {total / 2**30:.0f}" if limit < total else ""
     facts = {"bytes": limit, "machine_bytes": total}
-    if limit < _LEAST_MEMORY:
-        todo = "a training takes 3 GB and more: expect --accumulate and small batches"
-        return Check("memory", found, State.WARNING, todo, facts)
-    return Check("memory", found, facts=facts)
+    todo = "a training takes 3 GB and more: expect --accumulate and small batches"
+    return _advised("memory", found, todo if limit < _LEAST_MEMORY else None, facts)
 
 
 def address_space() -> Check:
@@ -99,10 +117,11 @@ def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S
     """Check the shared memory, through which several GPUs exchange gradients."""
     size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
     found = f"{size / 2**20:,.0f} MiB in {path}"
-    if gpus > 1 and size < _LEAST_SHARED:
-        todo = "NCCL needs more with several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
-        return Check("shared memory", found, State.WARNING, todo)
-    return Check("shared memory", found)
+    todo = (
+        "NCCL needs more with several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
+    )
+    short = gpus > 1 and size < _LEAST_SHARED
+    return _advised("shared memory", found, todo if short else None)
 
 
 def disk(folder: Path) -> Check:
@@ -110,10 +129,8 @@ def disk(folder: Path) -> Check:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = free_bytes(there)
     found = f"{free / 1e9:,.0f} GB free for {folder}"
-    if free < _LEAST_DISK:
-        todo = "a slide takes 0.3 to 2 GB in a store: make room, or put it elsewhere"
-        return Check("disk", found, State.WARNING, todo)
-    return Check("disk", found)
+    todo = "a slide takes 0.3 to 2 GB in a store: make room, or put it elsewhere"
+    return _advised("disk", found, todo if free < _LEAST_DISK else None)
 
 
 def filesystem(folder: Path) -> Check:
@@ -123,13 +140,7 @@ def filesystem(folder: Path) -> Check:
     if network_filesystem(folder):
         todo = "LMDB's locks do not hold between machines: write on a local disk, then copy"
         return Check("filesystem", found, State.BAD, todo)
-    if kind in ("tmpfs", "ramfs"):
-        todo = "it is memory: what is there takes from it, and is gone after a restart; use a disk"
-        return Check("filesystem", found, State.WARNING, todo)
-    if kind == "overlay":
-        todo = "it goes with the container: mount a volume (docker run -v) for stores and runs"
-        return Check("filesystem", found, State.WARNING, todo)
-    return Check("filesystem", found)
+    return _advised("filesystem", found, _WARNINGS.get(kind))
 
 
 def _flags(cpuinfo: Path) -> set[str]:
@@ -159,3 +170,74 @@ def _limits(*names: str) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             found.append(int((_CGROUP / name).read_text()))
     return found
+
+
+def libraries() -> Check:
+    """Check that every library that ingest needs can be loaded, in a supported version."""
+    versions, wrong = {}, []
+    for requirement in map(Requirement, metadata.requires("histopipe") or []):
+        if requirement.marker is not None:
+            continue  # of an extra
+        name = requirement.name
+        try:
+            versions[name] = metadata.version(name)
+            if name != "openslide-bin":  # has no module
+                importlib.import_module(_IMPORTS.get(name, name))
+        except Exception as error:  # noqa: BLE001 - a broken library may raise anything
+            wrong.append(f"{name}: {error}")
+            continue
+        if not requirement.specifier.contains(versions[name], prereleases=True):
+            wrong.append(f"{name} {versions[name]}, where {requirement} is wanted")
+    if wrong:
+        todo = "install histopipe anew, into an environment of its own"
+        return Check("libraries", "; ".join(wrong), State.BAD, todo, versions)
+    return Check("libraries", f"all {len(versions)} are there", facts=versions)
+
+
+def openslide() -> Check:
+    """Check which slides OpenSlide can open."""
+    try:
+        from histopipe.slides.slide import openslide_formats  # late: the library may be broken
+
+        version, formats = openslide_formats()
+    except (ImportError, OSError) as error:
+        found = f"cannot be loaded: {error}"
+        return Check("OpenSlide", found, State.BAD, "pip install openslide-bin")
+    facts = {"version": version, "formats": formats}
+    return Check("OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=facts)
+
+
+def jpeg() -> Check:
+    """Check whether the JPEG library uses SIMD, by measuring its speed with and without."""
+    try:
+        used, plain = _seconds(None), _seconds(_without_simd)
+    except (WorkerDied, MachineShort, ImportError) as error:
+        return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "install simplejpeg anew")
+    facts = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
+    found = f"{1 / used:.0f} megapixels a second on one core, {plain / used:.1f} times as fast as without SIMD"
+    todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
+    return _advised("JPEG", found, todo if plain < used * _FASTER else None, facts)
+
+
+def _seconds(prepare: object) -> float:
+    """Return the seconds to decode a megapixel, in a new process: the library chooses its instructions once."""
+    with WorkerPool(1, prepare) as pool:  # type: ignore[arg-type]
+        return pool.submit_within(60.0, _decode).result()
+
+
+def _without_simd() -> None:
+    os.environ["JSIMD_FORCENONE"] = "1"  # libjpeg-turbo's own switch
+
+
+def _decode() -> float:
+    import numpy as np
+    import simplejpeg
+
+    steps = np.random.default_rng(0).integers(-3, 4, (1000, 1000, 3))
+    content = simplejpeg.encode_jpeg(np.cumsum(steps, axis=1).astype(np.uint8), 85)
+    best = float("inf")
+    for _ in range(_DECODINGS):
+        started = time.perf_counter()
+        simplejpeg.decode_jpeg(content)
+        best = min(best, time.perf_counter() - started)
+    return best

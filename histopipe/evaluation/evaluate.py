@@ -1,7 +1,8 @@
-"""Evaluate predictions at the levels of patches, slides and patients."""
+"""Evaluate predictions at the levels of patches, slides and patients; choose decision thresholds on validation data."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
 from histopipe.errors import UsageError
-from histopipe.evaluation.metrics import Metrics, bootstrap_draws, metrics_of
-from histopipe.evaluation.scores import (
+from histopipe.evaluation.metrics import Metrics, metrics_of
+from histopipe.evaluation.predictions import (
     AGGREGATIONS,
     Aggregation,
     Level,
@@ -20,7 +21,7 @@ from histopipe.evaluation.scores import (
     Scores,
     scores_of,
 )
-from histopipe.evaluation.thresholds import choose_threshold
+from histopipe.evaluation.statistics import bootstrap_draws
 
 LEVELS: tuple[tuple[Level, Aggregation], ...] = (
     ("patch", "mean"),
@@ -188,3 +189,63 @@ def joined(
     if len(parts) == 1:
         return scores, values[0], notes
     return scores, np.repeat(values, [len(it.label) for it in each]), notes
+
+
+RULE = re.compile(
+    r"youden|(?P<of>sensitivity|specificity)[:=](?P<least>0?\.\d+|1(\.0*)?)|(?P<fixed>0?\.\d+)"
+)
+"""Values of `--threshold`."""
+EVEN = 0.5
+FALLBACK = f"threshold {EVEN}"
+"""Start of the note that gives the reason why no threshold could be chosen."""
+
+
+def check_rule(rule: str) -> re.Match[str]:
+    """Return the match of a rule; raise UsageError if a text is not a rule."""
+    match = RULE.fullmatch(rule)
+    if match is None:
+        raise UsageError(
+            "--threshold", found=repr(rule),
+            expected="youden, sensitivity:0.95, specificity:0.95, or a probability such as 0.5",
+        )  # fmt: skip
+    return match
+
+
+def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
+    """Choose a threshold by a rule. Return it with a note, if there is one.
+
+    "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
+    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the next one,
+    since scores of other data may be close to either.
+
+    Source:
+        W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
+    """
+    match = check_rule(rule)
+    if match["fixed"]:
+        return float(match["fixed"]), None
+    truth = scores.label == positive
+    if truth.all() or not truth.any():
+        return EVEN, f"{FALLBACK}: one class only in validation, none could be chosen"
+    thresholds, which = np.unique(-scores.probability[:, positive], return_inverse=True)
+    # The ROC curve: shares of negative and of positive items up to each score, from the highest score on.
+    passed, found = (
+        np.append(0, np.cumsum(np.bincount(which[side], minlength=len(thresholds)))) / side.sum()
+        for side in (~truth, truth)
+    )
+    if match["of"] is None:
+        place = int(np.argmax(found - passed))
+    elif match["of"] == "sensitivity":
+        place = int(np.argmax(found >= float(match["least"])))
+    else:
+        place = int(np.flatnonzero(1 - passed >= float(match["least"]))[-1])
+    return _half_way(-thresholds.astype(np.float64), place), None
+
+
+def _half_way(scores: NDArray[np.float64], positives: int) -> float:
+    """Return a threshold for which the first `positives` of decreasing scores are positive."""
+    if positives == 0:
+        return float(np.nextafter(scores[0], np.inf))
+    last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0
+    middle = (last + after) / 2
+    return float(middle if middle > after else last)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.scores import Scores
+from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import Statistics, Values, sensitivity, specificity
 
 FIGURES = (
@@ -147,13 +147,6 @@ def metrics_of(
         confusion=tuple(map(tuple, statistics.confusion(whole)[0].astype(int).tolist())),
         classes=_by_class(statistics, classes, whole), reliability=reliability, notes=tuple(remarks),
     )  # fmt: skip
-
-
-def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return (R, P) how often each patient is drawn in a bootstrap: as many draws as patients, with replacement."""
-    rng = np.random.default_rng(seed)
-    share = np.full(patients, 1 / patients)
-    return rng.multinomial(patients, share, size=resamples).astype(np.float64)
 
 
 def interval_of(values: Values, patients: int) -> tuple[float, float] | None:

@@ -1,4 +1,4 @@
-"""Metrics of scores for many weightings of the patients at once, as a bootstrap needs them.
+"""Metrics of scores for many weightings of the patients at once, as a bootstrap needs them; and ROC curves.
 
 Results are equal to those of scikit-learn, which would sort the scores for each resample. Here everything but the ROC curve is
 summed by patient first, and scores are sorted once. Weights of 1 give the metrics themselves.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.scores import Scores
+from histopipe.evaluation.predictions import Scores
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
@@ -148,3 +148,74 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
     areas = Statistics(scores, one.astype(np.intp), None).areas(np.ones((1, 1)))[0]
     areas = areas[np.isfinite(areas)]
     return float(areas.mean()) if len(areas) >= 2 else None
+
+
+_BAND = (2.5, 97.5)
+_RESAMPLES = 200
+_GRID = np.linspace(0, 1, 101)
+
+
+def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
+    """Return (R, P) how often each patient is drawn in a bootstrap: as many draws as patients, with replacement."""
+    rng = np.random.default_rng(seed)
+    share = np.full(patients, 1 / patients)
+    return rng.multinomial(patients, share, size=resamples).astype(np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Roc:
+    """ROC curve of one class against the rest.
+
+    Attributes:
+        false_positive, true_positive: (K,) rates at decreasing thresholds, from (0, 0) to (1, 1).
+        grid: (G,) false positive rates of the band.
+        low, high: (G,) 95 % band of the true positive rate; None for a single patient, or if most resamples lack a class.
+    """
+
+    false_positive: NDArray[np.float64]
+    true_positive: NDArray[np.float64]
+    grid: NDArray[np.float64]
+    low: NDArray[np.float64] | None
+    high: NDArray[np.float64] | None
+
+
+def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | None:
+    """Return the curve of the class with this number; None if all scores, or none, are of this class."""
+    positive = scores.label == number
+    if positive.all() or not positive.any():
+        return None
+    order = np.argsort(-scores.probability[:, number], kind="stable")
+    positive, patient = positive[order], scores.patient[order]
+    values = scores.probability[order, number]
+    # Equal scores form one step of the curve.
+    ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
+    everyone = _rates(positive, ends, np.ones(len(values)))
+    low = high = None
+    if len(np.unique(patient)) > 1:
+        found = []
+        for draw in bootstrap_draws(patients, _RESAMPLES, seed):
+            weight = draw[patient]
+            if weight[positive].any() and weight[~positive].any():
+                false_rate, true_rate = _rates(positive, ends, weight)
+                found.append(_at(_GRID, false_rate, true_rate))
+        if len(found) > _RESAMPLES // 2:
+            low, high = np.percentile(found, _BAND, axis=0)
+    return Roc(*everyone, _GRID, low, high)
+
+
+def _rates(
+    positive: NDArray[np.bool_], ends: NDArray[np.intp], weight: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    ours, others = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
+    return np.append(0.0, others / others[-1]), np.append(0.0, ours / ours[-1])
+
+
+def _at(
+    grid: NDArray[np.float64], false_rate: NDArray[np.float64], true_rate: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return true positive rates at false positive rates; the upper end of vertical steps."""
+    last = np.searchsorted(false_rate, grid, side="right") - 1
+    following = np.minimum(last + 1, len(false_rate) - 1)
+    width = false_rate[following] - false_rate[last]
+    share = np.divide(grid - false_rate[last], width, out=np.zeros_like(grid), where=width > 0)
+    return np.asarray(true_rate[last] + share * (true_rate[following] - true_rate[last]))

@@ -8,7 +8,7 @@ from typing import cast
 from histopipe.dataset.options import Side
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.metrics import Metrics
-from histopipe.evaluation.scores import Aggregation
+from histopipe.evaluation.predictions import Aggregation
 
 WITH_INTERVALS = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
 PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}

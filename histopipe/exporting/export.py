@@ -20,6 +20,7 @@ from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.progress import Bar, Progress, default_progress
+from histopipe.system.result import Result
 
 IndexFormat = Literal["csv", "parquet"]
 
@@ -35,7 +36,7 @@ Columns = dict[str, Any]
 
 
 @dataclass(frozen=True, repr=False)
-class IndexResult:
+class IndexResult(Result):
     """Result of exporting an index: the table and the number of its rows, one per patch."""
 
     damaged: ClassVar[tuple[str, ...]] = ()
@@ -43,11 +44,7 @@ class IndexResult:
     file: Path
     rows: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {"file": str(self.file), "rows": self.rows}
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"{self.rows:,} patches: {self.file}"
 
 

@@ -8,7 +8,7 @@ import shutil
 import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
@@ -22,6 +22,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing, path_within, read_json
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import Progress
+from histopipe.system.result import Result
 from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
@@ -29,7 +30,7 @@ _SETTINGS = "export.json"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ExportResult:
+class ExportResult(Result):
     """Result of exporting patches.
 
     Attributes:
@@ -46,11 +47,7 @@ class ExportResult:
     patches: int
     damaged: tuple[str, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {**asdict(self), "folder": str(self.folder), "damaged": list(self.damaged)}
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
         return "\n".join([f"{count}: {self.folder}", *(f"left out: {it}" for it in self.damaged)])
 
@@ -186,12 +183,10 @@ class _Export:
 
     def run(self, files: Sequence[_File]) -> ExportResult:
         missing = [file for file in files if not file.path.exists()]
-        kept = len(files) - len(missing)
-        total = len(files)
+        total, kept = len(files), len(files) - len(missing)
+        bar = self._progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
         try:
-            with self._progress.bar(
-                "exporting", unit="files", total=total, done=kept, detail=True
-            ) as bar:
+            with bar:
                 for file in missing:
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     with appearing(file.path, hidden=True) as part:
@@ -244,9 +239,7 @@ def _files(
         path = path_within(folder, name)  # also checks the names in tar files
         if to != "webdataset":
             yield _File(path, [(number, range(record.planned))])
-    if to != "webdataset":
-        return
-    total = sum(record.planned for record in slides.values())
+    total = sum(record.planned for record in slides.values()) if to == "webdataset" else 0
     for shard in range(-(-total // shard_patches)):
         first, last = shard * shard_patches, min(total, (shard + 1) * shard_patches)
         path = folder / f"patches-{shard:06d}.tar"

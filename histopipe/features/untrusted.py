@@ -31,8 +31,7 @@ def check_coords(folder: Path, *, seconds: float = _SECONDS) -> None:
 
 
 def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) -> None:
-    pool = WorkerPool(1)
-    try:
+    with WorkerPool(1) as pool:
         for path in paths:
             try:
                 pool.submit_within(seconds, read, path).result()
@@ -43,8 +42,6 @@ def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) 
                     f"{path} cannot be trusted", found=f"HDF5: {error}", expected="a file that HDF5 can read completely",
                     todo="remove it from the folder",
                 ) from error  # fmt: skip
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _read_through_features(path: Path) -> None:

@@ -45,7 +45,7 @@ class EmbedResult(SlideRunResult):
 
     dimension: int
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return self.summary("embedded", f"patches of {self.dimension} features")
 
 

@@ -18,7 +18,7 @@ from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import trained_on
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.scores import AGGREGATIONS, Aggregation, Level, PatchScores
+from histopipe.evaluation.predictions import AGGREGATIONS, Aggregation, Level, PatchScores
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier, PredictOptions, load_classifier
 from histopipe.inference.predictions_folder import (
@@ -59,7 +59,7 @@ class PredictResult(SlideRunResult):
         metrics = facts.pop("metrics")
         return facts if metrics is None else {**facts, "metrics": metrics.to_json()}
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         lines = [] if self.metrics is None else evaluation_lines("labelled", self.metrics)
         return "\n".join([*lines, self.summary("predicted", "patches")])
 

@@ -24,8 +24,15 @@ from histopipe.evaluation.evaluate import (
     positive_class,
 )
 from histopipe.evaluation.metrics import decide
-from histopipe.evaluation.predictions_file import read_slide_predictions, write_predictions
-from histopipe.evaluation.scores import Aggregation, Level, PatchScores, joined_scores, scores_of
+from histopipe.evaluation.predictions import (
+    Aggregation,
+    Level,
+    PatchScores,
+    joined_scores,
+    read_slide_predictions,
+    scores_of,
+    write_predictions,
+)
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import appearing, path_within, read_json
 

@@ -15,10 +15,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import DamagedStore, Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress
+from histopipe.system.result import Result
 
 _STARTED_BATCHES = 2
 """Batches that may still be on the device: fetching each at once would make the device wait for the host."""
@@ -177,7 +178,7 @@ class _PatchStream(Closing):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class SlideRunResult:
+class SlideRunResult(Result):
     """Result of running slides through a network.
 
     Attributes:
@@ -197,11 +198,6 @@ class SlideRunResult:
     skipped: int
     seconds: float
     input_wait: float
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        lists = {"done": list(self.done), "kept": list(self.kept)}
-        return {**vars(self), "folder": str(self.folder), **lists}
 
     def summary(self, verb: str, patches: str) -> str:
         """Return what was done, and the reason of each slide that failed, as lines of text."""

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,34 +38,27 @@ _SECONDS = 600.0
 """Time limit for a plan, or for a batch of patches."""
 
 
-@dataclass(slots=True)
 class TiledSlide:
-    """A planned slide file; its patches are `SlidePatches`."""
+    """A planned slide file; its patches are `SlidePatches`.
 
-    files: FileSource
-    pending: PendingSlide
-    planned: PlannedSlide
-    order: NDArray[np.int64]
-    """(N,) patch numbers, in the order in which ingest makes them."""
-    lost: list[str] = field(default_factory=list)
-    """Why patches could not be read."""
-    _normalize: Normalizer | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    `order` are (N,) patch numbers, in the order in which ingest makes them.
+    """
 
-    @property
-    def id(self) -> str:
-        """Slide id."""
-        return self.pending.slide.id
-
-    @property
-    def thumbnail(self) -> bytes:
-        """Thumbnail as a JPEG file."""
-        return self.planned.thumbnails["thumb"]
-
-    @property
-    def steps(self) -> int:
-        """Number of batches; an empty one for a slide without patches, so that the slide is reported."""
-        return max(1, -(-len(self.order) // self.files.options.batch_size))
+    def __init__(
+        self,
+        files: FileSource,
+        pending: PendingSlide,
+        planned: PlannedSlide,
+        order: NDArray[np.int64],
+    ) -> None:
+        self.files, self.pending, self.planned, self.order = files, pending, planned, order
+        self.id, self.thumbnail = pending.slide.id, planned.thumbnails["thumb"]
+        # An empty batch for a slide without patches, so that the slide is reported.
+        self.steps = max(1, -(-len(order) // files.options.batch_size))
+        self.lost: list[str] = []
+        """Why patches could not be read."""
+        self._normalize: Normalizer | None = None
+        self._lock = threading.Lock()
 
     def load(self, step: int) -> PatchBatch:
         """Load a batch; see `SlidePatches`."""

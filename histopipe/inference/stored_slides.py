@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.options import Column, OnError, StainNorm
-from histopipe.dataset.orders import Sequential
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleRows, SampleTable
+from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
@@ -21,31 +21,22 @@ from histopipe.inference.classifier import Classifier, PredictOptions, check_sto
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
 from histopipe.slides.tables import SlideLabel
-from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
 
 _CORNER: tuple[Column, ...] = ("x_l0", "y_l0")
 
 
-@dataclass(slots=True)
 class StoredSlide:
     """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else."""
 
-    store: Store
-    number: int
-    batches: PatchBatches
-    normalize: Normalizer | None
-
-    @property
-    def record(self) -> SlideRecord:
-        """Record of the slide."""
-        return self.store.records[self.number]
-
-    @property
-    def id(self) -> str:
-        """Slide id."""
-        return self.record.id
+    def __init__(
+        self, store: Store, number: int, batches: PatchBatches, normalize: Normalizer | None
+    ) -> None:
+        self.store, self.number, self.batches = store, number, batches
+        self.record = store.records[number]
+        self.id, self.steps = self.record.id, batches.steps_per_epoch
+        self._normalize = normalize
 
     @property
     def patches_crc(self) -> int:
@@ -63,11 +54,6 @@ class StoredSlide:
         return self.store.thumbnail(self.number)
 
     @property
-    def steps(self) -> int:
-        """Number of batches."""
-        return self.batches.steps_per_epoch
-
-    @property
     def patches(self) -> int:
         """Number of patches, without the damaged ones that have been skipped so far."""
         return len(self.batches.table) - self.skipped
@@ -80,7 +66,7 @@ class StoredSlide:
     def load(self, step: int) -> PatchBatch:
         """Load a batch; see `SlidePatches`."""
         batch = self.batches.load(step)
-        images = batch.image if self.normalize is None else self.normalize(batch.image, batch.key)
+        images = batch.image if self._normalize is None else self._normalize(batch.image, batch.key)
         corners = np.stack([batch.columns[name] for name in _CORNER], axis=1)
         return PatchBatch(images, corners, batch.weight > 0)
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import ScaleError, SlideUnreadable, UsageError
-from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, frozen_array
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames
 from histopipe.tiling.plan import LevelChoice, TilingPlan
@@ -177,14 +177,11 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
             found=f"{corners[outside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
             expected=f"within {info.size}", todo="check that they are this slide's",
         )  # fmt: skip
-    level = np.rint(corners / choice.level.downsample)
-    return TilingPlan(
-        choice=choice,
-        x_level=frozen_array(level[:, 0], np.int64), y_level=frozen_array(level[:, 1], np.int64),
-        x_l0=frozen_array(corners[:, 0], np.int64), y_l0=frozen_array(corners[:, 1], np.int64),
-        tissue=frozen_array(np.full(len(corners), np.nan), np.float32),
-        notes=(f"coordinates of {coords.path.name}",),
-    )  # fmt: skip
+    level = np.rint(corners / choice.level.downsample).astype(np.int64)
+    (x_level, y_level), (x_l0, y_l0) = level.T, corners.T
+    unmeasured = np.full(len(corners), np.nan, np.float32)
+    notes = (f"coordinates of {coords.path.name}",)
+    return TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured, notes)
 
 
 def sticks_out(plan: TilingPlan, info: SlideInfo) -> bool:

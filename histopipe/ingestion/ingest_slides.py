@@ -19,12 +19,12 @@ from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
-from histopipe.store.claims import Claims
+from histopipe.store.folder import Claims
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import network_filesystem
-from histopipe.system.progress import LogProgress, Progress, default_progress
+from histopipe.system.progress import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.plan import choose_level
 from histopipe.tiling.spec import TilingSpec
@@ -36,9 +36,9 @@ def ingest_slides(
     slides: Sequence[SlideInput],
     store: Path,
     spec: TilingSpec,
-    options: IngestOptions | None = None,
+    options: IngestOptions,
     *,
-    progress: Progress | None = None,
+    progress: Progress,
     pool: WorkerPool | None = None,
     writer: StoreWriter | None = None,
 ) -> IngestReport:
@@ -53,13 +53,12 @@ def ingest_slides(
         MachineShort: disk or memory ran out; complete slides stay.
     """
     started = time.monotonic()
-    options, shown = options or IngestOptions(), progress or default_progress()
     check_ingest(slides, store, spec, options)
     with ExitStack() as stack:
         writer = writer or stack.enter_context(StoreWriter(store, spec))
         log = stack.enter_context(LogProgress(store / LOG))
         log.message(f"histopipe {__version__}, {spec}, {options}")
-        events = stack.enter_context(IngestProgress(len(slides), shown, log))
+        events = stack.enter_context(IngestProgress(len(slides), progress, log))
         writer.register(sorted((new_record(s.file) for s in slides), key=lambda record: record.id))
         found = sort_slides(slides, writer.records(), options)
         for outcome in found.outcomes:
@@ -68,9 +67,7 @@ def ingest_slides(
         outcomes = list(found.outcomes)
         if found.pending:
             claims = stack.enter_context(Claims(store))
-            if pool is None:
-                pool = WorkerPool(options.worker_count, prepare)
-                stack.callback(pool.shutdown, cancel_futures=True)
+            pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
             pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events)
             outcomes += pipeline.run(found.pending)
         outcomes.sort(key=lambda outcome: outcome.id)
@@ -79,7 +76,7 @@ def ingest_slides(
         for text in [*warnings, *report.summary_lines()]:
             log.message(text)
     report = annotate_skipped(report, slides, store, options)
-    report.write_csv(store / SUMMARY, shown)
+    report.write_csv(store / SUMMARY, progress)
     return report
 
 
@@ -177,19 +174,14 @@ def _scales_at_level(
 ) -> dict[str, Mpp]:
     """Return the scale of each slide that has one. Workers open the slides: a bad file may crash or hang its decoder."""
     scales = {}
-    pool = WorkerPool(options.worker_count)
-    try:
-        futures = {
-            slide.id: pool.submit_within(
-                _OPENING_SECONDS, scale_at_level, slide, spec, options.default_mpp
-            )
+    with WorkerPool(options.worker_count) as pool:
+        tasks = [
+            pool.submit_within(_OPENING_SECONDS, scale_at_level, slide, spec, options.default_mpp)
             for slide in slides
-        }
-        for name, future in futures.items():
+        ]
+        for slide, task in zip(slides, tasks, strict=True):
             with suppress(SlideError, WorkerDied):  # the ingest reports the reason
-                scale = future.result()
+                scale = task.result()
                 if scale is not None:
-                    scales[name] = scale
-    finally:
-        pool.shutdown(cancel_futures=True)
+                    scales[slide.id] = scale
     return scales

@@ -58,32 +58,23 @@ class PatchPlace:
 class Chunk:
     """Some patches of a plan, in the order in which they are made: one task and one transaction.
 
-    `rows` are their numbers and the others their top left corners, all (N,) int64. `side` is that of the square read for
-    each, in pixels of the level.
+    `rows` are their numbers, (N,) int64, and `plan` is that of these patches only.
     """
 
     rows: NDArray[np.int64]
-    x_level: NDArray[np.int64]
-    y_level: NDArray[np.int64]
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-    side: int
-
-    def __len__(self) -> int:
-        return len(self.rows)
+    plan: TilingPlan
 
     def places(self) -> Iterator[PatchPlace]:
         """Yield the position of each patch."""
-        size = Size(self.side, self.side)
-        corners = (self.x_level, self.y_level, self.x_l0, self.y_l0)
+        plan, side = self.plan, self.plan.choice.read_size
+        size, corners = Size(side, side), (plan.x_level, plan.y_level, plan.x_l0, plan.y_l0)
         for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in corners), strict=True):
             yield PatchPlace(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
 
 
 def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
     """Return some patches of a plan, by their numbers."""
-    x, y, side = plan.x_level[rows], plan.y_level[rows], plan.choice.read_size
-    return Chunk(rows, x, y, plan.x_l0[rows], plan.y_l0[rows], side)
+    return Chunk(rows, plan.take(rows))
 
 
 def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:
@@ -108,9 +99,7 @@ class PatchSource(Closing):
     """Makes a slide's patches, with files and decoders kept open between chunks."""
 
     def __init__(self, recipe: PatchRecipe) -> None:
-        self._path, self._choice = recipe.path, recipe.choice
-        self._route, self._spec = recipe.route, recipe.spec
-        native = recipe.route.native
+        self._recipe, native = recipe, recipe.route.native
         self._tiles = None if native is None else NativeTiles(native)
         self._slide: Slide | None = None
 
@@ -128,24 +117,17 @@ class PatchSource(Closing):
             self._slide.close()
 
     def _from_tiles(self, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
-        make = self._copied if self._route.name == "copy" else self._decoded
+        route, region = self._recipe.route, place.region
         try:
-            value = make(tiles, place)
+            if route.name == "copy":
+                value = tiles.jpeg(*tiles.native.tile_at(region.x, region.y))
+            else:
+                pixels = tiles.pixels(region, route.reduction)
+                value = None if pixels is None else self._encoded(pixels)
         except SlideUnreadable as error:
             return error
         # Tiles never written are left to OpenSlide, which may show what a finer level has there.
         return self._one(place) if value is None else value
-
-    @staticmethod
-    def _copied(tiles: NativeTiles, place: PatchPlace) -> bytes | None:
-        native = tiles.native
-        row = (place.region.y - native.y_level) // native.tile.height
-        column = (place.region.x - native.x_level) // native.tile.width
-        return tiles.jpeg(row, column)
-
-    def _decoded(self, tiles: NativeTiles, place: PatchPlace) -> bytes | None:
-        pixels = tiles.pixels(place.region, self._route.reduction)
-        return None if pixels is None else self._encoded(pixels)
 
     def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
         """Yield neighbours along a row, which can be read together.
@@ -154,9 +136,8 @@ class PatchSource(Closing):
         from the corner of the region, and a patch's pixels would depend on its neighbours.
         """
         run: list[PatchPlace] = []
-        joined = self._choice.level.downsample.is_integer()
         for place in chunk.places():
-            if run and not (joined and self._continues(run, place)):
+            if run and not self._continues(run, place):
                 yield run
                 run = []
             run.append(place)
@@ -164,10 +145,11 @@ class PatchSource(Closing):
             yield run
 
     def _continues(self, run: list[PatchPlace], place: PatchPlace) -> bool:
-        first, last = run[0].region, run[-1].region
+        first, last, choice = run[0].region, run[-1].region, self._recipe.choice
         return (
-            place.region.y == last.y
-            and place.region.x == last.x + self._choice.stride
+            choice.level.downsample.is_integer()
+            and place.region.y == last.y
+            and place.region.x == last.x + choice.stride
             and place.region.x + place.region.size.width - first.x <= _RUN
         )
 
@@ -177,8 +159,8 @@ class PatchSource(Closing):
         side = first.size.height
         size = Size(last.x + side - first.x, side)
         try:
-            self._slide = self._slide or Slide(self._path)  # late: copying needs none
-            pixels = self._slide.read_bgrx(run[0].origin, self._choice.level.number, size)
+            self._slide = self._slide or Slide(self._recipe.path)  # late: copying needs none
+            pixels = self._slide.read_bgrx(run[0].origin, self._recipe.choice.level.number, size)
         except SlideUnreadable as error:
             yield from (error,) if len(run) == 1 else map(self._one, run)
             return
@@ -190,7 +172,8 @@ class PatchSource(Closing):
         return next(self._read([place]))
 
     def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:
-        return encode(reduced(pixels, self._spec.patch_size, self._choice.resampling), self._spec)
+        spec, resampling = self._recipe.spec, self._recipe.choice.resampling
+        return encode(reduced(pixels, spec.patch_size, resampling), spec)
 
 
 def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDArray[np.uint8]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def plan_slide(
             scale, notes = _scale(slide, spec, options, info)
             mpp = scale.mpp if scale else None
             regions = _regions(slide, spec, options, info)
-            with closing(NativeLevels(opened, file.files)) as levels:
+            with NativeLevels(opened, file.files) as levels:
                 thumbnail = _thumbnail(opened, mpp, levels)
                 plan, pictures = _planned(slide, info, mpp, spec, thumbnail)
                 plan = _within(plan, regions, spec)
@@ -180,10 +180,9 @@ def _scale(
 
 def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
     """Read the thumbnail in the same way for all routes: the plan must not depend on the route."""
-    try:
+    tiles = None
+    with suppress(NotNative):
         tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
-    except NotNative:
-        return read_thumbnail(slide, mpp)
     return read_thumbnail(slide, mpp, tiles)
 
 
@@ -221,10 +220,7 @@ def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
     lengths = np.array([len(value) for value in values if isinstance(value, bytes)] or [0])
     native = recipe.route.native
     if native is not None and recipe.route.name == "copy":
-        tiles = native.lengths[
-            (plan.y_level - native.y_level) // native.tile.height,
-            (plan.x_level - native.x_level) // native.tile.width,
-        ]
+        tiles = native.lengths[native.tile_at(plan.x_level, plan.y_level)]
         lengths = tiles + max(0, int(lengths.max() - tiles.max()))
     return Estimate(int(stored_size(lengths).mean() * len(plan)), seconds)
 

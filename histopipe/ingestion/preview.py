@@ -183,8 +183,7 @@ def _plan_all(
 ) -> Iterator[SlidePreview]:
     if not slides:
         return
-    pool = WorkerPool(options.worker_count, prepare)
-    try:
+    with WorkerPool(options.worker_count, prepare) as pool:
         running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {
             pool.submit_within(
                 options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
@@ -200,14 +199,10 @@ def _plan_all(
                 result = SlideFailure(reason, FailureKind.FILE, pending.record)
             record = result.record
             if isinstance(result, SlideFailure):
-                outcome = failed_outcome(record, result.reason)
-                preview = SlidePreview(record.id, str(Status.FAILED), result.reason)
+                events.finished(failed_outcome(record, result.reason))
+                yield SlidePreview(record.id, str(Status.FAILED), result.reason)
             else:
-                outcome = SlideOutcome(
-                    record.id, record.path, Status.PLANNED, len(result.plan), route=record.route
-                )
-                preview = SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)
-            events.finished(outcome)
-            yield preview
-    finally:
-        pool.shutdown(cancel_futures=True)
+                patches, route = len(result.plan), record.route
+                planned = SlideOutcome(record.id, record.path, Status.PLANNED, patches, route=route)
+                events.finished(planned)
+                yield SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, appearing
 from histopipe.system.progress import Bar, Progress, SilentProgress
-from histopipe.system.result import exit_code_of
+from histopipe.system.result import Result, exit_code_of
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
@@ -83,7 +82,7 @@ def failed_outcome(record: SlideRecord, reason: str) -> SlideOutcome:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class IngestReport:
+class IngestReport(Result):
     """Result of an ingest.
 
     Attributes:
@@ -111,10 +110,6 @@ class IngestReport:
     def exit_code(self) -> ExitCode:
         """0 if every slide is complete, 3 if some failed, 4 if all did."""
         return exit_code_of(len(self.failed), len(self.slides) - len(self.failed))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-ready dict."""
-        return dataclasses.asdict(self) | {"exit_code": int(self.exit_code)}
 
     def summary_lines(self) -> list[str]:
         """Return slides, patches, speed, bytes and routes of the run, one line per kind of outcome.
@@ -151,7 +146,7 @@ class IngestReport:
         except OSError as error:
             progress.message(f"{path} cannot be written: {error.strerror}")
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """The store, the summary and the failed slides as text."""
         failed = [f"failed {name}: {reason}" for name, reason in self.failed.items()]
         return "\n".join([self.store, *self.summary_lines(), *failed])

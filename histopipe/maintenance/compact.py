@@ -12,17 +12,16 @@ from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.maintenance.worker_tasks import result_of, silence
-from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
+from histopipe.store.folder import WriteLease
 from histopipe.store.handle import mapped_errors
 from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing
 from histopipe.system.filesystems import free_bytes, is_full_disk
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 
 _SPARE_BYTES = 16 << 20
 _NOT_CARRIED = ("data.mdb", "lock.mdb", "ingest.lock")

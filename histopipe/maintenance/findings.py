@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -91,11 +91,7 @@ class VerifyResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as a JSON-ready dict."""
-        return {
-            **asdict(self),
-            "damaged_slides": list(self.damaged_slides.values()),
-            "exit_code": int(self.exit_code),
-        }
+        return Result.to_json(self) | {"damaged_slides": list(self.damaged_slides.values())}
 
     def __str__(self) -> str:
         checked = (

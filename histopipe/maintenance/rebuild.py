@@ -17,8 +17,7 @@ from typing import Any
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.maintenance.compact import carry_files, in_place_of
 from histopipe.maintenance.store_check import Examination
-from histopipe.maintenance.worker_tasks import results_of, silence
-from histopipe.store.data_file import newest_transaction
+from histopipe.store.data_file import RawStore, newest_transaction
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
     INDEX,
@@ -30,10 +29,9 @@ from histopipe.store.format import (
     slide_key,
     to_json,
 )
-from histopipe.store.raw_store import RawStore
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.progress import Bar, Progress
-from histopipe.system.worker_pool import WorkerPool
+from histopipe.system.worker_pool import WorkerPool, results_of, silence
 
 _CHUNK_BYTES = 32 << 20
 """Of one transaction."""

@@ -23,12 +23,10 @@ from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.store_check import Examination
-from histopipe.maintenance.worker_tasks import results_of
 from histopipe.slides.discovery import SlideFile, tile_hash
 from histopipe.slides.slide import Slide
-from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
-from histopipe.store.folder import open_for_change
+from histopipe.store.folder import Claims, open_for_change
 from histopipe.store.format import (
     INDEX,
     INDEX_COLUMNS,
@@ -45,7 +43,7 @@ from histopipe.store.meta import read_records
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.system.files import storable
 from histopipe.system.progress import Progress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
 from histopipe.tiling.spec import spec_of_store
 
 _LEAST_UNREADABLE = 0.01

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,13 @@ from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
 from histopipe.store.catalog import no_store
-from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
 from histopipe.store.environment import Environment, delete_entries
-from histopipe.store.folder import open_for_change
+from histopipe.store.folder import Claims, open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
 from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
-from histopipe.system.locks import locked
+from histopipe.system.files import locked
 from histopipe.system.progress import Progress, default_progress
 from histopipe.system.result import Result
 
@@ -62,10 +61,6 @@ class RepairResult(Result):
         if self.remaining:
             return ExitCode.DAMAGED
         return ExitCode.PARTLY if self.left else ExitCode.DONE
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self) | {"exit_code": int(self.exit_code)}
 
     def __str__(self) -> str:
         if not self.findings and not self.slides and not self.left:
@@ -136,13 +131,7 @@ def repair(
             notes.append(f"the stain fits of {fits} slides are damaged: run `histopipe stains`")
         known = _known_records(found)
         if found.result.is_structural:
-            try:
-                _refuse_lost_meta(found)
-            except DamagedStore:
-                os.truncate(real / "data.mdb", length)
-                raise
-            number = _next_number(found, known)
-            rebuild(real, found, known, next_number=number, progress=progress)
+            _rebuild(real, found, known, length, progress)
             notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
     with _alone(real):  # again, since the folder may be another one
         if before.result.is_structural:
@@ -171,6 +160,22 @@ def _alone(store: Path) -> Iterator[None]:
         if not free:
             raise UsageError("another repair of the store is at work", todo="wait until it is done")
         yield
+
+
+def _rebuild(
+    store: Path,
+    found: Examination,
+    known: Mapping[int, SlideRecord],
+    length: int,
+    progress: Progress,
+) -> None:
+    """Rebuild the file. If that is refused because `meta` is lost, the file gets its former length back."""
+    try:
+        _refuse_lost_meta(found)
+    except DamagedStore:
+        os.truncate(store / "data.mdb", length)
+        raise
+    rebuild(store, found, known, next_number=_next_number(found, known), progress=progress)
 
 
 def _refuse_lost_meta(found: Examination) -> None:

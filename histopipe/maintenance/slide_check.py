@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.maintenance.findings import Finding, FindingKind, entry_of, some
+from histopipe.store.data_file import RawStore
 from histopipe.store.format import (
     INDEX,
     META,
@@ -26,10 +27,8 @@ from histopipe.store.format import (
     slide_key,
     value_crc,
 )
-from histopipe.store.raw_store import RawStore
 from histopipe.store.reading import decode_picture
-from histopipe.store.record import SlideRecord, SlideState
-from histopipe.store.stains import read_fits
+from histopipe.store.record import SlideRecord, SlideState, read_fits
 
 _NUMBER = 4
 """Bytes of a slide number at the start of a key."""

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, entry_of
+from histopipe.store.data_file import RawStore
 from histopipe.store.format import (
     DATABASES,
     INDEX,
@@ -25,7 +26,6 @@ from histopipe.store.format import (
     slide_number,
 )
 from histopipe.store.meta import check_format, entry, read_classes, read_spec
-from histopipe.store.raw_store import RawStore
 from histopipe.store.record import SlideRecord, SlideState
 
 T = TypeVar("T")

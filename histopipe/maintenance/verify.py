@@ -11,7 +11,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from zlib import crc32
 
@@ -19,13 +19,12 @@ from histopipe.errors import DamagedStore, NothingToDo, UnknownVersion
 from histopipe.maintenance.findings import Finding, FindingKind, VerifyResult, some
 from histopipe.maintenance.slide_check import SlideCheck, WrongValue, check_slides
 from histopipe.maintenance.store_check import Examination, check_store, find_orphans
-from histopipe.maintenance.worker_tasks import result_of, results_of, silence
 from histopipe.store.catalog import no_store
 from histopipe.store.data_file import check_length, newest_transaction, page_faults
 from histopipe.store.format import patch_key
 from histopipe.store.record import SlideState
 from histopipe.system.progress import Bar, Progress, default_progress
-from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, results_of, silence
 
 _SMALL_BYTES = 32 << 20
 """A file that one worker reads sooner than a second one has started."""
@@ -116,7 +115,9 @@ def examine(
             WorkerPool(count, silence) as pool,
             progress.bar(f"verify {store}", unit="bytes", total=size) as bar,
         ):
-            found = _examine(store, pool, size, full=full, untrusted=untrusted, bar=bar)
+            found = _examine(
+                store, pool, size, full=full, untrusted=untrusted, pages_first=count > 1, bar=bar
+            )
     found.transaction = transaction
     complete = [r for r in found.records.values() if r.state is SlideState.COMPLETE]
     found.result = VerifyResult(
@@ -127,18 +128,36 @@ def examine(
 
 
 def _examine(
-    store: Path, pool: WorkerPool, size: int, *, full: bool, untrusted: bool, bar: Bar
+    store: Path,
+    pool: WorkerPool,
+    size: int,
+    *,
+    full: bool,
+    untrusted: bool,
+    pages_first: bool,
+    bar: Bar,
 ) -> Examination:
+    """Verify a store of sound length.
+
+    LMDB's verifier reads one page of each value, which is slow while the file is not in memory. Without `pages_first`, it
+    runs after all values were read.
+    """
     seconds = _LEAST_SECONDS + size / _SLOWEST
-    pages = pool.submit_within(seconds, page_faults, store, not untrusted)
+
+    @cache
+    def pages() -> Future[list[str]]:
+        return pool.submit_within(seconds, page_faults, store, not untrusted)
+
+    if pages_first:
+        pages()
     if untrusted:
-        findings = _links(store) + _page_findings(pages)
+        findings = _links(store) + _page_findings(pages())
         if findings:
             return Examination(findings=findings)
     try:
         found = result_of(pool.submit_within(seconds, check_store, store))
     except NothingToDo:
-        findings = _page_findings(pages)
+        findings = _page_findings(pages())
         if not findings:
             raise
         return Examination(findings=findings)
@@ -146,7 +165,7 @@ def _examine(
         raise
     except (WorkerDied, DamagedStore) as error:
         failure = _broken(f"LMDB cannot read `meta` and `slides`: {error}")
-        return Examination(findings=[*_page_findings(pages), failure])
+        return Examination(findings=[*_page_findings(pages()), failure])
     average = max(1, size // max(1, len(found.slides)))
     batch_size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
     batches = [found.slides[i : i + batch_size] for i in range(0, len(found.slides), batch_size)]
@@ -161,7 +180,7 @@ def _examine(
     except (WorkerDied, DamagedStore) as error:
         orphans = [_broken(f"LMDB cannot list the keys: {error}")]
     found.findings = [
-        *_page_findings(pages),
+        *_page_findings(pages()),
         *found.findings,
         *(finding for check in checks for finding in check.findings),
         *_duplicate_ids(found),

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import html
 import io
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +14,21 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from histopipe.evaluation.metrics import Bin
-from histopipe.evaluation.roc import Roc
+from histopipe.evaluation.statistics import Roc
 from histopipe.system.files import appearing
 
-
-@dataclass(frozen=True, slots=True)
-class _Colours:
-    """Colours of text, lines and series."""
-
-    ink: str
-    line: str
-    series: tuple[str, ...]
-
+_Colours = tuple[str, str, tuple[str, ...]]
+"""Colours of text, of lines of the grid, and of series."""
 
 _INK, _LINE = "#010101", "#020202"
 _SERIES = ("#030303", "#040404", "#050505", "#060606")
-_PAGE = _Colours(_INK, _LINE, _SERIES)
-_LIGHT = _Colours("#1c2430", "#d5dae1", ("#0072b2", "#d55e00", "#00835e", "#a8528a"))
+_PAGE: _Colours = (_INK, _LINE, _SERIES)
+_LIGHT: _Colours = ("#1c2430", "#d5dae1", ("#0072b2", "#d55e00", "#00835e", "#a8528a"))
 _VARIABLES = {
     _INK: "var(--ink)", _LINE: "var(--line)",
     **{colour: f"var(--c{i})" for i, colour in enumerate(_SERIES, 1)},
@@ -50,11 +42,9 @@ Line = tuple[str, Sequence[float], Sequence[float | None]]
 def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | None = None) -> str:
     """Draw curves; `mark` is an x value to mark."""
     with _chart(title) as (figure, axes):
-        for (name, xs, ys), colour in zip(curves, _SERIES, strict=False):
+        for name, xs, ys in curves:
             values = [np.nan if value is None else value for value in ys]
-            axes.plot(
-                xs, values, color=colour, linewidth=1.6, label=name, marker="o", markersize=2.5
-            )
+            axes.plot(xs, values, linewidth=1.6, label=name, marker="o", markersize=2.5)
         if mark is not None:
             axes.axvline(mark, color=_INK, linewidth=0.8, linestyle=":")
         axes.set(xlabel=x, ylabel=y)
@@ -68,10 +58,8 @@ def histogram(
 ) -> str:
     """Draw a histogram."""
     with _chart(title) as (figure, axes):
-        if share:
-            axes.hist(values, bins=20, range=(0, 1), color=_SERIES[0])
-        else:
-            axes.hist(values, bins=min(30, max(5, len(np.unique(values)))), color=_SERIES[0])
+        bins = 20 if share else min(30, max(5, len(np.unique(values))))
+        axes.hist(values, bins, range=(0, 1) if share else None)
         axes.set(xlabel=x, ylabel=y)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         span = f"from {values.min():g} to {values.max():g}"
@@ -81,35 +69,39 @@ def histogram(
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
     """Draw ROC curves with their bands."""
     with _chart(title, square=True) as (figure, axes):
-        _draw_roc(axes, curves, _PAGE)
+        _draw_roc(axes, curves)
         return _svg(figure, f"{title} of {', '.join(curves)}")
 
 
-def _draw_roc(axes: Axes, curves: Mapping[str, Roc], colours: _Colours) -> None:
-    axes.plot([0, 1], [0, 1], color=colours.line, linewidth=0.8, linestyle="--")
-    # All colours with each line style in turn.
-    styles = itertools.cycle(itertools.product(("-", "--", ":", "-."), colours.series))
-    for (name, roc), (dashes, colour) in zip(curves.items(), styles, strict=False):
-        if roc.low is not None and roc.high is not None:
-            axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
+def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
+    _draw_diagonal(axes)
+    for name, roc in curves.items():
         # A legend hides names that start with an underscore.
         shown = f" {name}" if name.startswith("_") else name
-        rates = roc.false_positive, roc.true_positive
-        axes.plot(*rates, dashes, color=colour, linewidth=1.6, label=shown)
+        (line,) = axes.plot(roc.false_positive, roc.true_positive, linewidth=1.6, label=shown)
+        if roc.low is not None and roc.high is not None:
+            colour = line.get_color()
+            axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     axes.legend(loc="lower right")
+
+
+def _draw_diagonal(axes: Axes) -> None:
+    colour = mpl.rcParams["grid.color"]
+    axes.plot([0, 1], [0, 1], color=colour, linewidth=0.8, linestyle="--")
 
 
 def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
     """Draw a reliability diagram: observed share against predicted probability."""
     with _chart(title, square=True) as (figure, axes):
-        axes.plot([0, 1], [0, 1], color=_LINE, linewidth=0.8, linestyle="--")
-        for (name, bins), colour in zip(curves.items(), _SERIES, strict=False):
+        _draw_diagonal(axes)
+        for name, bins in curves.items():
             filled = [it for it in bins if it.probability is not None and it.observed is not None]
             most = max((it.count for it in filled), default=1)
             xs, ys = [it.probability or 0 for it in filled], [it.observed or 0 for it in filled]
-            axes.plot(xs, ys, color=colour, linewidth=1, label=name)
-            axes.scatter(xs, ys, s=[6 + 60 * it.count / most for it in filled], color=colour)
+            (line,) = axes.plot(xs, ys, linewidth=1, label=name)
+            sizes = [6 + 60 * it.count / most for it in filled]
+            axes.scatter(xs, ys, s=sizes, color=line.get_color())
         axes.set(xlabel="predicted probability", ylabel="share observed")
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left")
@@ -117,8 +109,11 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
 
 
 def _style(colours: _Colours) -> Any:
-    ink, line = colours.ink, colours.line
+    ink, line, series = colours
+    # All colours with each line style in turn.
+    cycle = cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series)
     return {
+        "axes.prop_cycle": cycle,
         "svg.fonttype": "none", "font.size": 9, "axes.edgecolor": line, "axes.labelcolor": ink,
         "text.color": ink, "xtick.color": ink, "ytick.color": ink, "axes.grid": True,
         "grid.color": line, "grid.linewidth": 0.5, "axes.spines.top": False, "axes.spines.right": False,
@@ -142,7 +137,7 @@ def _chart(
 def write_roc_png(path: Path, title: str, curves: Mapping[str, Roc]) -> None:
     """Write ROC curves as a PNG file, in the colours of a light page."""
     with _chart(title, square=True, colours=_LIGHT) as (figure, axes):
-        _draw_roc(axes, curves, _LIGHT)
+        _draw_roc(axes, curves)
         with appearing(path, hidden=True) as part:
             metadata = {"Software": None}
             figure.savefig(part, dpi=120, format="png", facecolor="white", metadata=metadata)

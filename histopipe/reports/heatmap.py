@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
@@ -25,13 +25,14 @@ from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import path_within
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 Format = Literal["png", "tiff", "geojson"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 
 @dataclass(frozen=True, repr=False)
-class HeatmapResult:
+class HeatmapResult(Result):
     """Result of `heatmap`.
 
     Attributes:
@@ -44,12 +45,7 @@ class HeatmapResult:
     files: Mapping[str, tuple[Path, ...]]
     failed: Mapping[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        files = {slide: [str(path) for path in paths] for slide, paths in self.files.items()}
-        return {"folder": str(self.folder), "files": files, "failed": dict(self.failed)}
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         count = sum(map(len, self.files.values()))
         lines = [f"{count} files of {len(self.files)} slides: {self.folder}"]
         lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]

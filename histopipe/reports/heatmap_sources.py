@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.evaluation.predictions_file import read_predictions
-from histopipe.evaluation.scores import PatchScores, joined_scores
+from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder
@@ -89,13 +88,8 @@ def open_values(
 ) -> tuple[list[str], ReadValues]:
     """Return the ids of the slides for which a folder has values, and the function that reads those of one slide.
 
-    That function raises DamagedStore, and NothingToDo if no store holds the patch size of the slide.
-
-    Args:
-        folder: folder of predictions, or of a run.
-        stores: open stores of the patches.
-        class_name: class whose probability is the value; the last one if None.
-        only: ids of the slides to return; all if empty.
+    The values are probabilities of the class, or of the last one if None. `only` restricts the slides if it is not empty. The
+    function raises DamagedStore, and NothingToDo if no store holds the patch size of the slide.
 
     Raises:
         UsageError: the folder has no values, or not of these slides or this class.

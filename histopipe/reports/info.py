@@ -75,7 +75,7 @@ def info(
     folder = Path(path)
     if run_folder.is_cross_validation(folder):
         return _cross_validation(folder)
-    if (folder / run_folder.CONFIG).exists():
+    if run_folder.has_begun(folder):
         return _run(folder)
     if (folder / STUDY_ID).is_file():
         return _search(folder)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 
 REPORT = "report.html"
 
 
 @dataclass(frozen=True, repr=False)
-class ReportResult:
+class ReportResult(Result):
     """Result of `report`.
 
     Attributes:
@@ -28,11 +28,7 @@ class ReportResult:
     file: Path
     size_bytes: int
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict."""
-        return {"file": str(self.file), "size_bytes": self.size_bytes}
-
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         return f"{self.file}  ({self.size_bytes / 1e6:,.1f} MB)"
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, HistopipeError
-from histopipe.evaluation.predictions_file import read_predictions
-from histopipe.evaluation.scores import PatchScores
+from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
@@ -76,22 +75,26 @@ def read_run(
     )  # fmt: skip
 
 
-def _json(path: Path) -> dict[str, Any]:
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Report a file that cannot be read or parsed as damage."""
     try:
-        value = read_json(path)
-        if not isinstance(value, dict):
-            raise TypeError(type(value).__name__)  # noqa: TRY301 - reported with the others
+        yield
     except (OSError, ValueError, TypeError) as error:
         raise DamagedStore(f"{path} cannot be read", found=repr(error)[:200]) from error
-    return value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with _readable(path):
+        value = read_json(path)
+        if not isinstance(value, dict):
+            raise TypeError(type(value).__name__)
+        return value
 
 
 def _history(path: Path) -> list[dict[str, float | None]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return [
-                {name: float(cell) if cell else None for name, cell in row.items()}
-                for row in csv.DictReader(file)
-            ]
-    except (OSError, ValueError, TypeError) as error:
-        raise DamagedStore(f"{path} cannot be read", found=repr(error)[:200]) from error
+    with _readable(path), path.open(newline="", encoding="utf-8") as file:
+        return [
+            {name: float(cell) if cell else None for name, cell in row.items()}
+            for row in csv.DictReader(file)
+        ]

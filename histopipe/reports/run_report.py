@@ -11,8 +11,8 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.evaluation import table
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.metrics import Bin, Metrics
-from histopipe.evaluation.roc import roc_of
-from histopipe.evaluation.scores import Level, scores_of
+from histopipe.evaluation.predictions import Level, scores_of
+from histopipe.evaluation.statistics import roc_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
     Block,

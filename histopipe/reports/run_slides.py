@@ -14,7 +14,7 @@ from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
 from histopipe.evaluation.metrics import decide
-from histopipe.evaluation.scores import Level, PatchScores, scores_of
+from histopipe.evaluation.predictions import Level, PatchScores, scores_of
 from histopipe.reports.heatmap_sources import SlideImages, find_slide, open_values
 from histopipe.reports.html_page import (
     Block,
@@ -25,9 +25,10 @@ from histopipe.reports.html_page import (
     Row,
     Table,
     Text,
+    fitted,
+    heatmap_image,
     number,
 )
-from histopipe.reports.page_images import fitted, heatmap_image
 from histopipe.reports.run_data import RunData
 from histopipe.runs.task_config import BagTrainConfig
 

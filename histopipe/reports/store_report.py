@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.records import duplicates
-from histopipe.maintenance.info import info_of
+from histopipe.maintenance.info import StoreInfo, info_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
+    SIDE,
     Card,
     Cards,
     Cell,
@@ -27,8 +28,9 @@ from histopipe.reports.html_page import (
     Table,
     Text,
     number,
+    plan_image,
+    strip,
 )
-from histopipe.reports.page_images import SIDE, plan_image, strip
 from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -55,91 +57,91 @@ def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page
         NothingToDo, DamagedStore: it cannot be read.
     """
     with Store(path) as store:
-        summary = info_of(store).to_json()
+        summary, records = info_of(store), store.slides
         measures: _Measures = {}
         rows = []
         with progress.bar("report", unit="slides", total=len(store.records)) as bar:
             for slide, record in store.records.items():
                 rows.append(_row(store, slide, record, measures, pictures=pictures))
                 bar.advance()
-    spec, states = summary["spec"], summary["states"]
+    spec = summary.spec
     scale = f"{spec['mpp']:g} µm per pixel" if spec["mpp"] else f"level {spec['level']}"
     page = Page(
         f"Store {path.resolve().name}",
-        f"patches of {spec['patch_size']}² pixels at {scale}, created {summary['created']}, in {path}",
+        f"patches of {spec['patch_size']}² pixels at {scale}, created {summary.created}, in {path}",
     )
-    failed = [record for record in summary["slides"] if record["state"] == SlideState.FAILED]
-    whole = bool(rows) and states.get(SlideState.COMPLETE, 0) == len(rows)
+    complete = [record for record in records if record.state is SlideState.COMPLETE]
+    whole = bool(rows) and len(complete) == len(rows)
     page.add(
         "Summary", _cards(summary), Text("All slides are complete.", "good") if whole else None,
         _settings(summary),
     )  # fmt: skip
-    page.add("Failures", _failures(failed))
-    page.add("Warnings", _warnings(summary))
-    page.add("Distributions", _distributions(summary, measures))
+    page.add("Failures", _failures(records))
+    page.add("Warnings", _warnings(summary, records, complete))
+    page.add("Distributions", _distributions(complete, measures))
     page.add("Slides", Table("All slides", _COLUMNS, rows))
     return page
 
 
-def _cards(summary: Mapping[str, Any]) -> Cards:
-    states = summary["states"]
+def _cards(summary: StoreInfo) -> Cards:
+    states = summary.states
     cards = [
         Card("slides complete", f"{states.get('complete', 0):,}", f"{states.get('failed', 0)} failed, {states.get('pending', 0)} pending"),
-        Card("patches", f"{summary['patches']:,}", f"{summary['unreadable']:,} unreadable"),
-        Card("size", _bytes(summary["file_bytes"]), f"{_bytes(summary['patch_bytes'])} of patches"),
-        Card("labels", str(len(summary["labels"])), _counts(summary["labels"])),
-        Card("routes", str(len(summary["routes"])), _counts(summary["routes"])),
-        Card("scale sources", str(len(summary["mpp_sources"])), _counts(summary["mpp_sources"])),
+        Card("patches", f"{summary.patches:,}", f"{summary.unreadable:,} unreadable"),
+        Card("size", _bytes(summary.file_bytes), f"{_bytes(summary.patch_bytes)} of patches"),
+        Card("labels", str(len(summary.labels)), _counts(summary.labels)),
+        Card("routes", str(len(summary.routes)), _counts(summary.routes)),
+        Card("scale sources", str(len(summary.mpp_sources)), _counts(summary.mpp_sources)),
     ]  # fmt: skip
-    if summary["patch_labels"]:
-        counts = summary["patch_labels"]
+    if summary.patch_labels:
+        counts = summary.patch_labels
         cards.append(Card("annotated patches", f"{sum(counts.values()):,}", _counts(counts)))
     return Cards(cards)
 
 
-def _settings(summary: Mapping[str, Any]) -> Facts:
-    spec = dict(summary["spec"])
+def _settings(summary: StoreInfo) -> Facts:
+    spec = dict(summary.spec)
     algorithms = spec.pop("algorithms", {})
     facts = [(name, str(value)) for name, value in spec.items() if value is not None]
     facts.append(("algorithms", ", ".join(map(str, algorithms.values()))))
-    facts.append(("uuid", summary["uuid"]))
+    facts.append(("uuid", summary.uuid))
     return Facts("Settings of the store", facts)
 
 
-def _failures(failed: Sequence[Mapping[str, Any]]) -> Table | None:
-    if not failed:
-        return None
-    rows = []
-    for it in failed:
-        reason = Cell(it["error"] or "", tone="why")
-        rows.append(Row([Cell(it["id"], tone="id"), Cell(it["error_kind"] or ""), reason]))
+def _failures(records: Sequence[SlideRecord]) -> Table | None:
+    rows = [
+        Row([Cell(it.id, tone="id"), Cell(it.error_kind or ""), Cell(it.error or "", tone="why")])
+        for it in records
+        if it.state is SlideState.FAILED
+    ]
     columns = (Column("slide"), Column("kind"), Column("reason"))
-    return Table("Failed slides", columns, rows)
+    return Table("Failed slides", columns, rows) if rows else None
 
 
-def _warnings(summary: Mapping[str, Any]) -> Notes | None:
-    records = summary["slides"]
-    notes = duplicates(SlideRecord.from_json(it, where="slide") for it in records)
-    if len(summary["routes"]) > 1:
+def _warnings(
+    summary: StoreInfo, records: Sequence[SlideRecord], complete: Sequence[SlideRecord]
+) -> Notes | None:
+    notes = duplicates(records)
+    if len(summary.routes) > 1:
         notes.append(
             "Patches were made by several routes, so some were JPEG-encoded once more than others. If routes correlate with labels, "
             "a model may learn the routes. Use `--route` to force one."
         )
-    estimated = summary["mpp_sources"].get("objective-power", 0)
+    estimated = summary.mpp_sources.get("objective-power", 0)
     if estimated:
         notes.append(f"The scale of {estimated} slides is estimated from the objective power.")
-    empty = [it["id"] for it in records if it["state"] == "complete" and not it["stored"]]
+    empty = [it.id for it in complete if not it.stored]
     if empty:
         some = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
         notes.append(f"{len(empty)} slides have no patches: {some}")
     return Notes(notes) if notes else None
 
 
-def _distributions(summary: Mapping[str, Any], measures: _Measures) -> Charts | None:
-    complete = [it["stored"] for it in summary["slides"] if it["state"] == "complete"]
+def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Charts | None:
     if not complete:
         return None
-    made = [charts.histogram("Patches per slide", np.array(complete), x="patches", y="slides")]
+    stored = np.array([record.stored for record in complete])
+    made = [charts.histogram("Patches per slide", stored, x="patches", y="slides")]
     for name, title, share in (
         ("tissue", "Tissue", True), ("focus", "Focus", False), ("pen", "Pen", True),
         ("dark", "Folded or black", True), ("covered", "Covered by the annotated class", True),

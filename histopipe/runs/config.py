@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, declared_settings, setting
@@ -37,6 +37,9 @@ def parse_devices(devices: str) -> re.Match[str]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Settings of every training. A UsageError is raised for values that are not allowed, or not together."""
+
+    unit: ClassVar[str]
+    """What a batch consists of, in the plural."""
 
     labels: str | None = setting(
         None, "CSV file slide,label[,patient][,site] that replaces the recorded labels.",
@@ -169,7 +172,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         # Late: NumPy, which `--help` does not need.
-        from histopipe.evaluation.thresholds import check_rule
+        from histopipe.evaluation.evaluate import check_rule
 
         check_rule(self.threshold)
         self._check_together()
@@ -206,11 +209,6 @@ class TrainConfig:
                 "--balance class and --class-weights balanced even classes out twice",
                 todo="use one of them",
             )
-
-    @property
-    def unit(self) -> str:
-        """What a batch consists of, in the plural."""
-        raise NotImplementedError
 
     @property
     def judging(self) -> JudgeSettings:

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import io
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,8 @@ from histopipe.dataset.splits import Splits, write_splits
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.settings import declared_settings, to_toml
-from histopipe.system.files import appearing, read_json
+from histopipe.system.files import appearing, locked, read_json
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.locks import locked
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
@@ -40,7 +39,7 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
         UsageError: it is not empty and not to be resumed, or holds no run to resume.
     """
     if resume:
-        if not (folder / CONFIG).exists():
+        if not has_begun(folder):
             raise UsageError(
                 f"no run to resume in {folder}", expected=f"the folder of a run, with its {CONFIG}"
             )
@@ -53,27 +52,36 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
         )
 
 
+def has_begun(folder: Path) -> bool:
+    """Return whether a folder holds a run that can be resumed."""
+    return (folder / CONFIG).exists()
+
+
 def clear_leftovers(folder: Path) -> None:
     """Remove the files of a run that was killed before it had a configuration. Such a run cannot be resumed."""
-    if not (folder / CONFIG).exists():
+    if not has_begun(folder):
         for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):
             (folder / name).unlink(missing_ok=True)
 
 
 @contextmanager
-def opened(folder: Path, config: TrainConfig, splits: Splits, *, resume: bool) -> Iterator[None]:
-    """Create and lock a run's folder, and write splits and configuration.
+def opened(
+    folder: Path, splits: Mapping[str, Splits], *settings: Any, resume: bool
+) -> Iterator[None]:
+    """Create and lock the folder of a run or a cross-validation, and write splits, by file name, and settings.
 
     Raises:
         UsageError: as `held` and `writable`, or another run has begun there.
     """
     with held(folder):
-        if not resume and (folder / CONFIG).exists():
+        if not resume and has_begun(folder):
             raise UsageError(f"{folder}: another run has begun there meanwhile")
         with writable(folder):
             # The splits first, since a run without them cannot go on.
-            write_splits(splits, folder / SPLITS)
-            write_text(folder / CONFIG, to_toml(config))
+            for name, each in splits.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                write_splits(each, folder / name)
+            write_text(folder / CONFIG, to_toml(*settings))
         yield
 
 
@@ -174,7 +182,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def is_cross_validation(folder: Path) -> bool:
     """Return whether a folder holds a cross-validation."""
-    return (folder / CONFIG).exists() and (folder / FOLD_SPLITS).is_dir()
+    return has_begun(folder) and (folder / FOLD_SPLITS).is_dir()
 
 
 def check_one_run(folder: Path) -> None:

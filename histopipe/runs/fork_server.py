@@ -44,14 +44,8 @@ _CANCEL_SECONDS = 0.2
 class TrainingProcess:
     """A process forked for one training. It ends with this process, or when `end` is called.
 
-    Args:
-        environment: all of its environment variables.
-        pipe: file descriptor of its end of a pipe to this process.
-        stderr: file descriptor for its messages.
-
-    Attributes:
-        pid: None until the process has reported it through the pipe.
-        cancelled: whether it was terminated before that.
+    `pipe` and `stderr` are file descriptors: its end of a pipe to this process, and where its messages go. `pid` is None until it
+    has reported it through the pipe; `cancelled`, whether it was terminated before that.
     """
 
     def __init__(self, environment: Mapping[str, str], *, pipe: int, stderr: int) -> None:

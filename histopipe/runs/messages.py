@@ -20,10 +20,6 @@ Report = Callable[[str, Any], None]
 _SECONDS_BETWEEN_UPDATES = 0.1
 
 
-def unreported(name: str, value: Any) -> None:
-    """Send nothing: for a training without a supervisor."""
-
-
 def one_at_a_time(report: Report) -> Report:
     """Return a `Report` that several threads may call."""
     lock = threading.Lock()

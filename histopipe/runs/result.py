@@ -1,4 +1,4 @@
-"""The result of a training, and the metrics of its epochs: the rows of `history.csv` and the lines on the terminal."""
+"""The result of a training, and the metrics of its epochs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.table import number, split_lines
 from histopipe.system.files import read_json
 
 METRICS = "metrics.json"
@@ -38,15 +39,12 @@ class TrainResult:
     gpu_bytes: int | None
 
     def __repr__(self) -> str:
-        found = (f", {side} AUC {_text(it.finest.auc)}" for side, it in self.metrics.items())
+        found = (f", {side} AUC {number(it.finest.auc)}" for side, it in self.metrics.items())
         return (
             f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(found)}>"
         )
 
     def __str__(self) -> str:
-        # Late: writing a run needs no table.
-        from histopipe.evaluation.table import split_lines
-
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
         return "\n".join([*split_lines(self.metrics), place])
 
@@ -60,10 +58,6 @@ class TrainResult:
             "gpu_bytes": self.gpu_bytes,
             **{side: evaluation.to_json() for side, evaluation in self.metrics.items()},
         }
-
-
-def _text(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
 
 
 def is_finished(folder: Path) -> bool:
@@ -110,44 +104,14 @@ class EpochMetrics:
     auc: float | None
 
 
-def history_row(
-    epoch: int,
-    train: EpochMetrics,
-    validation: EpochMetrics,
-    *,
-    train_seconds: float,
-    input_wait: float,
-    learning_rate: float,
-    seconds: float,
-    unit: str,
-) -> dict[str, Any]:
-    """Return the row of an epoch, from 1.
-
-    The metrics of training are of predictions before each step's update. `input_wait` is the part of `train_seconds` spent waiting for
-    batches; `seconds` is for the whole epoch; `unit` is "patches" or "bags".
-    """
-    return {
-        "epoch": epoch,
-        "loss": train.loss,
-        "accuracy": train.accuracy,
-        "auc": train.auc,
-        "val_loss": validation.loss,
-        "val_accuracy": validation.accuracy,
-        "val_auc": validation.auc,
-        "learning_rate": learning_rate,
-        f"{unit}_per_s": train.count / train_seconds,
-        "input_wait": input_wait / train_seconds,
-        "seconds": seconds,
-    }
-
-
 def epoch_line(row: dict[str, Any], epochs: int, *, better: bool) -> str:
     """Return the row of an epoch as one line of text."""
     unit = "patches" if "patches_per_s" in row else "bags"
-    auc, val_auc = (f"{v:.4f}" if v is not None else "-" for v in (row["auc"], row["val_auc"]))
     speed = f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s"
     return (
-        f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  auc {auc}  "
-        f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  auc {val_auc}  "
+        f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  "
+        f"auc {number(row['auc'], 4)}  "
+        f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  "
+        f"auc {number(row['val_auc'], 4)}  "
         f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}"
     )

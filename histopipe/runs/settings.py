@@ -81,7 +81,10 @@ class DeclaredSetting(NamedTuple):
     @property
     def item_type(self) -> Any:
         """The type of its value, or of the items of a list. None is not part of it."""
-        return _required(get_args(self.type)[0] if self.is_list else self.type)
+        kind = get_args(self.type)[0] if self.is_list else self.type
+        if get_origin(kind) in (Union, types.UnionType):
+            kind = next(part for part in get_args(kind) if part is not type(None))
+        return kind
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -145,13 +148,6 @@ class DeclaredSetting(NamedTuple):
         if about.at_most is not None and about.at_most <= 1:
             return f"from {about.at_least:g} to {about.at_most:g}"
         return "" if about.at_least is None else f"{about.at_least:g} or more"
-
-
-def _required(kind: Any) -> Any:
-    """A type without None."""
-    if get_origin(kind) in (Union, types.UnionType):
-        return next(part for part in get_args(kind) if part is not type(None))
-    return kind
 
 
 def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,13 @@ from histopipe.dataset.labelling import Labelling, read_slide_labels
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
-from histopipe.dataset.splitting import make_folds, make_splits
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
-from histopipe.features.bag_set import BagSet
+from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
-from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-from histopipe.store.store import Store, check_patch_sizes
+from histopipe.store.store import StoreSet
 
 
 @contextmanager
@@ -40,21 +39,9 @@ def opened_sources(
             numbers=None if splits is None else recorded_numbers(Path(splits)),
         )
         yield [bags]
-        return
-    with ExitStack() as stack:
-        paths = store_paths(_of_patches(config).stores)
-        stores = [stack.enter_context(Store(path)) for path in paths]
-        check_patch_sizes(stores)
-        yield stores
-
-
-def run_splits(
-    config: TrainConfig, sources: Sequence[SampleSource], folder: Path, *, resume: bool
-) -> Splits:
-    """Return the splits of a run: read if it is resumed, else by its settings."""
-    if resume:
-        return read_splits(folder / run_folder.SPLITS, sources)
-    return new_splits(config, sources)
+    elif isinstance(config, PatchTrainConfig):
+        with closing(StoreSet(store_paths(config.stores))) as opened:
+            yield opened.stores
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
@@ -65,9 +52,10 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     """
     if config.splits is not None:
         splits = read_splits(Path(config.splits), sources)
-        _check_given(splits, config, sources)
+        if isinstance(config, PatchTrainConfig):
+            _check_given(splits, config, sources)
     else:
-        splits = make_splits(sources, **_options(config, sources))
+        splits = make_splits(sources, **split_options(config, sources))
     leaks = splits.leaks() if splits.split_by in ("patient", "site", "slide") else []
     if leaks and not config.allow_leaks:
         raise UsageError(
@@ -79,9 +67,9 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     return splits
 
 
-def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSource]) -> None:
+def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[SampleSource]) -> None:
     """Raise a UsageError unless given splits have the labels and patches of the settings."""
-    wanted = _patch_rules(config)
+    wanted = config.labelling
     by_annotation = any(slide.labels is not None for slide in splits.slides)
     if splits.slides and by_annotation != (wanted.labels_from == "annotation"):
         raise UsageError(
@@ -100,42 +88,19 @@ def _check_given(splits: Splits, config: TrainConfig, sources: Sequence[SampleSo
             )  # fmt: skip
 
 
-def new_folds(
-    config: TrainConfig, sources: Sequence[SampleSource], folds: int
-) -> tuple[Splits, ...]:
-    """Make the splits of each fold of a cross-validation."""
-    return make_folds(sources, folds, **_options(config, sources))
-
-
-def _options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
-    """Return the options of `make_splits` and `make_folds`. Bags are not split by region."""
-    region_um = config.region_um if isinstance(config, PatchTrainConfig) else 1.0
+def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
+    """Return the options of `make_splits` and `make_folds`. Bags have their labels, and are not split by region."""
+    labelling, region_um = Labelling(), 1.0
+    if isinstance(config, PatchTrainConfig):
+        labelling, region_um = config.labelling, config.region_um
+        if config.labels is not None:
+            extra = config.allow_extra_rows
+            labels = read_slide_labels(config.labels, sources, allow_extra=extra)
+            labelling = replace(labelling, labels=labels)
     return {
         "split_by": config.split_by,
         "seed": config.seed,
-        "labelling": _labelling(config, sources),
+        "labelling": labelling,
         "fractions": config.fractions,
         "region": Micrometres(region_um),
     }
-
-
-def _labelling(config: TrainConfig, sources: Sequence[SampleSource]) -> Labelling:
-    """Return the labels by the settings; bags have theirs already."""
-    rules = _patch_rules(config)
-    if isinstance(config, BagTrainConfig) or config.labels is None:
-        return rules
-    labels = read_slide_labels(config.labels, sources, allow_extra=config.allow_extra_rows)
-    return replace(rules, labels=labels)
-
-
-def _patch_rules(config: TrainConfig) -> Labelling:
-    """Return which patches are used, without the labels file."""
-    if isinstance(config, BagTrainConfig):
-        return Labelling()
-    config = _of_patches(config)
-    return Labelling(labels_from=config.labels_from, patch_filter=config.patch_filter)
-
-
-def _of_patches(config: TrainConfig) -> PatchTrainConfig:
-    assert isinstance(config, PatchTrainConfig)  # noqa: S101 - there is no other kind
-    return config

@@ -10,12 +10,12 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import HistopipeError, Interrupted, OutOfMemory, OutOfTime, WorkerLost
@@ -24,11 +24,11 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.fork_server import TrainingProcess
 from histopipe.runs.messages import ProgressRelay
 from histopipe.runs.result import TrainResult
-from histopipe.runs.stopping import Supervision, sigterm_interrupts
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster, in_cluster, without_cluster
 from histopipe.store.catalog import no_store
-from histopipe.system.progress import Progress
+from histopipe.system.files import Closing
+from histopipe.system.progress import LineProgress, Progress, default_progress
 
 _GRACE_SECONDS = 25.0
 """Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""
@@ -38,6 +38,68 @@ _GLANCE_SECONDS = 1.0
 _AT_ONCE = "ended at once; the last saved state stays"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """Signals that end a process when memory runs out without an exception."""
+_STDERR = 2
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """A request from another thread to stop trainings: asked once to save and stop, twice to stop at once."""
+
+    asked: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Supervision:
+    """Limits of a training, and its observed memory.
+
+    Attributes:
+        seconds: time limit of an attempt; 0 for none.
+        stop: request to stop.
+        epoch: called with the row of each epoch in `history.csv`; an exception it raises stops the training at once.
+        log: file for messages; None shows them.
+        alone: ignore the other workers that the environment may name.
+        host_bytes: the largest memory seen.
+    """
+
+    seconds: float = 0.0
+    stop: StopRequest = field(default_factory=StopRequest)
+    epoch: Callable[[dict[str, Any]], None] | None = None
+    log: Path | None = None
+    alone: bool = False
+    host_bytes: int = 0
+
+    def note_memory(self, pid: int) -> None:
+        """Update `host_bytes` from the peak resident set size of a process: VmHWM in kB, see proc_pid_status(5)."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+                if line.startswith("VmHWM:"):
+                    self.host_bytes = max(self.host_bytes, int(line.split()[1]) * 1024)
+
+    @contextlib.contextmanager
+    def shown(self, progress: Progress | None) -> Iterator[tuple[Progress, int]]:
+        """Yield where to show progress, and the file descriptor for other messages: of the log, or of standard error."""
+        if self.log is None:
+            yield progress or default_progress(), _STDERR
+            return
+        self.log.parent.mkdir(exist_ok=True)
+        with self.log.open("a", encoding="utf-8") as file:
+            yield LineProgress(file), file.fileno()
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Turn the SIGTERM of a scheduler into a KeyboardInterrupt."""
+    mine = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
+    if mine:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def supervise(
@@ -56,18 +118,16 @@ def supervise(
     """
     _check_early(config, folder, resume=resume)
     watch = watch or Supervision()
-    ends = time.monotonic() + watch.seconds
-    with watch.shown(progress) as (shown, stderr):
+    ends = time.monotonic() + (watch.seconds or math.inf)
+    with watch.shown(progress) as output:
         while True:
-            relay = ProgressRelay(shown)
-            process = _Process(config, folder, relay, stderr, resume=resume, watch=watch, ends=ends)
-            with closing(relay), process:
+            with _Process(config, folder, watch, ends, output, resume=resume) as process:
                 result = process.result()
             if isinstance(result, TrainResult):
                 return result
-            if process.stopping or not process.restart:
+            if process.grace_ends is not None or not process.restart:
                 raise result
-            shown.message(f"{result.what} ({result.found}): going on in a fresh process")
+            output[0].message(f"{result.what} ({result.found}): going on in a fresh process")
             resume = True
 
 
@@ -80,43 +140,40 @@ def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
             raise no_store(path)
 
 
-@dataclass(slots=True)
-class _Process:
-    """The process of a training, and what it has reported."""
+class _Process(Closing):
+    """The process of a training, and what it has reported. Closed, it is killed if it still runs."""
 
-    config: TrainConfig
-    folder: Path
-    relay: ProgressRelay
-    stderr: int
-    resume: bool = field(kw_only=True)
-    watch: Supervision = field(kw_only=True)
-    ends: float = field(kw_only=True)
-    restart: bool = False
-    stopping: bool = False
-    _cluster: Cluster = field(default_factory=Cluster)
-    _started: bool = False
-    _micro_batch: int | None = None
-    _begun: float = field(default_factory=time.time)
-    _heard: float = field(default_factory=time.monotonic)
-    _grace_ends: float | None = None
-    _pipe: Connection[Any, Any] = field(init=False)
-    _child: TrainingProcess = field(init=False)
-
-    def __enter__(self) -> Self:
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: Path,
+        watch: Supervision,
+        ends: float,
+        output: tuple[Progress, int],
+        *,
+        resume: bool,
+    ) -> None:
+        self._config, self._folder, self._watch, self._ends = config, folder, watch, ends
+        self.restart = False
+        self.grace_ends: float | None = None
+        self._relay, self._cluster, self._trains = ProgressRelay(output[0]), Cluster(), False
+        self._micro_batch: int | None = None
+        self._begun, self._heard = time.time(), time.monotonic()
         self._pipe, theirs = multiprocessing.Pipe()
         environment = {
-            "TF_CPP_MIN_LOG_LEVEL": "0" if self.config.log_device_placement else "3",
-            **(without_cluster(os.environ) if self.watch.alone else os.environ),
+            "TF_CPP_MIN_LOG_LEVEL": "0" if config.log_device_placement else "3",
+            **(without_cluster(os.environ) if watch.alone else os.environ),
         }
         with theirs:
-            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=self.stderr)
+            self._child = TrainingProcess(environment, pipe=theirs.fileno(), stderr=output[1])
         with contextlib.suppress(BrokenPipeError):  # the process died: reported by `_died`
-            self._pipe.send((self.config, self.folder, self.resume))
-        return self
+            self._pipe.send((config, folder, resume))
 
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the process and its progress bars."""
         self._child.end()
         self._pipe.close()
+        self._relay.close()
 
     def result(self) -> TrainResult | HistopipeError:
         """Wait for the result of the training, or its error."""
@@ -132,16 +189,16 @@ class _Process:
 
     def _in_time(self, found: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
         """Return the result, or the error of a training that its time limit stopped."""
-        if self.watch.stop.asked or not self.stopping or isinstance(found, TrainResult):
+        stopped_late = self.grace_ends is not None and not self._watch.stop.asked
+        if isinstance(found, TrainResult) or not stopped_late:
             return found
-        late = f"not done within {self.watch.seconds:.0f} s"
+        late = f"not done within {self._watch.seconds:.0f} s"
         return OutOfTime(late, found=found.found, todo=self._go_on())
 
     def _tell_to_end(self) -> None:
         """Let it save its state and end, within the grace period."""
-        if not self.stopping:
-            self.stopping = True
-            self._grace_ends = time.monotonic() + _GRACE_SECONDS
+        if self.grace_ends is None:
+            self.grace_ends = time.monotonic() + _GRACE_SECONDS
             self._child.terminate()
 
     def _listen(self) -> TrainResult | HistopipeError:
@@ -149,8 +206,8 @@ class _Process:
             ended = self._end_early()
             if ended is not None:
                 return ended
+            patience = self._patience()
             try:
-                patience = self._patience()
                 if not self._pipe.poll(min(patience, _GLANCE_SECONDS)):
                     if patience:
                         continue
@@ -172,10 +229,10 @@ class _Process:
     def _end_early(self) -> HistopipeError | None:
         """Check time limits and requests to stop. Returns the reason to stop listening, if there is one."""
         if self._child.pid is not None:
-            self.watch.note_memory(self._child.pid)
-        if self.watch.stop.asked or time.monotonic() > self.ends:
+            self._watch.note_memory(self._child.pid)
+        if self._watch.stop.asked or time.monotonic() > self._ends:
             self._tell_to_end()
-        if self.watch.stop.asked > 1:
+        if self._watch.stop.asked > 1:
             return self._interrupted(_AT_ONCE)
         return self._died() if self._child.cancelled else None
 
@@ -186,47 +243,47 @@ class _Process:
             case "micro_batch":
                 self._micro_batch = value
             case "progress":
-                self.relay.show(value)
+                self._relay.show(value)
             case "restart":
                 self.restart = self._cluster.alone
             case "cluster":
                 self._cluster = Cluster(*value)
             case "started":
-                self._started = True
-            case "epoch" if self.watch.epoch is not None:
-                self.watch.epoch(value)
+                self._trains = True
+            case "epoch" if self._watch.epoch is not None:
+                self._watch.epoch(value)
 
     def _patience(self) -> float:
         """Seconds to wait for a message. A training without other workers has no limit: nothing else can hang."""
-        if self._grace_ends is not None:
-            until = self._grace_ends
+        if self.grace_ends is not None:
+            until = self.grace_ends
         elif self._cluster.alone:
             return math.inf
         else:
-            margin = _MARGIN_SECONDS if self._started else 0.0
-            until = self._heard + self.config.worker_timeout + margin
+            margin = _MARGIN_SECONDS if self._trains else 0.0
+            until = self._heard + self._config.worker_timeout + margin
         return max(0.0, until - time.monotonic())
 
     def _late(self) -> HistopipeError:
-        if self._grace_ends is not None:
+        if self.grace_ends is not None:
             return self._interrupted(
                 f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays"
             )
-        return self._lost(f"waited {self.config.worker_timeout:.0f} s for the other workers")
+        return self._lost(f"waited {self._config.worker_timeout:.0f} s for the other workers")
 
     def _interrupted(self, found: str) -> Interrupted:
-        begun = (self.folder / run_folder.CONFIG).exists()
+        begun = run_folder.has_begun(self._folder)
         todo = self._go_on() if begun else "go on with the same command"
         return Interrupted("interrupted", found=found, todo=todo)
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
-            what, found=self._cluster.missing(self.folder, self._begun),
+            what, found=self._cluster.missing(self._folder, self._begun),
             todo=f"start all workers within --worker-timeout, or {self._go_on()} on all of them",
         )  # fmt: skip
 
     def _go_on(self) -> str:
-        return f"go on with `histopipe train --resume --out {self.folder}`"
+        return f"go on with `histopipe train --resume --out {self._folder}`"
 
     def _died(self) -> HistopipeError:
         code = self._child.wait()
@@ -240,9 +297,9 @@ class _Process:
                 "the training process ended without a result", found=f"status {code}"
             )
         died = f"the training process died of {signal.Signals(-code).name}: probably out of memory"
-        if self._micro_batch is None or not (self.folder / run_folder.CONFIG).exists():
+        if self._micro_batch is None or not run_folder.has_begun(self._folder):
             return OutOfMemory(died, todo="take a smaller --batch-size or --model")
         smaller = max(1, self._micro_batch // 2)
-        run_folder.write_micro_batch(self.folder, smaller, died)
+        run_folder.write_micro_batch(self._folder, smaller, died)
         todo = f"{self._go_on()}, which takes micro-batches of {smaller} patches"
         return OutOfMemory(died, todo=todo)

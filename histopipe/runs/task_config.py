@@ -20,7 +20,7 @@ from histopipe.runs.config import (
 from histopipe.runs.settings import check_known, declared_settings, flag, read_settings, setting
 
 if TYPE_CHECKING:
-    from histopipe.dataset.labelling import PatchFilter
+    from histopipe.dataset.labelling import Labelling
     from histopipe.dataset.options import Augmentation
 
 Pooling = Literal["gated", "attention", "mean", "max"]
@@ -30,6 +30,7 @@ Pooling = Literal["gated", "attention", "mean", "max"]
 class PatchTrainConfig(TrainConfig):
     """Settings of a training on patches."""
 
+    unit = "patches"
     stores: tuple[str, ...] = setting(
         ("patches.lmdb",), "Stores of patches.",
         group=DATA, format="path", search=False, per_worker=True,
@@ -95,20 +96,16 @@ class PatchTrainConfig(TrainConfig):
             )
 
     @property
-    def unit(self) -> str:
-        """What a batch consists of, in the plural."""
-        return "patches"
-
-    @property
-    def patch_filter(self) -> PatchFilter:
-        """Which patches are used."""
+    def labelling(self) -> Labelling:
+        """Which patches are used, and where their labels come from; without the labels file."""
         # Late: NumPy, which `--help` does not need.
-        from histopipe.dataset.labelling import PatchFilter
+        from histopipe.dataset.labelling import Labelling, PatchFilter
 
-        return PatchFilter(
+        patch_filter = PatchFilter(
             min_tissue=self.min_tissue, min_focus=self.min_focus, exclude_pen=self.exclude_pen,
             exclude_dark=self.exclude_dark,
         )  # fmt: skip
+        return Labelling(labels_from=self.labels_from, patch_filter=patch_filter)
 
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:
@@ -123,6 +120,7 @@ class PatchTrainConfig(TrainConfig):
 class BagTrainConfig(TrainConfig):
     """Settings of a training on bags of features (multiple-instance learning)."""
 
+    unit = "bags"
     mil: str = setting(
         MISSING, "Train a slide model on bags of the features in this folder.",
         group=DATA, format="path", search=False, per_worker=True,
@@ -145,11 +143,6 @@ class BagTrainConfig(TrainConfig):
                 f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
                 todo="split by patient, site or slide",
             )
-
-    @property
-    def unit(self) -> str:
-        """What a batch consists of, in the plural."""
-        return "bags"
 
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)

@@ -23,14 +23,10 @@ SUFFIXES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SlideFile:
-    """A slide on disk.
+    """A slide on disk: its id, the file that OpenSlide opens, as the user gave it, and all of its files.
 
-    Attributes:
-        id: its name in stores, tables and messages.
-        path: the file that OpenSlide opens, as the user gave it.
-        files: all of its files, including `path`.
-        subfolder: first folder below the user's argument, which may name its class; None if it is in none.
-        problem: the reason why it cannot be ingested, if known from its name.
+    `subfolder` is the first folder below the user's argument, which may name its class. `problem` is the reason why the
+    slide cannot be ingested, if known from its name.
     """
 
     id: str
@@ -62,7 +58,10 @@ def discover(arguments: Iterable[Path]) -> list[SlideFile]:
     for root in roots:
         prefix = f"{_folder_name(root)}/" if len(folders) > 1 and root.is_dir() else ""
         slides += [replace(slide, id=prefix + slide.id) for slide in _slides_of(root)]
-    slides = _distinct(_first_of_each_path(slides))
+    by_path: dict[str, SlideFile] = {}
+    for slide in sorted(slides, key=lambda slide: slide.id):
+        by_path.setdefault(os.path.realpath(slide.path), slide)
+    slides = _distinct(list(by_path.values()))
     if not slides:
         raise NothingToDo(
             f"no slide in {', '.join(map(str, roots))}",
@@ -157,13 +156,6 @@ def _text(name: str) -> tuple[str, str | None]:
         escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
         return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
     return unicodedata.normalize("NFC", name), None
-
-
-def _first_of_each_path(slides: list[SlideFile]) -> list[SlideFile]:
-    first: dict[str, SlideFile] = {}
-    for slide in sorted(slides, key=lambda slide: slide.id):
-        first.setdefault(os.path.realpath(slide.path), slide)
-    return list(first.values())
 
 
 def _distinct(slides: list[SlideFile]) -> list[SlideFile]:

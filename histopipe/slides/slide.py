@@ -27,15 +27,10 @@ WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, slots=True)
 class SlideInfo:
-    """Header of a slide.
+    """Header of a slide: OpenSlide's name of the format, the levels, largest first, and text of the file, if it has it.
 
-    Attributes:
-        vendor: OpenSlide's name of the format.
-        levels: the pyramid, largest first.
-        bounds: the part of level 0 that was scanned; all of it if the file does not say.
-        mpp_x, mpp_y, objective_power: text of the header; None if missing.
-        quickhash: OpenSlide's `quickhash-1`, not a hash of the content; None if it makes none.
-        has_icc_profile: whether there is a colour profile. It is not applied.
+    `bounds` is the part of level 0 that was scanned; all of it if the file does not say. `quickhash` is OpenSlide's
+    `quickhash-1`, not a hash of the content. A colour profile is not applied.
     """
 
     vendor: str

@@ -57,11 +57,7 @@ def read_thumbnail(
 ) -> Thumbnail:
     """Read the scanned area at about the scale `at`, very large ones coarser, averaged over whole pixels of `thumbnail_level`.
 
-    Args:
-        slide: an open slide.
-        mpp: scale of its level 0; None if unknown.
-        tiles: native tiles of that level, if available: several times as fast as OpenSlide.
-        at: wanted scale.
+    `mpp` is the scale of level 0; None if unknown. With native tiles of that level, it is several times as fast.
 
     Raises:
         SlideUnreadable: nothing can be read.
@@ -74,7 +70,7 @@ def read_thumbnail(
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
     canvas = _Canvas(slide, tiles, level, area, reduction, pixels)
-    for square in _squares(RegionLevel(0, 0, area.size), _BLOCK, reduction):
+    for square in _squares(area, _BLOCK, reduction):
         if not canvas.paint(square):
             # The damage may be one tile: only that one is lost.
             for small in _squares(square, _SMALL_BLOCK, reduction):
@@ -89,7 +85,7 @@ def read_thumbnail(
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """A thumbnail that is painted square by square; places are relative to its area."""
+    """A thumbnail of an area that is painted square by square."""
 
     slide: Slide
     tiles: NativeTiles | None
@@ -100,9 +96,8 @@ class _Canvas:
 
     def paint(self, square: RegionLevel) -> bool:
         """Read a square; return whether it could be read."""
-        region = RegionLevel(self.area.x + square.x, self.area.y + square.y, square.size)
         try:
-            part, reduced = self._read(region)
+            part, reduced = self._read(square)
         except SlideUnreadable:
             return False
         small = Image.fromarray(part).reduce(self.reduction // reduced)
@@ -123,7 +118,8 @@ class _Canvas:
 
     def place(self, square: RegionLevel) -> tuple[slice, slice]:
         """Return the rows and columns of the thumbnail for a square."""
-        x, y = square.x // self.reduction, square.y // self.reduction
+        x = (square.x - self.area.x) // self.reduction
+        y = (square.y - self.area.y) // self.reduction
         width = -(-square.size.width // self.reduction)
         height = -(-square.size.height // self.reduction)
         return slice(y, y + height), slice(x, x + width)

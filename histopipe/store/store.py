@@ -26,8 +26,7 @@ from histopipe.store.format import (
 )
 from histopipe.store.meta import entry, meta_entries, read_classes, read_records, read_spec
 from histopipe.store.reading import Columns, Reading, decode_picture
-from histopipe.store.record import SlideRecord, SlideState
-from histopipe.store.stains import StainFit, read_fits
+from histopipe.store.record import SlideRecord, SlideState, StainFit, read_fits
 from histopipe.system.files import Closing
 
 

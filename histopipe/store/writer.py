@@ -33,8 +33,7 @@ from histopipe.store.format import (
     value_crc,
 )
 from histopipe.store.meta import read_meta, read_record, read_records
-from histopipe.store.record import FailureKind, SlideRecord, SlideState
-from histopipe.store.stains import StainFit
+from histopipe.store.record import FailureKind, SlideRecord, SlideState, StainFit
 from histopipe.system.files import Closing
 from histopipe.tiling.spec import TilingSpec
 

@@ -20,8 +20,8 @@ from histopipe.evaluation.evaluate import (
     name_of,
     positive_class,
 )
-from histopipe.evaluation.metrics import bootstrap_draws
-from histopipe.evaluation.scores import Level, with_common_patients
+from histopipe.evaluation.predictions import Level, with_common_patients
+from histopipe.evaluation.statistics import bootstrap_draws
 from histopipe.evaluation.table import aligned, evaluation_lines
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result

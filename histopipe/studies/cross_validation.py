@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import queue
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.splits import Splits, write_splits
+from histopipe.dataset.splits import Splits
+from histopipe.dataset.splitting import make_folds
 from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import is_finished
-from histopipe.runs.settings import declared_settings, read_settings, to_toml
-from histopipe.runs.splits import new_folds, opened_sources
-from histopipe.runs.stopping import StopRequest, sigterm_interrupts
+from histopipe.runs.settings import declared_settings, read_settings
+from histopipe.runs.splits import opened_sources, split_options
+from histopipe.runs.supervision import StopRequest, Supervision, sigterm_interrupts
 from histopipe.runs.task_config import CONFIGS, make_config, resumed_config, with_stores
 from histopipe.runs.workers import in_cluster
 from histopipe.studies.cross_validation_result import (
@@ -25,20 +26,12 @@ from histopipe.studies.cross_validation_result import (
     Fold,
     reevaluate,
     summarize,
-    write_summary,
 )
 from histopipe.studies.settings import FoldSettings
-from histopipe.studies.trainings import (
-    TrainingLimits,
-    TrainingOutcome,
-    has_begun,
-    share_devices,
-    train_with_retries,
-)
+from histopipe.studies.trainings import TrainingOutcome, share_devices, train_with_retries
 from histopipe.system.progress import Progress, default_progress
 
 _SPLITS, _LOGS = run_folder.FOLD_SPLITS, "logs"
-_FOLD_SETTINGS = tuple(declared_settings(FoldSettings))
 
 
 def cross_validate(
@@ -82,7 +75,7 @@ def cross_validate(
 
 def _divided(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate the settings of the trainings from those of the folds."""
-    of_folds = {name: value for name, value in settings.items() if name in _FOLD_SETTINGS}
+    of_folds = {k: v for k, v in settings.items() if k in declared_settings(FoldSettings)}
     return {k: v for k, v in settings.items() if k not in of_folds}, of_folds
 
 
@@ -120,10 +113,8 @@ def _run_folds(
     devices = share_devices(config.devices, settings.parallel_folds)
     was_there = folder.exists()
     made = () if resume else _make_folds(config, settings.folds, progress)
-    with run_folder.held(folder):
-        if not resume and has_begun(folder):
-            raise UsageError(f"{folder}: another run has started there meanwhile")
-        _write_plan(config, settings, folder, made)
+    splits = {f"{_SPLITS}/fold-{number}.json": fold for number, fold in enumerate(made, 1)}
+    with run_folder.opened(folder, splits, config, settings, resume=resume):
         numbers = range(1, settings.folds + 1)
         folds = [_existing_fold(config, folder, number, progress) for number in numbers]
         try:
@@ -133,16 +124,14 @@ def _run_folds(
                 _remove_plan(folder, keep=was_there)
             raise
         except Interrupted:
-            write_summary(summarize(config, folder, folds))
+            summarize(config, folder, folds)
             raise
-        result = summarize(config, folder, folds)
-        write_summary(result)
-    return result
+        return summarize(config, folder, folds)
 
 
 def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Splits, ...]:
     with opened_sources(config) as sources:
-        made = new_folds(config, sources, folds)
+        made = make_folds(sources, folds, **split_options(config, sources))
     for number, splits in enumerate(made, 1):
         for side, counts in splits.count().items():
             missing = " and no ".join(name for name in splits.classes if not counts[name])
@@ -151,22 +140,9 @@ def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Sp
     return made
 
 
-def _write_plan(
-    config: TrainConfig, settings: FoldSettings, folder: Path, made: Sequence[Splits]
-) -> None:
-    """Write new splits of all folds, then the settings: a folder with settings has all splits."""
-    with run_folder.writable(folder):
-        (folder / _SPLITS).mkdir(exist_ok=True)
-        for number, splits in enumerate(made, 1):
-            write_splits(splits, folder / _SPLITS / f"fold-{number}.json")
-        run_folder.write_text(folder / run_folder.CONFIG, to_toml(config, settings))
-        if settings.parallel_folds > 1:
-            (folder / _LOGS).mkdir(exist_ok=True)
-
-
 def _remove_plan(folder: Path, *, keep: bool) -> None:
     """Remove splits and settings if no fold could start, so that the corrected command can run again."""
-    if any(has_begun(path) for path in folder.glob("fold-*")):
+    if any(run_folder.has_begun(path) for path in folder.glob("fold-*")):
         return
     (folder / run_folder.CONFIG).unlink()
     for part in (_SPLITS, _LOGS):
@@ -200,81 +176,69 @@ def _train(
         UsageError, NothingToDo: no fold can start with these settings.
         Interrupted: by Ctrl-C or SIGTERM.
     """
-    limits = TrainingLimits(seconds=settings.fold_timeout, retries=settings.retries)
+    stop = StopRequest()
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in devices:
         free.put(name)
 
-    def train(fold: Fold) -> TrainingOutcome | None:
-        if limits.stop.asked:
-            return None
+    def train(fold: Fold) -> None:
+        if stop.asked:
+            return
         name = free.get()
         try:
-            return _train_fold(replace(config, devices=name), settings, fold, limits, progress)
+            outcome = _train_fold(replace(config, devices=name), settings, fold, stop, progress)
         finally:
             free.put(name)
+        if outcome.result is None and stop.asked:
+            return
+        error, begun = outcome.error, any(run_folder.has_begun(it.folder) for it in folds)
+        if isinstance(error, UsageError | NothingToDo) and not begun:
+            raise error
+        folds[fold.number - 1] = replace(fold, **outcome._asdict())
 
     with ThreadPoolExecutor(settings.parallel_folds) as pool, sigterm_interrupts():
-        waiting = {pool.submit(train, fold): fold for fold in folds if fold.result is None}
+        trained = [pool.submit(train, fold) for fold in folds if fold.result is None]
         try:
-            for future in as_completed(waiting):
-                _record(folds, waiting[future], future.result())
+            for future in as_completed(trained):
+                future.result()
         except KeyboardInterrupt:
-            _end(limits.stop, waiting)
-            for future, fold in waiting.items():
-                outcome = future.result()
-                if outcome is not None and outcome.result is not None:
-                    _record(folds, fold, outcome)
+            _end(stop, trained)
             finished = sum(fold.result is not None for fold in folds)
             raise Interrupted(
                 "interrupted", found=f"{finished} of {len(folds)} folds finished",
                 todo=f"continue with `histopipe train --resume --out {folds[0].folder.parent}`",
             ) from None  # fmt: skip
         except BaseException:
-            limits.stop.ask()
+            stop.asked += 1
             raise
 
 
-def _end(stop: StopRequest, waiting: Iterable[Future[Any]]) -> None:
+def _end(stop: StopRequest, trained: Sequence[Future[None]]) -> None:
     """Let running folds save and end; a second Ctrl-C ends them at once."""
-    stop.ask()
+    stop.asked += 1
     try:
-        wait(waiting)
+        wait(trained)
     except KeyboardInterrupt:
-        stop.ask()
+        stop.asked += 1
+        wait(trained)
 
 
 def _train_fold(
-    config: TrainConfig,
-    settings: FoldSettings,
-    fold: Fold,
-    limits: TrainingLimits,
-    progress: Progress,
+    config: TrainConfig, settings: FoldSettings, fold: Fold, stop: StopRequest, progress: Progress
 ) -> TrainingOutcome:
     title, place = f"fold {fold.number}/{settings.folds}", fold.folder
-    progress.message(f"{title}: {'resumes' if has_begun(place) else 'starts'} in {place}")
+    verb = "resumes" if run_folder.has_begun(place) else "starts"
+    progress.message(f"{title}: {verb} in {place}")
     splits = place.parent / _SPLITS / f"{place.name}.json"
     # The lines of parallel folds would mix.
     log = place.parent / _LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
     outcome = train_with_retries(
-        replace(config, splits=str(splits)), place, limits, progress=progress, log=log
-    )
+        replace(config, splits=str(splits)), place,
+        Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True),
+        retries=settings.retries, progress=progress,
+    )  # fmt: skip
     text = f"done in {outcome.seconds:.0f} s"
     if outcome.error is not None:
-        text = f"{'' if limits.stop.asked else 'failed: '}{outcome.error}"
+        text = f"{'' if stop.asked else 'failed: '}{outcome.error}"
     progress.message(f"{title}: {text}")
     return outcome
-
-
-def _record(folds: list[Fold], fold: Fold, outcome: TrainingOutcome | None) -> None:
-    """Record the outcome of a fold; raise an error of the settings if no fold has started yet."""
-    if outcome is None:
-        return
-    if isinstance(outcome.error, UsageError | NothingToDo) and not any(
-        has_begun(it.folder) for it in folds
-    ):
-        raise outcome.error
-    folds[fold.number - 1] = replace(
-        fold, result=outcome.result, error=outcome.error, attempts=outcome.attempts,
-        seconds=outcome.seconds, host_bytes=outcome.host_bytes,
-    )  # fmt: skip

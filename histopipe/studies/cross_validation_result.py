@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.evaluate import Evaluation, Part, Thresholds, evaluate, judge
+from histopipe.evaluation.evaluate import FALLBACK, Evaluation, Part, Thresholds, evaluate, judge
 from histopipe.evaluation.metrics import FIGURES
-from histopipe.evaluation.predictions_file import read_predictions, write_predictions
-from histopipe.evaluation.scores import with_common_patients
+from histopipe.evaluation.predictions import (
+    read_predictions,
+    with_common_patients,
+    write_predictions,
+)
 from histopipe.evaluation.table import aligned, evaluation_lines, number
-from histopipe.evaluation.thresholds import FALLBACK
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
@@ -22,9 +24,7 @@ from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import load_config
 from histopipe.system.files import read_json
 
-_SUMMARY_JSON, _SUMMARY_CSV = "summary.json", "summary.csv"
 _SHOWN = ("patch", "slide_mean", "patient_mean")
-_MEGA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Fold:
             "epochs": done.epochs if done else None,
             "best_epoch": done.best_epoch if done else None,
             "seconds": done.seconds if done else self.seconds,
-            "host_mb": (done.host_bytes if done else self.host_bytes) / _MEGA,
-            "gpu_mb": done.gpu_bytes / _MEGA if done and done.gpu_bytes is not None else None,
+            "host_mb": (done.host_bytes if done else self.host_bytes) / 1e6,
+            "gpu_mb": done.gpu_bytes / 1e6 if done and done.gpu_bytes is not None else None,
         }
 
 
@@ -131,7 +131,7 @@ class CrossValidationResult:
 
 
 def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> CrossValidationResult:
-    """Summarize the folds, and write their pooled predictions."""
+    """Summarize the folds, and write `summary.csv`, `summary.json` and their pooled predictions."""
     columns: dict[str, list[float]] = {}
     for fold in folds:
         for name, value in fold.metrics.items():
@@ -139,17 +139,14 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     mean = {name: statistics.fmean(values) for name, values in columns.items()}
     deviation = {name: statistics.stdev(it) for name, it in columns.items() if len(it) > 1}
     pooled = _pooled(config, folder, folds)
-    return CrossValidationResult(folder, tuple(folds), mean, deviation, pooled)
-
-
-def write_summary(result: CrossValidationResult) -> None:
-    """Write `summary.csv` and `summary.json`."""
-    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in result.folds]
-    rows += [{"fold": "mean", **result.mean}, {"fold": "sd", **result.deviation}]
-    if result.pooled is not None:
-        rows.append({"fold": "pooled", **_defined_metrics(result.pooled)})
-    run_folder.write_csv(result.folder / _SUMMARY_CSV, rows)
-    run_folder.write_json(result.folder / _SUMMARY_JSON, result.to_json())
+    result = CrossValidationResult(folder, tuple(folds), mean, deviation, pooled)
+    rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
+    rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
+    if pooled is not None:
+        rows.append({"fold": "pooled", **_defined_metrics(pooled)})
+    run_folder.write_csv(folder / "summary.csv", rows)
+    run_folder.write_json(folder / "summary.json", result.to_json())
+    return result
 
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
@@ -184,13 +181,13 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
 
 
 def _pooled(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Evaluation | None:
-    done = [(fold.number, fold.result) for fold in folds if fold.result is not None]
+    done = {fold.number: fold.result for fold in folds if fold.result is not None}
     if not done:
         return None
-    parts = read_parts([result for _, result in done])
+    parts = read_parts(list(done.values()))
     tables = [
-        ({"split": "test", "fold": fold}, scores)
-        for (fold, _), (scores, _) in zip(done, parts, strict=True)
+        ({"split": "test", "fold": number}, scores)
+        for number, (scores, _) in zip(done, parts, strict=True)
     ]
     write_predictions(folder / run_folder.PREDICTIONS, tables)
     return evaluate(parts, config.judging)

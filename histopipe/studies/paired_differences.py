@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.evaluate import JudgeSettings, Part, joined
 from histopipe.evaluation.metrics import FIGURES, decide, interval_of
-from histopipe.evaluation.scores import Aggregation, Level, PatchScores, Scores
+from histopipe.evaluation.predictions import Aggregation, Level, PatchScores, Scores
 from histopipe.evaluation.statistics import Statistics
 
 
@@ -56,12 +56,8 @@ def tested_items(
 ) -> TestedItems:
     """Return the items of a level that were tested.
 
-    Args:
-        parts: predictions, each with its thresholds.
-        level, how: level, and how patches are aggregated to it.
-        judging: evaluation settings.
-        positive: number of the positive class; None for more than two classes.
-        by_patches: slides and patients are equal if their patches are; else if their names are.
+    `positive` is None for more than two classes. With `by_patches`, slides and patients are equal if their patches are; else if
+    their names are.
     """
     scores, threshold, _ = joined(parts, level, how, judging)
     decided = decide(scores, positive, threshold)
@@ -108,15 +104,12 @@ def differences_of(
     patients = len(np.unique(ours.scores.patient))
     values = _differences(other, first, np.ones((1, first.patients)))
     resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
-    found = {}
-    for name in FIGURES:
-        value = float(values[name][0])
-        if not np.isfinite(value):
-            found[name] = Difference(None, None)
-        elif not resampled or patients < 2:
-            found[name] = Difference(value, None)
-        else:
-            found[name] = Difference(value, interval_of(resampled[name], patients))
+    found = dict.fromkeys(FIGURES, Difference(None, None))
+    for name, (value,) in values.items():
+        if np.isfinite(value):
+            known = resampled and patients > 1
+            interval = interval_of(resampled[name], patients) if known else None
+            found[name] = Difference(float(value), interval)
     return found
 
 

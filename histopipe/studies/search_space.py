@@ -70,7 +70,7 @@ class SearchSpace:
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parameters of a trial to settings: a text with commas is a list where the setting is one."""
     return {
-        name: tuple(part.strip() for part in value.split(",")) if _is_list(name) else value
+        name: tuple(part.strip() for part in value.split(",")) if _DECLARED[name].is_list else value
         for name, value in params.items()
     }
 
@@ -117,7 +117,7 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
     if unknown or not {"low", "high"} <= set(value):
         raise UsageError(what, found=dict(value), expected="{ low = …, high = … }, log or step")
     for key in ("low", "high", "step"):
-        if key in value and (_is_list(name) or isinstance(value[key], str | bool)):
+        if key in value and (_DECLARED[name].is_list or isinstance(value[key], str | bool)):
             raise UsageError(f"{what}.{key}", found=repr(value[key]), expected="a number")
         if key in value:
             _checked(f"{what}.{key}", name, value[key])
@@ -141,13 +141,9 @@ def _choice(what: str, name: str, values: list[Any] | tuple[Any, ...]) -> Choice
 
 
 def _checked(what: str, name: str, value: Any) -> Any:
-    if _is_list(name):
+    if _DECLARED[name].is_list:
         if not isinstance(value, str):
             raise UsageError(what, found=repr(value), expected="texts such as 'flips,crop'")
     elif not _DECLARED[name].fits(value):
         raise UsageError(what, found=repr(value), expected=_DECLARED[name].example)
     return value
-
-
-def _is_list(name: str) -> bool:
-    return _DECLARED[name].is_list

@@ -18,12 +18,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from histopipe.errors import HistopipeError, MachineShort, UsageError
+from histopipe.errors import MachineShort, UsageError
+from histopipe.runs.folder import writable
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
+from histopipe.system.files import locked
 from histopipe.system.filesystems import network_filesystem
 from histopipe.system.hashing import combine
-from histopipe.system.locks import locked
 
 if TYPE_CHECKING:
     import optuna
@@ -32,7 +33,6 @@ TRIALS, JOURNAL = "trials", "study.journal"
 _HOME, _SETTINGS = "home", "settings"
 _LOCK, STUDY_ID = "study.lock", "study.id"
 _POLL_SECONDS = 1.0
-_START_TRIALS = 5
 
 
 def _are_same(recorded: str, wanted: str) -> bool:
@@ -61,7 +61,9 @@ class Study:
         self, folder: Path, settings: StudySettings, space: SearchSpace, base: Mapping[str, Any]
     ) -> None:
         self._optuna = load_optuna()
-        self._folder, self._settings = folder, settings
+        self.folder, self.settings = folder, settings
+        with writable(folder):
+            (folder / TRIALS).mkdir(parents=True, exist_ok=True)
         self._check_locks()
         with self.locked():
             self._storage = open_storage(settings.storage, folder)
@@ -88,7 +90,7 @@ class Study:
 
     def folder_of(self, number: int) -> Path:
         """Return the folder of a trial's run."""
-        return self._folder / TRIALS / f"trial-{number:04d}"
+        return self.folder / TRIALS / f"trial-{number:04d}"
 
     @contextmanager
     def claimed(self) -> Iterator[optuna.trial.Trial | None]:
@@ -107,14 +109,12 @@ class Study:
 
     def tell(self, trial: optuna.trial.Trial, value: float | None, state: str) -> None:
         """Record how a trial ended: "COMPLETE", "PRUNED" or "FAIL"."""
-        state_of = self._optuna.trial.TrialState
-        values = value if state == "COMPLETE" else None
-        self._study.tell(trial.number, values, state=state_of[state])
+        self._study.tell(trial.number, value, state=self._optuna.trial.TrialState[state])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the search: one process at a time."""
-        with locked(self._folder / _LOCK, wait_seconds=math.inf):
+        with locked(self.folder / _LOCK, wait_seconds=math.inf):
             yield
 
     def _left_behind(self, held: ExitStack) -> optuna.trial.Trial | None:
@@ -135,7 +135,7 @@ class Study:
         """Create and lock a trial, unless there are enough."""
         trials = self.trials()
         waiting = [trial for trial in trials if trial.state.name == "WAITING"]
-        if len(trials) >= self._settings.trials and not waiting:
+        if len(trials) >= self.settings.trials and not waiting:
             return None
         if not waiting:
             # With its folder from the first moment on, in case this process dies in the next.
@@ -153,18 +153,16 @@ class Study:
 
     def _lock_trial(self, number: int, held: ExitStack) -> bool:
         """Lock a trial until `held` is closed. Return False if another process has the lock."""
-        folder = self._folder / TRIALS
-        folder.mkdir(exist_ok=True)
-        return held.enter_context(locked(folder / f"{number:04d}.lock"))
+        return held.enter_context(locked(self.folder / TRIALS / f"{number:04d}.lock"))
 
     def _check_locks(self) -> None:
         """Check that the filesystem of the folder has locks: otherwise two processes could train the same trial."""
-        path = self._folder / f"{_LOCK}.{uuid.uuid4().hex}"
+        path = self.folder / f"{_LOCK}.{uuid.uuid4().hex}"
         try:
             with locked(path) as first, locked(path) as second:
                 if first and second:
                     raise UsageError(
-                        f"{self._folder} is on a filesystem without locks",
+                        f"{self.folder} is on a filesystem without locks",
                         todo="choose an --out on a local disk, or on NFS with its lock service",
                     )
         finally:
@@ -172,21 +170,21 @@ class Study:
 
     def _folder_id(self) -> str:
         """Return the identity of the folder, the same for every machine and path."""
-        path = self._folder / STUDY_ID
+        path = self.folder / STUDY_ID
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
         return path.read_text()
 
     def _pruner(self) -> Any:
-        if self._settings.pruner == "none":
+        if self.settings.pruner == "none":
             return self._optuna.pruners.NopPruner()
-        return self._optuna.pruners.MedianPruner(n_startup_trials=_START_TRIALS)
+        return self._optuna.pruners.MedianPruner(n_startup_trials=5)
 
     def _sampler(self, number: int) -> Any:
         """Return the sampler of one trial, with its own seed: with one seed, all processes would draw the same."""
         samplers = self._optuna.samplers
-        seed = int(combine(self._settings.seed, number)) & 0x7FFFFFFF
-        if self._settings.sampler == "random":
+        seed = int(combine(self.settings.seed, number)) & 0x7FFFFFFF
+        if self.settings.sampler == "random":
             return samplers.RandomSampler(seed)
         # Running trials count as bad, so that processes do not try similar settings.
         return samplers.TPESampler(seed=seed, constant_liar=True)
@@ -215,34 +213,32 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
     Raises:
         UsageError: SQLite on a network filesystem, or a storage that cannot be opened.
     """
-    path = Path(url) if url is not None and "://" not in url else folder / JOURNAL
+    storages = load_optuna().storages
+    is_url = url is not None and "://" in url
+    path = folder / JOURNAL if url is None or is_url else Path(url)
     if path.is_dir() or not path.parent.is_dir():
         raise UsageError(
             f"--storage {url}", found="a folder, or a file in a missing folder", expected="a file"
         )
-    _refuse_shared_sqlite(url or "")
+    if url is not None and url.startswith("sqlite"):
+        _refuse_network(Path(url.partition(":///")[2].partition("?")[0]))
     try:
-        storage: optuna.storages.BaseStorage = _open(url, path)
-    except HistopipeError:
-        raise
+        storage: optuna.storages.BaseStorage
+        if url is not None and url.startswith("redis"):
+            storage = storages.JournalStorage(storages.journal.JournalRedisBackend(url))
+        elif is_url:
+            storage = storages.RDBStorage(url)
+        else:
+            lock = _JournalLock(path.with_name(f"{path.name}.flock"))
+            _remove_partial_line(path, lock)
+            journal = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
+            storage = storages.JournalStorage(journal)
     except Exception as error:
         raise UsageError(
             "--storage cannot be opened", found=str(error).split("\n")[0],
             expected="a running database server, and its driver installed",
         ) from error  # fmt: skip
     return storage
-
-
-def _open(url: str | None, path: Path) -> Any:
-    storages = load_optuna().storages
-    if url is not None and url.startswith("redis"):
-        return storages.JournalStorage(storages.journal.JournalRedisBackend(url))
-    if url is not None and "://" in url:
-        return storages.RDBStorage(url)
-    lock = _JournalLock(path.with_name(f"{path.name}.flock"))
-    _remove_partial_line(path, lock)
-    backend = storages.journal.JournalFileBackend(str(path), lock_obj=lock)
-    return storages.JournalStorage(backend)
 
 
 class _JournalLock:
@@ -265,11 +261,8 @@ class _JournalLock:
         self._held.close()
 
 
-def _refuse_shared_sqlite(url: str) -> None:
-    if not url.startswith("sqlite"):
-        return
-    path = url.partition(":///")[2].partition("?")[0]
-    kind = network_filesystem(Path(path).parent)
+def _refuse_network(path: Path) -> None:
+    kind = network_filesystem(path.parent)
     if kind is not None:
         raise UsageError(
             "--storage: SQLite cannot be shared over a network",

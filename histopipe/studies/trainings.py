@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from histopipe.errors import (
     DamagedStore,
@@ -24,24 +21,13 @@ from histopipe.errors import (
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import TrainResult
-from histopipe.runs.stopping import StopRequest, Supervision
-from histopipe.runs.supervision import supervise
+from histopipe.runs.supervision import Supervision, supervise
 from histopipe.system.progress import Progress
 
 _COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_devices('GPU')))"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingLimits:
-    """Limits of each training: seconds of one attempt, 0 for none; attempts after the first; and a request that ends all."""
-
-    seconds: float
-    retries: int
-    stop: StopRequest = field(default_factory=StopRequest)
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingOutcome:
+class TrainingOutcome(NamedTuple):
     """Result of a training, or its error; the duration of all attempts, and the peak memory of their processes."""
 
     result: TrainResult | None
@@ -51,42 +37,25 @@ class TrainingOutcome:
     host_bytes: int = 0
 
 
-def has_begun(folder: Path) -> bool:
-    """Return whether a folder holds a run that can be resumed."""
-    return (folder / run_folder.CONFIG).exists()
-
-
 def train_with_retries(
-    config: TrainConfig,
-    folder: Path,
-    limits: TrainingLimits,
-    *,
-    progress: Progress,
-    epoch: Callable[[dict[str, Any]], None] | None = None,
-    log: Path | None = None,
+    config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
 ) -> TrainingOutcome:
     """Train, and retry after failures that may be temporary. Each attempt resumes from the last saved state.
 
-    An exception that `epoch` raises ends the training and is passed on. It is called with the row of each epoch. `log` is a file for
-    the messages of the training.
+    An exception that `watch.epoch` raises ends the training and is passed on.
     """
-    start, host_bytes = time.monotonic(), 0
-    for number in range(1, limits.retries + 2):
-        watch = Supervision(
-            seconds=limits.seconds or math.inf, stop=limits.stop, epoch=epoch, log=log,
-            alone=True, host_bytes=host_bytes,
-        )  # fmt: skip
+    start = time.monotonic()
+    for number in range(1, retries + 2):
         result, failed = None, None
         run_folder.clear_leftovers(folder)
         try:
-            result = supervise(config, folder, resume=has_begun(folder), watch=watch)
+            result = supervise(config, folder, resume=run_folder.has_begun(folder), watch=watch)
         except HistopipeError as error:
             failed = error
-        host_bytes = watch.host_bytes
-        if failed is None or number > limits.retries or not _is_temporary(failed):
+        if failed is None or number > retries or not _is_temporary(failed):
             break
-        progress.message(f"{folder}: {failed}; retry {number} of {limits.retries}")
-    return TrainingOutcome(result, failed, number, time.monotonic() - start, host_bytes)
+        progress.message(f"{folder}: {failed}; retry {number} of {retries}")
+    return TrainingOutcome(result, failed, number, time.monotonic() - start, watch.host_bytes)
 
 
 def _is_temporary(error: HistopipeError) -> bool:

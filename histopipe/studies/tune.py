@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,19 +14,15 @@ from histopipe.dataset.splits import DROPPED, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import TrainResult, is_finished, read_result
+from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
+from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
 from histopipe.studies.search_space import SearchSpace, read_space, space_of
 from histopipe.studies.settings import Metric, Pruner, Sampler, StudySettings
 from histopipe.studies.study import TRIALS, Study, load_optuna
-from histopipe.studies.trainings import (
-    TrainingLimits,
-    TrainingOutcome,
-    has_begun,
-    train_with_retries,
-)
-from histopipe.studies.tune_result import TuneResult, result_of, write_tune_result
+from histopipe.studies.trainings import TrainingOutcome, train_with_retries
+from histopipe.studies.tune_result import TuneResult, summarize
 from histopipe.system.progress import Progress, default_progress
 
 if TYPE_CHECKING:
@@ -94,32 +90,22 @@ def tune(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
     )  # fmt: skip
-    return _Search(base, found, own, Path(out), progress or default_progress()).run()
+    facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
+    study = Study(Path(out), own, found, facts)
+    with study.locked():
+        _write_splits(base, study.folder)
+    return _Search(base, found, study, progress or default_progress()).run()
 
 
+@dataclass(slots=True)
 class _Search:
     """The part of a search that this process runs."""
 
-    def __init__(
-        self,
-        base: TrainConfig,
-        space: SearchSpace,
-        settings: StudySettings,
-        folder: Path,
-        progress: Progress,
-    ) -> None:
-        self._base, self._space, self._settings, self._folder = base, space, settings, folder
-        self._progress = progress
-        self._limits = TrainingLimits(seconds=settings.trial_timeout, retries=settings.retries)
-        self._wrong_settings: list[HistopipeError] = []
-        self._optuna = load_optuna()
-        with run_folder.writable(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / TRIALS).mkdir(exist_ok=True)
-        facts = {k: v for k, v in base.values().items() if k not in _LOCAL}
-        self._study = Study(folder, settings, space, facts)
-        with self._study.locked():
-            _write_splits(base, folder)
+    _base: TrainConfig
+    _space: SearchSpace
+    _study: Study
+    _progress: Progress
+    _wrong_settings: list[HistopipeError] = field(default_factory=list)
 
     def run(self) -> TuneResult:
         """Train trials until all have ended, those of other processes included."""
@@ -130,63 +116,57 @@ class _Search:
                     continue
             if not self._study.wait():
                 break
-        return self._summarize()
-
-    def _summarize(self) -> TuneResult:
-        result = result_of(
-            self._folder, self._base, self._study.trials(), self._study.folder_of,
-            direction=self._settings.direction,
-        )  # fmt: skip
-        with self._study.locked():
-            write_tune_result(result)
-        return result
+        return summarize(self._study, self._base)
 
     def _run_trial(self, trial: optuna.trial.Trial) -> None:
         params = self._space.suggest(trial)
         tried = ", ".join(f"{name} {value}" for name, value in trial.params.items())
         folder = self._study.folder_of(trial.number)
-        verb, show = "resumes" if has_begun(folder) else "starts", self._progress.message
-        show(f"trial {trial.number} of {self._settings.trials} {verb}: {tried}")
+        verb, show = "resumes" if run_folder.has_begun(folder) else "starts", self._progress.message
+        show(f"trial {trial.number} of {self._study.settings.trials} {verb}: {tried}")
         try:
             outcome = self._train(trial, params, folder)
-        except self._optuna.TrialPruned:
+        except load_optuna().TrialPruned:
             self._study.tell(trial, None, "PRUNED")
             show(f"trial {trial.number}: pruned")
             self._finish(folder)
             return
         if isinstance(outcome.error, Interrupted):
-            self._summarize()
+            summarize(self._study, self._base)
             raise Interrupted(
                 "interrupted", found=f"trial {trial.number} is running",
                 todo="the same command continues it",
             ) from outcome.error  # fmt: skip
         value, reason = None, str(outcome.error)
         if outcome.result is not None:
-            value = validation_value(outcome.result, self._settings.metric)
+            found = outcome.result.metrics["validation"].finest
+            values = {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}
+            value = values[self._study.settings.metric]
             reason = "validation has one class only"
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
             self._study.tell(trial, None, "FAIL")
             show(f"trial {trial.number}: failed: {reason}")
-            self._check_settings(outcome, folder)
+            self._check_settings(outcome.error, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
-            show(f"trial {trial.number}: validation {self._settings.metric} {value:.4f}")
+            show(f"trial {trial.number}: validation {self._study.settings.metric} {value:.4f}")
         self._finish(folder)
 
     def _finish(self, folder: Path) -> None:
         """Remove the resume state of a trial, which is larger than the model, and summarize."""
         for path in folder.glob("resume*.npz"):
             path.unlink()
-        self._summarize()
+        summarize(self._study, self._base)
 
     def _train(
         self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
     ) -> TrainingOutcome:
         if is_finished(folder):  # by a process that died before it recorded that
             return TrainingOutcome(read_result(folder), None)
-        splits = str(self._folder / TRIALS / run_folder.SPLITS)
+        settings = self._study.settings
+        splits = str(self._study.folder / TRIALS / run_folder.SPLITS)
         try:
             config = changed_config(self._base, splits=splits, **params)
         except UsageError as error:
@@ -194,30 +174,24 @@ class _Search:
         reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
-            value = row[f"val_{self._settings.metric}"]
+            value = row[f"val_{settings.metric}"]
             if value is not None and row["epoch"] not in reported:
                 trial.report(value, row["epoch"])
                 if trial.should_prune():
-                    raise self._optuna.TrialPruned
+                    raise load_optuna().TrialPruned
 
+        watch = Supervision(seconds=settings.trial_timeout, epoch=report, alone=True)
         return train_with_retries(
-            config, folder, self._limits, progress=self._progress, epoch=report
+            config, folder, watch, retries=settings.retries, progress=self._progress
         )
 
-    def _check_settings(self, outcome: TrainingOutcome, folder: Path) -> None:
+    def _check_settings(self, error: HistopipeError | None, folder: Path) -> None:
         """End a search whose first trials all fail because of their settings, before they start."""
-        error = outcome.error
-        if isinstance(error, UsageError | NothingToDo) and not has_begun(folder):
+        if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
         ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
         if not ended and len(self._wrong_settings) >= _MAX_WRONG_SETTINGS:
             raise self._wrong_settings[0]
-
-
-def validation_value(result: TrainResult, metric: str) -> float | None:
-    """Return the metric of the best model on the validation patches, or bags."""
-    found = result.metrics["validation"].finest
-    return {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}[metric]
 
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import changed_config
 from histopipe.studies.search_space import settings_of
+from histopipe.studies.study import Study
 
 if TYPE_CHECKING:
     import optuna
@@ -104,20 +105,23 @@ class TuneResult:
         return "\n".join(lines)
 
 
-def result_of(
-    folder: Path,
-    base: TrainConfig,
-    trials: Sequence[optuna.trial.FrozenTrial],
-    folder_of: Callable[[int], Path],
-    *,
-    direction: str,
-) -> TuneResult:
-    """Return the result of the trials of a search so far."""
-    found = tuple(_trial(trial, folder_of(trial.number)) for trial in trials)
+def summarize(study: Study, base: TrainConfig) -> TuneResult:
+    """Summarize the trials so far, and write `trials.csv`, and `best.toml` for `histopipe train --config`."""
+    result = _result(study, base)
+    with study.locked():
+        run_folder.write_csv(study.folder / TRIALS_CSV, [it.to_json() for it in result.trials])
+        if result.config is not None:
+            run_folder.write_text(study.folder / _BEST, to_toml(result.config))
+    return result
+
+
+def _result(study: Study, base: TrainConfig) -> TuneResult:
+    folder = study.folder
+    found = tuple(_trial(trial, study.folder_of(trial.number)) for trial in study.trials())
     done = [(trial.value, trial) for trial in found if trial.value is not None]
     if not done:
         return TuneResult(folder, found, None, None)
-    sign = -1 if direction == "minimize" else 1
+    sign = -1 if study.settings.direction == "minimize" else 1
     # Of equal trials the first.
     _, best = max(done, key=lambda it: (sign * it[0], -it[1].number))
     config = _with_absolute_paths(changed_config(base, **best.settings), folder)
@@ -135,13 +139,6 @@ def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     if "stores" in values:
         paths["stores"] = tuple(str(Path(path).resolve()) for path in values["stores"])
     return changed_config(config, **paths)
-
-
-def write_tune_result(result: TuneResult) -> None:
-    """Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
-    run_folder.write_csv(result.folder / TRIALS_CSV, [trial.to_json() for trial in result.trials])
-    if result.config is not None:
-        run_folder.write_text(result.folder / _BEST, to_toml(result.config))
 
 
 def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:

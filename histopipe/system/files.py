@@ -1,12 +1,15 @@
-"""Writing files by one rename, and reading files that others may have written."""
+"""Write files by one rename, read files of unknown origin, and lock files and folders."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -134,11 +137,7 @@ def record_or_check(
 ) -> None:
     """Record the settings that the contents of a folder depend on in a JSON file, or compare them with the recorded ones.
 
-    Args:
-        path: the JSON file, in the folder.
-        settings: as JSON values.
-        ignored: settings that may differ.
-        contents: what the folder holds, for messages.
+    The settings that are `ignored` may differ. `contents` is what the folder holds, for messages.
 
     Raises:
         UsageError: a setting differs.
@@ -165,3 +164,35 @@ def record_or_check(
             ),
             todo="choose another --out",
         )
+
+
+_POLL_SECONDS = 0.05
+
+
+@contextmanager
+def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
+    """Lock a folder, or a file, which is created if missing. Yields whether this process has the lock.
+
+    A lock ends with its process. On a network filesystem without locks every process gets it. With `math.inf`, it waits
+    until the lock is free.
+
+    Raises:
+        OSError: the path cannot be opened.
+    """
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        until = time.monotonic() + wait_seconds
+        while not (free := _lock_if_free(fd)) and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+        yield free
+    finally:
+        os.close(fd)
+
+
+def _lock_if_free(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
+    return True

@@ -86,38 +86,24 @@ class SilentProgress:
 
 
 class BarProgress:
-    """Bars by tqdm, with messages above them.
-
-    Args:
-        stream: a terminal, or standard error of a notebook.
-        notebook: use tqdm's notebook bars.
-    """
+    """Bars by tqdm on a terminal or, if it has the widgets, in a notebook, with messages above them."""
 
     def __init__(self, stream: TextIO, *, notebook: bool = False) -> None:
         # Late: `--help` must answer at once.
         from tqdm import tqdm
 
-        self._stream = stream
+        self._stream, self._write = stream, tqdm.write
         self._tqdm: Any = tqdm
-        self._write = tqdm.write
         if notebook and importlib.util.find_spec("ipywidgets") is not None:
             from tqdm.notebook import tqdm_notebook
 
             self._tqdm = tqdm_notebook
 
-    def bar(
-        self,
-        title: str,
-        *,
-        unit: str,
-        total: int | None = None,
-        done: int = 0,
-        detail: bool = False,
-    ) -> Bar:
+    def bar(self, title: str, *, unit: str, detail: bool = False, **options: Any) -> Bar:
         """Start a bar."""
         bar = self._tqdm(
-            desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=total, initial=done,
-            file=self._stream, leave=False, unit_scale=unit == "bytes",
+            desc=f"  {title[-40:]}" if detail else title, unit=f" {unit}", total=options.get("total"),
+            initial=options.get("done", 0), file=self._stream, leave=False, unit_scale=unit == "bytes",
         )  # fmt: skip
         return _TqdmBar(bar, self.message)
 
@@ -165,18 +151,10 @@ class LineProgress:
 
 
 class _LineBar(Bar):
-    def __init__(
-        self,
-        progress: LineProgress,
-        title: str,
-        *,
-        unit: str,
-        total: int | None = None,
-        done: int = 0,
-    ) -> None:
-        super().__init__(done)
-        self._progress, self._title, self._unit, self._total = progress, title, unit, total
-        self._first = done
+    def __init__(self, progress: LineProgress, title: str, *, unit: str, **options: Any) -> None:
+        super().__init__(options.get("done", 0))
+        self._progress, self._title, self._unit = progress, title, unit
+        self._first, self._total = self._done, options.get("total")
         self._start = self._last = time.monotonic()
 
     def update(self, done: int, total: int | None = None) -> None:

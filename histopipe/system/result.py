@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,8 +14,10 @@ class Result:
     """The result of a command, which prints as text. Subclasses are dataclasses without a generated `repr`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
-        return asdict(self)
+        """Return all fields, and the exit code if there is one, as a JSON-ready dict; paths as text."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        code = getattr(self, "exit_code", None)
+        return values if code is None else {**values, "exit_code": int(code)}
 
     def __repr__(self) -> str:
         return str(self)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from histopipe.errors import MachineShort
@@ -53,13 +54,12 @@ def _quiet() -> Iterator[None]:
     level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        with Path(os.devnull).open("wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
         yield
     finally:
         if level is None:
             del os.environ["TF_CPP_MIN_LOG_LEVEL"]
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)

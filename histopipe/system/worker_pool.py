@@ -8,6 +8,7 @@ import the caller's main module again, so functions of that module cannot be sub
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,6 +27,7 @@ from typing import Any, TypeVar
 from histopipe.errors import MachineShort
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _FALSE_STARTS = 3
 """Workers in a row that may end before they are ready; after that, waiting tasks fail."""
@@ -46,7 +48,7 @@ class TookTooLong(WorkerDied):
 class _SubmittedCall:
     future: Future[Any]
     message: bytes
-    seconds: float | None
+    seconds: float
 
 
 @dataclass(slots=True)
@@ -55,15 +57,13 @@ class _Worker:
     pipe: Connection
     ready: bool = False
     call: _SubmittedCall | None = None
-    deadline: float | None = None
+    deadline: float = math.inf
 
 
 class WorkerPool(Executor):
     """An executor over worker processes, which end with this process, even if it is killed.
 
-    Args:
-        workers: number of processes.
-        prepare: called once in each before its first task, to import what the tasks need.
+    Each calls `prepare` once before its first task, to import what the tasks need.
 
     Example:
         >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -75,7 +75,7 @@ class WorkerPool(Executor):
         self._prepare = pickle.dumps(prepare, protocol=5)
         self._waiting: deque[_SubmittedCall] = deque()
         self._lock = threading.Lock()
-        self._ending = self._hurried = False
+        self._ending, self._latest = False, math.inf
         self._false_starts = 0
         self._woken, self._wake = multiprocessing.Pipe(duplex=False)
         self._count = workers
@@ -85,28 +85,12 @@ class WorkerPool(Executor):
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Call `fn` in a worker. The future raises WorkerDied if the worker ends first."""
-        return self._submit(None, fn, args, kwargs)
+        return self.submit_within(math.inf, fn, *args, **kwargs)
 
-    def submit_within(self, seconds: float, fn: Callable[..., T], /, *args: Any) -> Future[T]:
-        """Call `fn` in a worker. If it takes longer, the worker is ended, and the future raises TookTooLong."""
-        return self._submit(seconds, fn, args, {})
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let all calls end, then end the workers. With `cancel_futures`, drop waiting calls and end within ten seconds."""
-        with self._lock:
-            self._ending, self._hurried = True, cancel_futures
-        for call in self._take_waiting() if cancel_futures else ():
-            call.future.cancel()
-        self._notify()
-        if wait:
-            self._thread.join()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.shutdown(cancel_futures=kind is not None)
-
-    def _submit(
-        self, seconds: float | None, fn: Callable[..., T], args: Any, kwargs: Any
+    def submit_within(
+        self, seconds: float, fn: Callable[..., T], /, *args: Any, **kwargs: Any
     ) -> Future[T]:
+        """Call `fn` in a worker. If it takes longer, the worker is ended, and the future raises TookTooLong."""
         message = pickle.dumps((fn, args, kwargs), protocol=5)
         call = _SubmittedCall(Future(), message, seconds)
         with self._lock:
@@ -115,6 +99,21 @@ class WorkerPool(Executor):
             self._waiting.append(call)
         self._notify()
         return call.future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let all calls end, then end the workers. With `cancel_futures`, drop waiting calls and end within ten seconds."""
+        with self._lock:
+            self._ending = True
+            if cancel_futures:
+                self._latest = time.monotonic() + _GRACE_SECONDS
+        for call in self._take_waiting() if cancel_futures else ():
+            call.future.cancel()
+        self._notify()
+        if wait:
+            self._thread.join()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.shutdown(cancel_futures=kind is not None)
 
     def _notify(self) -> None:
         """Wake the serving thread, so that it sees what has changed."""
@@ -169,9 +168,6 @@ class WorkerPool(Executor):
                 idle = not self._waiting and all(worker.call is None for worker in self._workers)
                 if self._ending and idle:
                     return
-                hurried, self._hurried = self._hurried, False
-            if hurried:
-                self._shorten_deadlines()
             self._receive_results()
 
     def _send_calls(self) -> None:
@@ -184,22 +180,15 @@ class WorkerPool(Executor):
                 if not call.future.set_running_or_notify_cancel():
                     continue
                 worker.call = call
-                worker.deadline = call.seconds and time.monotonic() + call.seconds
+                worker.deadline = time.monotonic() + call.seconds
                 # If the worker died while idle, its pipe has ended: the call then fails as with any other death.
                 with contextlib.suppress(OSError):
                     worker.pipe.send_bytes(call.message)
 
-    def _shorten_deadlines(self) -> None:
-        soon = time.monotonic() + _GRACE_SECONDS
-        for worker in self._workers:
-            if worker.call is not None:
-                worker.deadline = min(soon, worker.deadline or soon)
-
     def _receive_results(self) -> None:
-        deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
-        timeout = min([max(0.0, d - time.monotonic()) for d in deadlines], default=None)
-        if timeout is not None:
-            timeout = min(timeout, _LONGEST_WAIT_SECONDS)  # the kernel's timers end at a few weeks
+        first = min(self._latest, *(worker.deadline for worker in self._workers))
+        # The kernel's timers end at a few weeks.
+        timeout = min(max(0.0, first - time.monotonic()), _LONGEST_WAIT_SECONDS)
         ready = wait([self._woken, *(worker.pipe for worker in self._workers)], timeout)
         if self._woken in ready:
             self._woken.recv_bytes()
@@ -207,7 +196,7 @@ class WorkerPool(Executor):
             if worker.pipe in ready:
                 if not self._receive(worker):
                     self._replace(place, WorkerDied(_how_it_ended(worker)))
-            elif worker.deadline is not None and worker.deadline <= time.monotonic():
+            elif worker.call and min(worker.deadline, self._latest) <= time.monotonic():
                 worker.process.kill()
                 self._replace(place, TookTooLong("it was not done in time"))
 
@@ -222,7 +211,7 @@ class WorkerPool(Executor):
         except Exception as error:  # noqa: BLE001 - the future raises it
             done, value = False, error
         worker.ready, self._false_starts = True, 0
-        call, worker.call, worker.deadline = worker.call, None, None
+        call, worker.call, worker.deadline = worker.call, None, math.inf
         if call is not None:
             (call.future.set_result if done else call.future.set_exception)(value)
         return True
@@ -255,3 +244,48 @@ def _how_it_ended(worker: _Worker) -> str:
         known = -code in {*signal.Signals}
         return f"killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return f"ended with exit code {code}"
+
+
+def silence() -> None:
+    """Let a worker write nothing to standard error: LMDB prints an assertion before it aborts."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def result_of(future: Future[R]) -> R:
+    """Return the result of a task, as `Future.result`.
+
+    Raises:
+        WorkerDied: the task killed its worker, or took too long.
+        MachineShort: the system killed the worker by SIGKILL, most likely because memory ran out.
+    """
+    try:
+        return future.result()
+    except WorkerDied as error:
+        if "SIGKILL" not in str(error):
+            raise
+        raise MachineShort(
+            "a worker process was killed",
+            found=str(error),
+            todo="free memory, or use fewer --workers",
+        ) from error
+
+
+def results_of(
+    pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Iterable[list[T]]
+) -> Iterator[tuple[list[T], R | WorkerDied]]:
+    """Run a task on batches of items. A batch that kills its worker, or takes too long, is halved until the item is known.
+
+    Yields each batch with its result, or a batch of one item with the error of its worker. Raises MachineShort as `result_of`.
+    """
+    waiting = deque((batch, pool.submit_within(seconds, task, batch)) for batch in batches)
+    while waiting:
+        batch, future = waiting.popleft()
+        try:
+            yield batch, result_of(future)
+        except WorkerDied as error:
+            if len(batch) == 1:
+                yield batch, error
+                continue
+            half = len(batch) // 2
+            for part in (batch[:half], batch[half:]):
+                waiting.append((part, pool.submit_within(seconds, task, part)))

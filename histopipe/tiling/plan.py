@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import ScaleError
-from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, frozen_array, same_scale
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.tiling.mask import TissueMask
@@ -38,11 +38,7 @@ def choose_level(
 ) -> LevelChoice:
     """Choose the level of the spec, or the coarsest that is not coarser than its scale: pixels are never invented.
 
-    Args:
-        name: slide id, for messages.
-        levels: the slide's pyramid.
-        mpp: level-0 scale; None if unknown, which only `--level` allows.
-        spec: the tiling settings.
+    `name` is for messages. `mpp` is the level-0 scale; None if unknown, which only `--level` allows.
 
     Raises:
         ScaleError: every level is coarser than wanted, or the slide has no such level.
@@ -92,9 +88,14 @@ def _as_is(level: Level, mpp: Mpp | None, spec: TilingSpec) -> LevelChoice:
     return LevelChoice(level, spec.patch_size, spec.patch_size - spec.overlap, "none", mpp)
 
 
+_COLUMNS = {
+    "x_level": np.int64, "y_level": np.int64, "x_l0": np.int64, "y_l0": np.int64, "tissue": np.float32,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class TilingPlan:
-    """Top left corners of a slide's patches, (N,) each, row by row.
+    """Top left corners of a slide's patches, (N,) each, row by row. The arrays are read-only copies.
 
     `x_level` and `y_level` are pixels of the level that is read. `tissue` is a share, 0 to 1, and NaN if not measured.
     """
@@ -107,6 +108,12 @@ class TilingPlan:
     tissue: NDArray[np.float32]
     notes: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        for name, dtype in _COLUMNS.items():
+            column = np.array(getattr(self, name), dtype)
+            column.setflags(write=False)
+            object.__setattr__(self, name, column)
+
     def __len__(self) -> int:
         return len(self.x_level)
 
@@ -115,14 +122,15 @@ class TilingPlan:
         """Side of a cell in level-0 pixels."""
         return self.choice.read_size * self.choice.level.downsample
 
+    def take(self, cells: NDArray[np.bool_] | NDArray[np.int64]) -> TilingPlan:
+        """Return the plan of some of its cells, (N,) bool, or their numbers in the wanted order."""
+        columns: dict[str, Any] = {name: getattr(self, name)[cells] for name in _COLUMNS}
+        return replace(self, **columns)
+
     def only(self, chosen: NDArray[np.bool_], note: str) -> TilingPlan:
         """Return the plan of some of its cells, (N,) bool; add the note if none of them is chosen."""
-        kept: dict[str, Any] = {}
-        for name in ("x_level", "y_level", "x_l0", "y_l0", "tissue"):
-            column = getattr(self, name)
-            kept[name] = frozen_array(column[chosen], column.dtype)
         notes = (*self.notes, note) if len(self) and not chosen.any() else self.notes
-        return replace(self, **kept, notes=notes)
+        return replace(self.take(chosen), notes=notes)
 
 
 def plan_tiles(
@@ -137,14 +145,9 @@ def plan_tiles(
     xs = cell_starts(area.x, area.size.width, choice.read_size, choice.stride)
     ys = cell_starts(area.y, area.size.height, choice.read_size, choice.stride)
     x_level, y_level = (axis.ravel() for axis in np.meshgrid(xs, ys))
-    plan = TilingPlan(
-        choice=choice,
-        x_level=frozen_array(x_level, np.int64),
-        y_level=frozen_array(y_level, np.int64),
-        x_l0=frozen_array(choice.level.to_l0(x_level), np.int64),
-        y_l0=frozen_array(choice.level.to_l0(y_level), np.int64),
-        tissue=frozen_array(np.full(len(x_level), np.nan), np.float32),
-    )
+    x_l0, y_l0 = choice.level.to_l0(x_level), choice.level.to_l0(y_level)
+    unmeasured = np.full(len(x_level), np.nan, np.float32)
+    plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured)
     if not len(plan):
         read = f"where one reads {choice.read_size} pixels"
         return replace(plan, notes=(f"no patch fits: the slide is {area.size} {read}",))
@@ -152,7 +155,7 @@ def plan_tiles(
         return plan
     # What could not be read may be tissue: it is planned, and recorded as unreadable if its pixels are, too.
     covered = mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost
-    tissue = frozen_array(cell_shares(plan, thumbnail, covered), np.float32)
+    tissue = cell_shares(plan, thumbnail, covered)
     none = "no tissue found"
     if mask.black_fraction > _DARK:
         none += " on a dark background, use --tissue none"

@@ -30,17 +30,13 @@ _BETTER_AUC = 1e-4
 """An AUC is better if it is higher by more than this. Within it, the lower loss is better."""
 
 
-def _nothing() -> NDArray[np.float32]:
-    return np.empty((0, 0, 0), np.float32)
-
-
 @dataclass(slots=True)
 class TrainState:
     """The state of a training besides its variables."""
 
     epoch: int = 0
     """The next or current one."""
-    values: NDArray[np.float32] = field(default_factory=_nothing)
+    values: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
     """(S, B, C + 2), the results of that epoch's steps so far; the next step is S."""
     seconds: float = 0.0
     input_wait: float = 0.0

@@ -21,13 +21,13 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.augmentation import epoch_seed
-from histopipe.dataset.batch_sampler import replica_rows
+from histopipe.dataset.sampling import replica_rows
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.runs.workers import COMPUTING, READING, Cluster
 from histopipe.system.progress import default_progress
 from histopipe.training.devices import gathered, one_per_replica
 from histopipe.training.memory import MicroBatch
-from histopipe.training.predictions import Predictions, StepResults, predictions
+from histopipe.training.outputs import Predictions, StepResults, predictions
 from histopipe.training.train_step import TrainStep
 
 _IN_FLIGHT = 2

@@ -10,17 +10,15 @@ from typing import Any, cast
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.batch_sampler import BatchSampler
 from histopipe.dataset.options import SIDES, Side
-from histopipe.dataset.orders import Order, Sequential, make_order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleSource, SampleTable, unpack_keys
+from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import Splits, site_by_label
 from histopipe.dataset.stain_normalization import StainNormalizer
-from histopipe.evaluation.scores import Level, PatchScores
-from histopipe.features.bag_batches import BagBatches
-from histopipe.features.bag_set import BagSet
+from histopipe.evaluation.predictions import Level, PatchScores
+from histopipe.features.bags import BagBatches, BagSet
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
@@ -29,8 +27,7 @@ from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import BagTrainStep
 from histopipe.training.models import build_model
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import write_attention
-from histopipe.training.predictions import Predictions, patch_scores
+from histopipe.training.outputs import Predictions, patch_scores, write_attention
 from histopipe.training.train_step import StepSettings, TrainStep
 
 

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from histopipe.dataset.batch_sampler import replica_rows
-from histopipe.dataset.orders import Shuffled
 from histopipe.dataset.patch_batches import PatchBatches, decode
 from histopipe.dataset.sample_table import SampleTable, unpack_keys
+from histopipe.dataset.sampling import Shuffled, replica_rows
 from histopipe.dataset.selection import select
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.errors import MachineShort

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from histopipe.dataset.splits import read_splits
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time, unreported
+from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
-from histopipe.runs.splits import opened_sources, run_splits
+from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.workers import SIGNS, Cluster
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import use_progress
@@ -47,20 +48,23 @@ def train_here(
         if report is not None:
             report = one_at_a_time(report)
             stack.enter_context(use_progress(ReportedProgress(report)))
-        recorded = folder / run_folder.SPLITS if resume else config.splits
-        sources = stack.enter_context(opened_sources(config, recorded))
-        splits = run_splits(config, sources, folder, resume=resume)
+        recorded = folder / run_folder.SPLITS
+        given = recorded if resume else config.splits
+        sources = stack.enter_context(opened_sources(config, given))
+        splits = read_splits(recorded, sources) if resume else new_splits(config, sources)
         problem = make_problem(config, sources, splits)
         if cluster.chief:
             print_splits(splits, sources, problem.holders, config.unit)
         stack.enter_context(cluster.signs(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(
-            config, folder, problem=problem, cluster=cluster, report=report or unreported
+            config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
         )
         if cluster.chief:
             # All that can be wrong with the settings has been found by now: make the folder.
-            stack.enter_context(run_folder.opened(folder, config, splits, resume=resume))
+            stack.enter_context(
+                run_folder.opened(folder, {run_folder.SPLITS: splits}, config, resume=resume)
+            )
         return trainer.train(resume=resume)
 
 

@@ -18,7 +18,7 @@ from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report
-from histopipe.runs.result import TrainResult, epoch_line, history_row
+from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
 from histopipe.system.files import appearing
 from histopipe.system.progress import message
@@ -32,14 +32,15 @@ from histopipe.training.memory import (
     peak_bytes,
     remembered_micro_batch,
 )
-from histopipe.training.outputs import write_results, write_tensorboard
-from histopipe.training.predictions import (
+from histopipe.training.outputs import (
     Predictions,
     StepResults,
     check_finite,
     epoch_metrics,
     predictions,
     step_losses,
+    write_results,
+    write_tensorboard,
 )
 from histopipe.training.problem import Problem
 
@@ -133,15 +134,23 @@ class Trainer:
         state, number = self._state, self._state.epoch + 1
         started = time.monotonic() - state.seconds
         trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
+        training = epoch_metrics(trained)  # of predictions before each step's update
         metrics = epoch_metrics(self._predict("validation", saving=True))
         better = state.is_improved_by(metrics)
-        state.history.append(
-            history_row(
-                number, epoch_metrics(trained), metrics, train_seconds=state.seconds,
-                input_wait=state.input_wait, learning_rate=self._step.learning_rate,
-                seconds=time.monotonic() - started, unit=self._config.unit,
-            )
-        )  # fmt: skip
+        row: dict[str, Any] = {
+            "epoch": number,
+            "loss": training.loss,
+            "accuracy": training.accuracy,
+            "auc": training.auc,
+            "val_loss": metrics.loss,
+            "val_accuracy": metrics.accuracy,
+            "val_auc": metrics.auc,
+            "learning_rate": self._step.learning_rate,
+            f"{self._config.unit}_per_s": training.count / state.seconds,
+            "input_wait": state.input_wait / state.seconds,  # share of the time of training
+            "seconds": time.monotonic() - started,
+        }
+        state.history.append(row)
         losses = step_losses(state.values)
         state.values, state.seconds, state.input_wait = state.values[:0], 0.0, 0.0
         state.epoch, state.waited = number, 0 if better else state.waited + 1

@@ -30,7 +30,7 @@ from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import read_splits, recorded_numbers, trained_on
 from histopipe.demo.pyramid_tiff import TiffPage, write_pyramid
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.predictions_file import read_predictions
+from histopipe.evaluation.predictions import read_predictions
 from histopipe.features.feature_file import writing
 from histopipe.features.untrusted import check_coords, check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size

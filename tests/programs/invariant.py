@@ -16,9 +16,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from histopipe.dataset.orders import make_order
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sampling import make_order
 from histopipe.dataset.selection import select
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.runs.workers import Cluster
@@ -28,7 +28,7 @@ from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import PatchModel, SampleDropout, build_model
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.predictions import StepResults, step_losses
+from histopipe.training.outputs import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
 
 BATCH, STEPS = 14, 24

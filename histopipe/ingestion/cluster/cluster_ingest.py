@@ -22,7 +22,6 @@ from histopipe.ingestion.cluster.slide_worker import (
     ClusterSettings,
     IngestedSlide,
     PartFolders,
-    publish,
 )
 from histopipe.ingestion.ingest_slides import annotate_skipped, check_ingest, write_labels
 from histopipe.ingestion.options import IngestOptions, SlideInput
@@ -43,9 +42,9 @@ from histopipe.store.folder import check_spec
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.files import locked
 from histopipe.system.filesystems import network_filesystem
-from histopipe.system.locks import locked
-from histopipe.system.progress import LogProgress, Progress, default_progress
+from histopipe.system.progress import LogProgress, Progress
 from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
@@ -53,7 +52,6 @@ _PATIENCE_SECONDS = 10.0
 """Time without workers after which a message is shown."""
 _SLIDES_PER_WORKER = 2
 """Slides submitted for each worker: one in work, and one that waits."""
-_PAUSE_SECONDS = 0.1
 _ROUNDS = 3
 """Times that a slide is submitted if its part is lost before it is published."""
 
@@ -67,7 +65,7 @@ def ingest_on_cluster(
     cluster: str,
     scratch: Path,
     part_bytes: int,
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> IngestReport:
     """Tile slides into a folder of parts on the workers of a cluster; see `ingest`, `connected` and `ClusterSettings`.
 
@@ -76,14 +74,14 @@ def ingest_on_cluster(
         MachineShort: the scheduler is lost or does not answer; a worker's disk or memory ran out. Complete slides stay.
         SpecMismatch: the folder's parts have another spec.
     """
-    started, shown = time.monotonic(), progress or default_progress()
+    started = time.monotonic()
     out = Path(os.path.realpath(out))
     slides = [_absolute(slide) for slide in slides]
     check_ingest(slides, out, spec, replace(options, allow_network=True))
     with parts_locked(out), connected(cluster) as workers:
         catalog = read_catalog(out) or Catalog(out)
         catalog.write()
-        with LogProgress(out / LOG) as log, IngestProgress(len(slides), shown, log) as events:
+        with LogProgress(out / LOG) as log, IngestProgress(len(slides), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             folders = PartFolders(out, scratch.absolute(), catalog.uuid)
             # Scales of all slides are checked above; a worker sees one slide.
@@ -96,7 +94,7 @@ def ingest_on_cluster(
             report = run.annotate_skipped(report, slides)
             for text in [*warnings, *report.summary_lines()]:
                 log.message(text)
-    report.write_csv(out / SUMMARY, shown)
+    report.write_csv(out / SUMMARY, progress)
     return report
 
 
@@ -128,7 +126,6 @@ def _absolute(slide: SlideInput) -> SlideInput:
     files = tuple(path.absolute() for path in file.files)
     return replace(
         slide, file=replace(file, path=file.path.absolute(), files=files),
-        coords=slide.coords and replace(slide.coords, path=slide.coords.path.absolute()),
         annotations=slide.annotations and slide.annotations.absolute(),
     )  # fmt: skip
 
@@ -219,12 +216,10 @@ class _ClusterIngest:
                     label = SlideLabel(record.label, record.patient, record.site)
                     slide = replace(pending.slide, label=label)
                     running[self.cluster.submit(self.settings, slide)] = pending
-                for future in self.cluster.wait(running) if running else ():
+                for future in self.cluster.wait(running):
                     if not self._receive(running[future], future):
                         waiting.append(running[future])
                     del running[future]
-                if not running:
-                    time.sleep(_PAUSE_SECONDS)
                 self._show_events()
         finally:
             for future in running:
@@ -253,20 +248,13 @@ class _ClusterIngest:
 
     def _show_events(self) -> None:
         """Show the events that workers have sent. A slide that is ingested twice is shown once."""
-        for event in self.cluster.events():
-            slide = event.get("slide", "")
-            if event["event"] == "message":
-                self.progress.message(event["text"])
-            elif slide in self._shown:
-                continue
-            elif event["event"] == "planned":
-                self.progress.planned(slide, event["patches"])
-            else:
-                self.progress.advanced(slide, event["patches"])
+        for event, first, *others in self.cluster.events():
+            if first not in self._shown:  # the slide, or the text of a message
+                getattr(self.progress, event)(first, *others)
 
     def _publish_parts(self) -> None:
         """Let all workers publish their parts, and write into the catalog which part has each slide."""
-        self.cluster.run_everywhere(publish, self.settings)
+        self.cluster.publish_parts(self.settings)
         found: dict[str, list[tuple[str, SlideRecord]]] = defaultdict(list)
         for path in sorted(self.catalog.folder.glob("part-*.lmdb")):
             with Store(path, hidden=True) as part:
@@ -282,12 +270,10 @@ class _ClusterIngest:
         """Choose the part that counts: that of this run, else that of the catalog, else one where the slide is complete."""
         ingested = self._ingested.get(slide)
         complete = [it for it in held if it[1].state is SlideState.COMPLETE]
-        for wanted in (ingested.part if ingested else None, self.catalog.slides.get(slide)):
-            for part, record in held:
-                if part == wanted and (
-                    ingested is not None or not complete or record.state is SlideState.COMPLETE
-                ):
-                    return part, record
+        usable = dict(held if ingested else complete or held)
+        for part in (ingested.part if ingested else None, self.catalog.slides.get(slide)):
+            if part in usable:
+                return part, usable[part]
         return (complete or held)[0]
 
     def _relabel(self, records: Collection[SlideRecord]) -> None:

@@ -10,13 +10,19 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from histopipe.errors import HistopipeError, MachineShort, UsageError
-from histopipe.ingestion.cluster.slide_worker import ClusterSettings, IngestedSlide, ingest_slide
+from histopipe.ingestion.cluster.slide_worker import (
+    ClusterSettings,
+    IngestedSlide,
+    ingest_slide,
+    publish,
+)
 from histopipe.ingestion.options import SlideInput
 from histopipe.system.worker_pool import WorkerDied
 
@@ -60,14 +66,12 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
-        started = _start(kind)
-        if started is not None:
-            stack.callback(started.close, timeout=10)
-        jobs = _SlurmJobs(started, int(kind["slurm"])) if kind["slurm"] else None
+        target = _start(kind)
+        if target != cluster:
+            stack.callback(target.close, timeout=10)
+        jobs = _SlurmJobs(target, int(kind["slurm"])) if kind["slurm"] else None
         try:
-            client = distributed.Client(
-                started if started is not None else cluster, timeout=_SECONDS, set_as_default=False
-            )
+            client = distributed.Client(target, timeout=_SECONDS, set_as_default=False)
         except (TypeError, ValueError) as error:  # as of tls:// without certificates
             raise UsageError(f"--cluster {cluster}", found=str(error)) from error
         except OSError as error:
@@ -84,10 +88,7 @@ def run_slide(settings: ClusterSettings, slide: SlideInput, topic: str) -> Inges
     from distributed import get_worker
 
     worker = get_worker()
-
-    def send(event: dict[str, Any]) -> None:
-        worker.log_event(topic, event)
-
+    send = partial(worker.log_event, topic)
     return ingest_slide(settings, slide, worker.state.nthreads, send)
 
 
@@ -97,7 +98,7 @@ class DaskCluster:
     def __init__(self, client: Any, name: str, jobs: _SlurmJobs | None = None) -> None:
         self._client, self._name, self._jobs = client, name, jobs
         self._topic = f"histopipe-{uuid.uuid4()}"
-        self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Sequence[Any]] = queue.SimpleQueue()
         self._silent_since: float | None = None
         client.subscribe_topic(self._topic, lambda event: self._events.put(event[1]))
 
@@ -153,13 +154,11 @@ class DaskCluster:
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
             return None
 
-    def run_everywhere(
-        self, task: Callable[[ClusterSettings], None], settings: ClusterSettings
-    ) -> None:
-        """Run a task on every worker, and wait for all; skip workers that are lost meanwhile."""
+    def publish_parts(self, settings: ClusterSettings) -> None:
+        """Let every worker publish its parts, and wait for all; skip workers that are lost meanwhile."""
         running = {
             address: self._client.submit(
-                task, settings, workers=[address], allow_other_workers=False, pure=False
+                publish, settings, workers=[address], allow_other_workers=False, pure=False
             )
             for address in self.workers()
         }
@@ -172,7 +171,7 @@ class DaskCluster:
                 elif address not in there:
                     running.pop(address).cancel()
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[Sequence[Any]]:
         """Return the events that workers have sent since the last call."""
         while not self._events.empty():
             yield self._events.get()
@@ -219,7 +218,7 @@ class _SlurmJobs:
 
 
 def _start(kind: re.Match[str]) -> Any:
-    """Start a cluster; return None for one that runs already."""
+    """Start a cluster; return the address of one that runs already."""
     if kind["local"]:
         from distributed import LocalCluster
 
@@ -242,4 +241,4 @@ def _start(kind: re.Match[str]) -> Any:
                 "--cluster slurm", found=str(error)[:300],
                 todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
             ) from error  # fmt: skip
-    return None
+    return kind["address"]

@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ from histopipe.ingestion.report import SlideOutcome
 from histopipe.ingestion.storing import prepare
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
-from histopipe.system.files import appearing
+from histopipe.system.files import appearing, locked
 from histopipe.system.filesystems import is_full_disk
-from histopipe.system.locks import locked
-from histopipe.system.progress import Bar, SilentProgress
+from histopipe.system.progress import Bar, Progress, SilentProgress
 from histopipe.system.worker_pool import WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -74,6 +73,11 @@ class PartFolders:
             self.folder.rmdir()
 
 
+_parts: dict[PartFolders, PartStore] = {}
+"""The part of this process for each data set."""
+_beginning = threading.Lock()
+
+
 class PartStore:
     """A store that this process fills with a pool of processes; `busy` is held by the thread that writes to it."""
 
@@ -81,66 +85,58 @@ class PartStore:
         self._folders, self.busy = folders, threading.Lock()
         self._writer: StoreWriter | None = None
         self._lock = contextlib.ExitStack()
-        self.store = self._begin()
-        self.pool = WorkerPool(workers, prepare)
-
-    @property
-    def bytes(self) -> int:
-        """Its size in bytes."""
-        with contextlib.suppress(OSError):
-            return (self.store / "data.mdb").stat().st_size
-        return 0
-
-    @contextlib.contextmanager
-    def writing(self, spec: TilingSpec) -> Iterator[StoreWriter]:
-        """Return its writer, which stays open until an error: opening a store of many slides takes time."""
-        if self._writer is None:
-            self._writer = StoreWriter(self.store, spec, alone=True)
-        try:
-            yield self._writer
-        except BaseException:
-            self._close_writer()
-            raise
-
-    def publish(self) -> None:
-        """Move it into the folder of parts, and begin another."""
-        self._close_writer()
-        if (self.store / "data.mdb").exists():
-            self._folders.publish(self.store.parent)
-            self._lock.close()
-            self.store = self._begin()
-
-    def close(self) -> None:
-        """End the processes. The part stays, to be published by the next process."""
-        self.pool.shutdown(cancel_futures=True)
-        self._close_writer()
-        if not (self.store / "data.mdb").exists():
-            shutil.rmtree(self.store.parent, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self._folders.folder.rmdir()
-        self._lock.close()
-
-    def _close_writer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _begin(self) -> Path:
-        """Make and lock the folder of a new store; return the path of the store."""
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-        name = f"part-{host}-{uuid.uuid4().hex[:8]}"
-        place = self._folders.folder / name
-        begun = place.with_name(f".{name}")  # no other process finds it before it is locked
+        place = folders.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
+        begun = place.with_name(f".{place.name}")  # no other process finds it before it is locked
         try:
             begun.mkdir(parents=True)
             self._lock.enter_context(locked(begun))
             begun.rename(place)
         except OSError as error:
             raise UsageError(
-                f"the scratch folder {self._folders.scratch} cannot be written on {socket.gethostname()}",
+                f"the scratch folder {folders.scratch} cannot be written on {socket.gethostname()}",
                 found=error.strerror, todo="choose another one with --scratch",
             ) from error  # fmt: skip
-        return place / f"{name}.lmdb"
+        self.store = place / f"{place.name}.lmdb"
+        self.pool = WorkerPool(workers, prepare)
+        atexit.register(self.close)
+
+    def ingest(
+        self, slide: SlideInput, spec: TilingSpec, options: IngestOptions, progress: Progress
+    ) -> IngestedSlide:
+        """Ingest a slide. The writer stays open until an error: opening a store of many slides takes time."""
+        self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
+        try:
+            report = ingest_slides(
+                [slide], self.store, spec, options, progress=progress, pool=self.pool, writer=self._writer
+            )  # fmt: skip
+        except BaseException:
+            self._close_writer()
+            raise
+        return IngestedSlide(report.slides[0], self.store.name)
+
+    def publish(self) -> None:
+        """Move it into the folder of parts and end the processes, unless another thread did."""
+        if _parts.get(self._folders) is self:
+            self._close_writer()
+            self._folders.publish(self.store.parent)
+            self.close()
+            atexit.unregister(self.close)
+            del _parts[self._folders]
+
+    def close(self) -> None:
+        """End the processes. The part stays, to be published by the next process."""
+        self.pool.shutdown(cancel_futures=True)
+        self._close_writer()
+        with contextlib.suppress(OSError):  # unless slides or other parts are in them
+            self.store.parent.rmdir()
+            self._folders.folder.rmdir()
+        self._lock.close()
+
+    def _close_writer(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def _holds_slides(store: Path) -> bool:
@@ -179,8 +175,8 @@ def _move(store: Path, target: Path) -> None:
         ) from error  # fmt: skip
 
 
-SendEvent = Callable[[dict[str, Any]], None]
-"""Sends an event of a slide to the process that submitted it."""
+SendEvent = Callable[[tuple[Any, ...]], None]
+"""Sends the name of a method of `IngestProgress` and its arguments to the process that submitted the slide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +201,6 @@ class IngestedSlide:
     part: str
 
 
-_parts: dict[PartFolders, PartStore] = {}
-"""The part of this process for each data set."""
-_beginning = threading.Lock()
-
-
 def ingest_slide(
     settings: ClusterSettings, slide: SlideInput, workers: int, send: SendEvent
 ) -> IngestedSlide:
@@ -227,17 +218,15 @@ def ingest_slide(
         )
     options = replace(settings.options, workers=workers)
     while True:
-        part = _part(settings.folders, workers)
+        with _beginning:
+            if settings.folders not in _parts:
+                _parts[settings.folders] = PartStore(settings.folders, workers)
+            part = _parts[settings.folders]
         with part.busy:
             if _parts.get(settings.folders) is not part:
                 continue  # it was published while this thread waited for it
-            with part.writing(settings.spec) as writer:
-                report = ingest_slides(
-                    [slide], part.store, settings.spec, options, progress=_EventProgress(send),
-                    pool=part.pool, writer=writer,
-                )  # fmt: skip
-            ingested = IngestedSlide(report.slides[0], part.store.name)
-            if part.bytes >= settings.part_bytes:
+            ingested = part.ingest(slide, settings.spec, options, _EventProgress(send))
+            if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
                 part.publish()
             return ingested
 
@@ -249,18 +238,7 @@ def publish(settings: ClusterSettings) -> None:
     if part is not None:
         with part.busy:
             part.publish()
-            part.close()
-            _parts.pop(settings.folders, None)
-        atexit.unregister(part.close)
     settings.folders.publish_abandoned()
-
-
-def _part(folders: PartFolders, workers: int) -> PartStore:
-    with _beginning:
-        if folders not in _parts:
-            _parts[folders] = part = PartStore(folders, workers)
-            atexit.register(part.close)
-        return _parts[folders]
 
 
 def _check(settings: ClusterSettings) -> None:
@@ -284,11 +262,11 @@ class _EventProgress(SilentProgress):
     def bar(self, title: str, **options: Any) -> Bar:
         if not options.get("detail"):  # only the bars of slides are details; their titles are ids
             return Bar()
-        self._send({"event": "planned", "slide": title, "patches": options["total"]})
+        self._send(("planned", title, options["total"]))
         return _EventBar(title, self._send)
 
     def message(self, text: str) -> None:
-        self._send({"event": "message", "text": f"{socket.gethostname()}: {text}"})
+        self._send(("message", f"{socket.gethostname()}: {text}"))
 
 
 class _EventBar(Bar):
@@ -296,4 +274,4 @@ class _EventBar(Bar):
         self._slide, self._send = slide, send
 
     def advance(self, count: int = 1) -> None:
-        self._send({"event": "advanced", "slide": self._slide, "patches": count})
+        self._send(("advanced", self._slide, count))

@@ -18,6 +18,7 @@ from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
+from histopipe.system.files import Closing
 
 _SAMPLED_TILES = 8
 
@@ -43,7 +44,7 @@ class TileCheck:
         return f"approximate: {self.tiles} tiles differ from OpenSlide's, which interpolates here, by {self.difference:.2g}"
 
 
-class NativeLevels:
+class NativeLevels(Closing):
     """Native tiles of the levels of an open slide, given all of its files. Each level is found and checked once."""
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import simplejpeg
@@ -27,6 +28,8 @@ _DECODED_BYTES = 48 << 20
 """Bytes of tiles kept decoded, for the patches that share them."""
 _LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
 """Pixels and bytes: a damaged header may claim more, which must not be read into memory."""
+
+T = TypeVar("T", int, NDArray[np.int64])
 
 
 class NotNative(ValueError):
@@ -54,11 +57,9 @@ class NativeLevel:
     lengths: NDArray[np.int64]
     frame: Frame | None = None
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of tiles."""
-        rows, columns = self.offsets.shape
-        return rows, columns
+    def tile_at(self, x: T, y: T) -> tuple[T, T]:
+        """Return row and column of the tile that shows a pixel of the level, given as numbers or arrays."""
+        return (y - self.y_level) // self.tile.height, (x - self.x_level) // self.tile.width
 
     def region(self, row: int, column: int) -> RegionLevel:
         """Return the region of the level that a tile shows."""
@@ -178,7 +179,7 @@ def with_frame(native: NativeLevel) -> NativeLevel:
     Raises:
         NotNative: that tile cannot be used.
     """
-    place = np.unravel_index(int(native.lengths.argmax()), native.shape)
+    place = np.unravel_index(int(native.lengths.argmax()), native.lengths.shape)
     length = int(native.lengths[place])
     if native.tile.area > _LARGEST_TILE or length > _LONGEST_TILE:
         raise NotNative(f"its tiles are {native.tile}, the longest of {length} bytes")
