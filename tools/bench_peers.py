@@ -189,7 +189,7 @@ def _install(folder: Path, name: str, found: Measured) -> None:
     if not tool.requirements:
         found.versions = [f"histopipe=={histopipe.__version__}"]
         return
-    environment = folder / "environments" / name.split()[0]
+    environment = folder / "environments" / name.split(maxsplit=1)[0]
     python = environment / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", environment], check=True)
@@ -226,9 +226,9 @@ def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) 
             "--out", str(out / "patches.lmdb"), "--patch-size", str(settings["patch_size"]), "--mpp", str(settings["mpp"]),
         ]  # fmt: skip
     else:
-        python = folder / "environments" / name.split()[0] / "bin" / "python"
+        python = folder / "environments" / name.split(maxsplit=1)[0] / "bin" / "python"
         found.command = [str(python), str(PEERS / TOOLS[name].program), str(job), str(out)]
-    log = folder / f"{name.split()[0]}.log"
+    log = folder / f"{name.split(maxsplit=1)[0]}.log"
     os.sync()
     begun = time.perf_counter()
     with log.open("w") as file:

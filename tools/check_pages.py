@@ -104,7 +104,7 @@ def run(step: Step, folder: Path, names: dict[str, object]) -> tuple[bool, str]:
         "PROJECT": str(PROJECT),
     }
     done = subprocess.run(
-        ["bash", "-c", step.code], cwd=folder, env=environment, text=True,
+        ["/bin/bash", "-c", step.code], cwd=folder, env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
     return done.returncode == 0, done.stdout

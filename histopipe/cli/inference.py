@@ -87,7 +87,7 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
     from histopipe.inference.predict import predict
 
     result = predict(run, sources, out=out, **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, then=("heatmap", out))
     return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
 
 
@@ -137,5 +137,5 @@ def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     from histopipe.inference.embed import embed
 
     result = embed(stores or "patches.lmdb", **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, then=("train", "--mil", options["out"]))
     return exit_code_of(len(result.failed), len(result.done) + len(result.kept))

@@ -17,6 +17,7 @@ from histopipe.cli.parameters import (
     show,
     show_json,
     show_text,
+    suggest,
     untrusted_option,
 )
 
@@ -170,6 +171,8 @@ def ingest(
     if plan_only:
         preview = plan(slides, out, **flags)
         show(preview, as_json=as_json)
+        if not as_json:
+            click.echo("next: the same command without --plan", err=True)
         return preview.exit_code
     report = ingest(slides, out, cluster=cluster, scratch=scratch, part_gb=part_gb, **flags)
     return _show_report(report, as_json=as_json)
@@ -187,6 +190,8 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
         for name, reason in report.failed.items():
             click.echo(f"  {name}: {reason}", err=True)
     show_text("\n".join([report.store, *report.summary_lines()]))
+    if len(report.failed) < len(report.slides):
+        suggest("info", report.store)
     return report.exit_code
 
 

@@ -12,7 +12,6 @@ from histopipe.cli.parameters import (
     PATH,
     json_option,
     show,
-    show_text,
     store_argument,
     stores_argument,
     untrusted_option,
@@ -33,7 +32,7 @@ def demo(out: Path, slides: int) -> None:
     """
     from histopipe.demo.demo import demo
 
-    show_text(str(demo(out, slides=slides)))
+    show(demo(out, slides=slides), then=("ingest", "SLIDES"))
 
 
 @click.command()
@@ -51,7 +50,7 @@ def doctor(store: Path, as_json: bool) -> int:
     from histopipe.diagnostics.doctor import doctor
 
     report = doctor(store)
-    show(report, as_json=as_json)
+    show(report, as_json=as_json, then=() if report.exit_code else ("demo",))
     return report.exit_code
 
 
@@ -74,4 +73,5 @@ def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
     from histopipe.training.bench import bench
 
-    show(bench(list(stores) or ["patches.lmdb"], **options), as_json=as_json)
+    paths = list(stores) or ["patches.lmdb"]
+    show(bench(paths, **options), as_json=as_json, then=("train", *paths))

@@ -19,7 +19,6 @@ from histopipe.cli.parameters import (
     network_option,
     show,
     show_json,
-    show_text,
     store_argument,
     untrusted_option,
     workers_option,
@@ -27,18 +26,23 @@ from histopipe.cli.parameters import (
 
 
 @click.command()
-@store_argument
+@click.argument("path", type=PATH, default="patches.lmdb")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, slide by slide.")
-@untrusted_option("store")
-def info(store: Path, as_json: bool) -> None:
-    """Show the contents of STORE: slides by state, patches, bytes, scales, labels and settings.
+@untrusted_option("path")
+def info(path: Path, as_json: bool) -> None:
+    """Show the contents of PATH: a store, a run, a cross-validation, a search, predictions or features.
+
+    Of a store: slides by state, patches, bytes, scales, labels and settings. Of results: settings, progress and metrics.
 
     \b
     Example: histopipe info patches.lmdb
+    Example: histopipe info runs/first
     """
-    from histopipe.maintenance.info import info
+    from histopipe.reports.info import FolderInfo, info
 
-    show(info(store), as_json=as_json)
+    found = info(path)
+    then = found.then if isinstance(found, FolderInfo) else ("train", path)
+    show(found, as_json=as_json, then=then)
 
 
 @click.command()
@@ -63,7 +67,8 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     from histopipe.maintenance.verify import verify
 
     found = verify(store, **options)
-    show(found, as_json=as_json)
+    then = ("repair", store, "SLIDES") if found.findings else ("train", store)
+    show(found, as_json=as_json, then=then)
     return found.exit_code
 
 
@@ -95,7 +100,8 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     done = repair(store, slides, **options)
     left = [f"{name} could not be repaired: {why}" for name, why in done.left.items()]
     remaining = [f"still wrong: {what}" for what in done.remaining]
-    show(done, as_json=as_json, notes=[*done.notes, *left, *remaining])
+    notes = [*done.notes, *left, *remaining]
+    show(done, as_json=as_json, notes=notes, then=() if done.exit_code else ("verify", store))
     return done.exit_code
 
 
@@ -126,7 +132,7 @@ def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: boo
     if as_json:
         show_json([copied.to_json()])
     else:
-        show(copied, as_json=False, notes=copied.notes)
+        show(copied, notes=copied.notes, then=("info", out))
 
 
 @click.command()
@@ -145,7 +151,7 @@ def remove(store: Path, slides: tuple[str, ...]) -> None:
     """
     from histopipe.maintenance.remove import remove
 
-    show_text(str(remove(store, slides)))
+    show(remove(store, slides), then=("compact", store))
 
 
 @click.command()
@@ -174,7 +180,7 @@ def split(
 
     copied = split(stores, splits, out, allow_network=allow_network)
     notes = [note for side in copied.sides.values() for note in side.notes]
-    show(copied, as_json=as_json, notes=notes)
+    show(copied, as_json=as_json, notes=notes, then=("info", out / "train.lmdb"))
 
 
 @click.command()
@@ -192,7 +198,7 @@ def compact(store: Path, out: Path | None) -> None:
     """
     from histopipe.maintenance.compact import compact
 
-    show_text(str(compact(store, out)))
+    show(compact(store, out), then=("verify", out or store))
 
 
 @click.command()
@@ -216,7 +222,9 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
 
     result = annotate(store, annotations, **options)
     of_slides = [f"{name}: {note}" for name, it in sorted(result.done.items()) for note in it]
-    show(result, as_json=as_json, notes=[*result.notes, *of_slides])
+    notes = [*result.notes, *of_slides]
+    then = ("train", store, "--labels-from", "annotation")
+    show(result, as_json=as_json, notes=notes, then=then)
     return result.exit_code
 
 
@@ -239,7 +247,7 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
     from histopipe.measure.quality import quality
 
     result = quality(store, **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, then=("report", store))
     return result.exit_code
 
 
@@ -260,5 +268,5 @@ def stains(store: Path, force: bool) -> int:
     from histopipe.measure.stains import stains
 
     result = stains(store, force=force)
-    show_text(str(result))
+    show(result, then=("train", store, "--stain-norm", "macenko"))
     return result.exit_code

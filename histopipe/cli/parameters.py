@@ -6,8 +6,9 @@ import functools
 import json
 import math
 import re
+import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -108,14 +109,23 @@ annotation_options = together(
 )
 
 
-def show(result: Any, *, as_json: bool, notes: Iterable[str] = ()) -> None:
-    """Print a result as JSON, or as text after its notes on standard error."""
+def show(
+    result: Any, *, as_json: bool = False, notes: Iterable[str] = (), then: Sequence[object] = ()
+) -> None:
+    """Print a result as JSON; or its notes to standard error, the result as text, and the next command (`then`)."""
     if as_json:
         show_json(result.to_json())
         return
     for note in notes:
         click.echo(note, err=True)
     show_text(str(result))
+    suggest(*then)
+
+
+def suggest(*command: object) -> None:
+    """Print the next useful command to standard error."""
+    if command:
+        click.echo(f"next: histopipe {shlex.join(map(str, command))}", err=True)
 
 
 def show_json(value: Any) -> None:

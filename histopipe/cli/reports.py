@@ -12,7 +12,6 @@ from histopipe.cli.parameters import (
     json_option,
     names,
     show,
-    show_text,
     store_option,
     stores_argument,
     untrusted_option,
@@ -65,7 +64,10 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     from histopipe.reports.heatmap import heatmap
 
     result = heatmap(predictions, **options)
-    show(result, as_json=as_json)
+    next_formats = (
+        () if "tiff" in options["formats"] else ("heatmap", predictions, "--to", "tiff,geojson")
+    )
+    show(result, as_json=as_json, then=next_formats)
     return exit_code_of(len(result.failed), len(result.files))
 
 
@@ -87,7 +89,9 @@ def report(path: Path, no_pictures: bool, **options: Any) -> None:
     """
     from histopipe.reports.report import report
 
-    show_text(str(report(path, pictures=not no_pictures, **options)))
+    is_store = (path / "data.mdb").exists()
+    then = ("train", path) if is_store else ("predict", path, "SLIDES", "--out", "predictions")
+    show(report(path, pictures=not no_pictures, **options), then=then)
 
 
 @click.command()
@@ -121,5 +125,5 @@ def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     from histopipe.exporting.export import export
 
     result = export(stores or "patches.lmdb", **options)
-    show(result, as_json=as_json)
+    show(result, as_json=as_json, then=("info", *(stores[:1] or ("patches.lmdb",))))
     return ExitCode.PARTLY if result.damaged else ExitCode.DONE

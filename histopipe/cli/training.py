@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from histopipe.cli.parameters import PATH, json_option, show, show_json, show_text, untrusted_option
+from histopipe.cli.parameters import (
+    PATH,
+    json_option,
+    show,
+    show_json,
+    show_text,
+    suggest,
+    untrusted_option,
+)
 from histopipe.cli.setting_options import GroupedCommand, given_settings, setting_options
 from histopipe.errors import ExitCode, UsageError
 from histopipe.runs.settings import declared_settings, flag, read_settings
@@ -87,6 +95,7 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
         _show(folds, as_json=as_json)
         if not as_json:
             show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
+            suggest("compare", folder, "OTHER")
         return _folds_exit_code(folds)
     lost = sorted(name for name in given_settings(FoldSettings) if name != "folds")
     if lost:
@@ -94,6 +103,8 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
     of_folds = declared_settings(FoldSettings)
     one = {name: value for name, value in settings.items() if name not in of_folds}
     _show(train(out=folder, resume=resume, **one), as_json=as_json)
+    if not as_json:
+        suggest("report", folder)
     return ExitCode.DONE
 
 
@@ -154,7 +165,8 @@ def tune(
     if devices is not None:
         settings["devices"] = devices
     result = tune(stores or None, space=space, out=out, **given_settings(StudySettings), **settings)
-    show(result, as_json=as_json)
+    best = ("train", "--config", out / "best.toml", "--out", "runs/best")
+    show(result, as_json=as_json, then=best if result.best else ())
     if result.best is None:
         return ExitCode.NOTHING
     complete = all(trial.state in ("done", "pruned") for trial in result.trials)
@@ -181,4 +193,4 @@ def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
     """
     from histopipe.studies.compare import compare
 
-    show(compare(runs, resamples=resamples), as_json=as_json)
+    show(compare(runs, resamples=resamples), as_json=as_json, then=("report", runs[0]))

@@ -36,7 +36,7 @@ class FolderInfo(Result):
         finished: whether nothing is left to do for the command that wrote it.
         facts: what the folder contains, by name.
         table: lines of metrics, if there are any.
-        next: the command that continues it, or that uses it.
+        then: the words of the `histopipe` command that continues it, or that uses it.
     """
 
     path: str
@@ -44,7 +44,7 @@ class FolderInfo(Result):
     finished: bool
     facts: dict[str, Any]
     table: tuple[str, ...]
-    next: str
+    then: tuple[str, ...]
 
     def __str__(self) -> str:
         width = max(map(len, self.facts))
@@ -93,12 +93,12 @@ def _run(folder: Path) -> FolderInfo:
     if not finished:
         done = len(_rows(folder / run_folder.HISTORY))
         facts["epochs"] = f"{done} of {load_config(folder / run_folder.CONFIG).epochs}"
-        todo = f"histopipe train --resume --out {folder}"
+        todo = ("train", "--resume", "--out", str(folder))
         return FolderInfo(str(folder), "run", False, facts, (), todo)
     result = read_result(folder)
     facts["epochs"] = f"{result.epochs} (best: {result.best_epoch})"
     lines = tuple(split_lines(result.metrics))
-    return FolderInfo(str(folder), "run", True, facts, lines, f"histopipe report {folder}")
+    return FolderInfo(str(folder), "run", True, facts, lines, ("report", str(folder)))
 
 
 def _training_facts(folder: Path) -> dict[str, Any]:
@@ -133,7 +133,8 @@ def _cross_validation(folder: Path) -> FolderInfo:
         if found["pooled"]:
             lines = evaluation_lines("all folds together", Evaluation.from_json(found["pooled"]))
     finished = len(done) == folds
-    todo = f"histopipe compare {folder} OTHER" if finished else f"histopipe train --resume --out {folder}"
+    resume = ("train", "--resume", "--out", str(folder))
+    todo = ("compare", str(folder), "OTHER") if finished else resume
     return FolderInfo(str(folder), "cross-validation", finished, facts, tuple(lines), todo)
 
 
@@ -143,7 +144,7 @@ def _search(folder: Path) -> FolderInfo:
     values = [float(row["value"]) for row in trials if row["value"]]
     if values:
         facts["values"] = f"{min(values):.4f} to {max(values):.4f}"
-    todo = f"histopipe train --config {folder / 'best.toml'}"
+    todo = ("train", "--config", str(folder / "best.toml"))
     return FolderInfo(str(folder), "search", bool(trials), facts, (), todo)
 
 
@@ -161,7 +162,7 @@ def _predictions(folder: Path) -> FolderInfo:
         lines = evaluation_lines("labelled", Evaluation.from_json(_json(folder / METRICS)["test"]))
     finished = (folder / SLIDES).exists()
     return FolderInfo(
-        str(folder), "predictions", finished, facts, tuple(lines), f"histopipe heatmap {folder}"
+        str(folder), "predictions", finished, facts, tuple(lines), ("heatmap", str(folder))
     )
 
 
@@ -176,7 +177,7 @@ def _features(folder: Path) -> FolderInfo:
         "slides": len(headers),
         "patches": sum(header.rows for header in headers),
     }
-    todo = f"histopipe train --mil {folder}"
+    todo = ("train", "--mil", str(folder))
     return FolderInfo(str(folder), "features", bool(headers), facts, (), todo)
 
 
