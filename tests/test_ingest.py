@@ -33,7 +33,7 @@ from histopipe.ingestion.report import IngestProgress, Status
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.storing import close_all, store_chunk
 from histopipe.slides.discovery import SlideFile
-from histopipe.store.folder import Claims
+from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter

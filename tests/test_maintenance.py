@@ -23,7 +23,7 @@ from histopipe.errors import NothingToDo, SpecMismatch, UsageError
 from histopipe.maintenance.merge import merge
 from histopipe.maintenance.remove import remove
 from histopipe.maintenance.verify import verify
-from histopipe.store.folder import Claims
+from histopipe.store.claims import Claims
 from histopipe.store.format import encode_index, slide_key
 from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.store import Store

@@ -19,7 +19,7 @@ from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
-from histopipe.store.folder import Claims
+from histopipe.store.claims import Claims
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import recorded
 from histopipe.store.writer import StoreWriter

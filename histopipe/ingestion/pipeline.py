@@ -29,7 +29,7 @@ from histopipe.ingestion.report import (
 )
 from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import ChunkResult, store_chunk
-from histopipe.store.folder import Claims
+from histopipe.store.claims import Claims
 from histopipe.store.record import SlideState
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import storable

@@ -22,7 +22,7 @@ from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import exit_code_of
+from histopipe.system.result import Result, exit_code_of
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec
 
@@ -69,7 +69,7 @@ class SlidePreview:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class IngestPreview:
+class IngestPreview(Result):
     """What an ingest would do.
 
     Attributes:
@@ -97,10 +97,9 @@ class IngestPreview:
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as a JSON-ready dict."""
-        slides = [slide.to_json() for slide in self.slides]
-        return dataclasses.asdict(self) | {"slides": slides, "exit_code": int(self.exit_code)}
+        return Result.to_json(self) | {"slides": [slide.to_json() for slide in self.slides]}
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         """A row for each slide, then totals."""
         lines = [
             f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from histopipe.errors import DamagedStore, HistopipeError, MachineShort, UsageError
 from histopipe.maintenance.verify import check_untrusted
+from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import page_faults
 from histopipe.store.environment import open_environment
-from histopipe.store.folder import WriteLease
 from histopipe.store.handle import mapped_errors
 from histopipe.store.meta import read_meta
 from histopipe.system.files import appearing, replacing

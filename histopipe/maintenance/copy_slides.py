@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from histopipe.errors import DamagedStore, MachineShort, SpecMismatch, UsageError
 from histopipe.ingestion.ingest_slides import refuse_network
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.store.folder import Claims
+from histopipe.store.claims import Claims
 from histopipe.store.format import (
     DATABASES,
     STAINS,

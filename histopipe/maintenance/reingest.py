@@ -25,8 +25,9 @@ from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.store_check import Examination
 from histopipe.slides.discovery import SlideFile, tile_hash
 from histopipe.slides.slide import Slide
+from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
-from histopipe.store.folder import Claims, open_for_change
+from histopipe.store.folder import open_for_change
 from histopipe.store.format import (
     INDEX,
     INDEX_COLUMNS,

@@ -10,7 +10,7 @@ from pathlib import Path
 from histopipe.errors import UsageError
 from histopipe.maintenance.findings import some
 from histopipe.maintenance.verify import check_untrusted
-from histopipe.store.folder import Claims
+from histopipe.store.claims import Claims
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress

@@ -24,9 +24,10 @@ from histopipe.maintenance.verify import examine
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.tables import SlideNames
 from histopipe.store.catalog import no_store
+from histopipe.store.claims import Claims
 from histopipe.store.data_file import make_readable
 from histopipe.store.environment import Environment, delete_entries
-from histopipe.store.folder import Claims, open_for_change
+from histopipe.store.folder import open_for_change
 from histopipe.store.format import META, SLIDES, slide_key, to_json
 from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record

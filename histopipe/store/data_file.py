@@ -18,7 +18,7 @@ from lmdb.verify import VerifyError
 from lmdb.verify import verify as verify_pages
 
 from histopipe.errors import DamagedStore
-from histopipe.store.folder import WriteLease
+from histopipe.store.claims import WriteLease
 from histopipe.store.handle import mapped_errors, open_handle
 from histopipe.system.files import Closing
 

@@ -20,8 +20,8 @@ import lmdb
 
 from histopipe.errors import MachineShort, UsageError
 from histopipe.store.catalog import no_store
+from histopipe.store.claims import WriteLease
 from histopipe.store.data_file import check_length
-from histopipe.store.folder import WriteLease
 from histopipe.store.format import META, SLIDES, slide_key
 from histopipe.store.handle import mapped_errors, open_handle, read_map_size
 from histopipe.system.files import Closing

@@ -1,10 +1,7 @@
-"""Open or create the folder of a store for writing, and coordinate processes that write to one store."""
+"""Opening a store for writing, which may have to be made; a folder of something else is refused."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import struct
 import uuid
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,7 +15,6 @@ from histopipe.errors import MachineShort, NothingToDo, SpecMismatch, UsageError
 from histopipe.store.environment import Environment, open_environment
 from histopipe.store.format import FORMAT_NAME, META, VERSION, to_json
 from histopipe.store.meta import read_meta
-from histopipe.system.files import Closing
 from histopipe.tiling.spec import differences
 
 _BEGUN_FILES = ("data.mdb", "lock.mdb", "ingest.lock")
@@ -125,94 +121,3 @@ def _make_folder(path: Path) -> bool:
                 f"{path} is an LMDB environment of something else", todo="choose another --out"
             )
     return False
-
-
-_LOCK = "ingest.lock"
-_WRITERS = 1 << 40
-
-# struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid (which must be 0).
-_FLOCK = struct.Struct("hhqqixxxx")
-
-
-class Claims(Closing):
-    """The slides of a store that one process is ingesting, so that several processes can share a store. Closing drops all claims.
-
-    A claim is an open-file-description lock on one byte of `ingest.lock`: the byte at the slide's number. The kernel drops it
-    when its process dies; a process id would mean nothing in another container. A process that writes to the store shares
-    the lock of a byte after all slides. A process that replaces the store's file must hold that lock alone.
-    """
-
-    def __init__(self, store: Path) -> None:
-        self._file = _open(store)
-
-    def take(self, slide: int) -> bool:
-        """Claim a slide. Return False if another process is ingesting it."""
-        return _lock(self._file, fcntl.F_WRLCK, slide)
-
-    def release(self, slide: int) -> None:
-        """Let other runs have the slide."""
-        _lock(self._file, fcntl.F_UNLCK, slide)
-
-    def close(self) -> None:
-        """Drop every claim."""
-        os.close(self._file)
-
-
-class WriteLease(Closing):
-    """The right to write a store, shared with other processes, or alone; held until it is closed.
-
-    If the lock's file cannot be made, nothing is locked: LMDB then says that the store cannot be written.
-
-    Raises:
-        UsageError: another process has it alone, or has the store open for writing when it is wanted alone.
-    """
-
-    def __init__(self, store: Path, *, alone: bool = False) -> None:
-        self._file = -1
-        while True:
-            try:
-                store.mkdir(exist_ok=True)
-                self._file = _open(store)
-            except OSError as error:
-                if alone:
-                    raise UsageError(f"{store} cannot be written", found=error.strerror) from error
-                return
-            try:
-                free = _lock(self._file, fcntl.F_WRLCK if alone else fcntl.F_RDLCK, _WRITERS)
-            except OSError:
-                return  # a filesystem without locks
-            if not free:
-                self.close()
-                doing = "written" if alone else "rewritten"
-                raise UsageError(
-                    f"{store} is being {doing} by another process",
-                    todo="wait until that one is done",
-                )
-            if self._is_in(store):
-                return
-            self.close()  # another store was put in its place just now
-
-    def close(self) -> None:
-        """Give it back."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-    def _is_in(self, store: Path) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._file), (store / _LOCK).stat())
-        except FileNotFoundError:
-            return False
-
-
-def _open(store: Path) -> int:
-    return os.open(store / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-
-def _lock(file: int, kind: int, byte: int) -> bool:
-    """Lock a byte or unlock it; False if another process has it."""
-    try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-    except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by POSIX
-        return False
-    return True

@@ -65,30 +65,16 @@ class CompareResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
-        return {
-            "runs": [
-                {"folder": str(run.folder), "test": run.test.to_json(), "notes": list(run.notes)}
-                for run in self.runs
-            ],
-            "settings": {name: list(values) for name, values in self.settings.items()},
-            "differences": [
-                {
-                    "folder": str(run.folder),
-                    "less": str(self.runs[0].folder),
-                    "notes": list(notes),
-                    **{
-                        level: {
-                            name: {"difference": it.value, "interval": it.interval}
-                            for name, it in metrics.items()
-                        }
-                        for level, metrics in levels.items()
-                    },
-                }
-                for run, levels, notes in zip(
-                    self.runs[1:], self.differences, self.notes, strict=True
-                )
-            ],
-        }
+        runs, differences = [], []
+        for run in self.runs:
+            test = run.test.to_json()
+            runs.append({"folder": str(run.folder), "test": test, "notes": list(run.notes)})
+        for run, levels, notes in zip(self.runs[1:], self.differences, self.notes, strict=True):
+            values: dict[str, Any] = {name: _as_json(metrics) for name, metrics in levels.items()}
+            folders = {"folder": str(run.folder), "less": str(self.runs[0].folder)}
+            differences.append({**folders, "notes": list(notes), **values})
+        settings = {name: list(values) for name, values in self.settings.items()}
+        return {"runs": runs, "settings": settings, "differences": differences}
 
     def __repr__(self) -> str:
         names = [str(run.folder) for run in self.runs]
@@ -105,6 +91,10 @@ class CompareResult:
                 lines += aligned(_difference_rows(levels))
             lines += [f"  not compared: {note}" for note in notes]
         return "\n".join(lines)
+
+
+def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
+    return {n: {"difference": it.value, "interval": it.interval} for n, it in metrics.items()}
 
 
 def _difference_rows(levels: Mapping[str, Mapping[str, Difference]]) -> list[list[str]]:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import Result
 from histopipe.system.tensorflow import load_quietly
 from histopipe.training import throughput
 
@@ -26,7 +27,7 @@ _MIN_SECONDS, _MAX_SECONDS = 0.1, 3600
 
 
 @dataclass(frozen=True, slots=True)
-class BenchResult:
+class BenchResult(Result):
     """Throughput of each stage in patches per second.
 
     Attributes:
@@ -86,7 +87,7 @@ class BenchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as a JSON-ready dictionary."""
-        return {**asdict(self), "advice": self.advice}
+        return Result.to_json(self) | {"advice": self.advice}
 
     def __str__(self) -> str:
         """Return a table of the stages, and the advice."""
@@ -108,8 +109,6 @@ class BenchResult:
             for row, figure in zip(rows, figures, strict=True)
         ]
         return "\n".join([f"{'stage':<10} {'patches/s':>12}", *lines, "", *self.advice])
-
-    __repr__ = __str__
 
 
 def bench(
