@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test check format docs lock image-check clean
+.PHONY: help demo test check format docs release lock image-check clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -38,8 +38,19 @@ format: $(VENV)/.dependencies ## write every file in the one format
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/.installed ## write docs/settings.md from the declared settings
-	$(BIN)/python -P tools/settings_table.py
+$(VENV)-docs/.installed: requirements/docs.lock $(SOURCES)
+	$(PYTHON) -m venv --clear $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.lock
+	rm -rf build
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .
+	touch $@
+
+docs: $(VENV)-docs/.installed ## build the documentation into site/, with the table of settings
+	$(VENV)-docs/bin/python -P tools/settings_table.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+release: $(VENV)/.dependencies ## build wheel and sdist into dist/, and check them in new environments
+	$(BIN)/python -P tools/release.py
 
 image-check: ## build the container images without Docker, and use them: root, 10 minutes, 30 GB of disk
 	docker/check
@@ -48,7 +59,7 @@ image-check: ## build the container images without Docker, and use them: root, 1
 lock: ## resolve the dependencies anew
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask" "cpu --extra cpu --extra tune --extra onnx --extra dask" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
+	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask" "cpu --extra cpu --extra tune --extra onnx --extra dask" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \
@@ -56,4 +67,4 @@ lock: ## resolve the dependencies anew
 	done
 
 clean: ## remove what was made here
-	rm -rf $(VENV) $(VENV)-lock build *.egg-info $(DEMO)
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock build dist site *.egg-info $(DEMO)
