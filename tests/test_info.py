@@ -1,0 +1,80 @@
+"""`histopipe info` of each kind of folder, the command groups, and the next command that each command prints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+import histopipe
+from histopipe.cli import GROUPS
+from histopipe.errors import NothingToDo
+from histopipe.reports.info import FolderInfo
+
+
+def folder_info(path: Path) -> FolderInfo:
+    found = histopipe.info(path)
+    assert isinstance(found, FolderInfo)
+    return found
+
+
+def test_a_finished_run(trained: Path, run: Run) -> None:
+    found = folder_info(trained)
+    assert (found.kind, found.finished, found.then) == ("run", True, ("report", str(trained)))
+    assert found.facts["epochs"] == "1 (best: 1)"
+    assert any(line.startswith("test (held out)") for line in found.table)
+    shown = run("info", trained)
+    assert "split by    patient" in shown.stdout
+    assert f"next: histopipe report {trained}" in shown.stderr
+    assert json.loads(run("info", trained, "--json").stdout)["kind"] == "run"
+
+
+def test_an_unfinished_run_names_the_command_that_continues_it(
+    trained: Path, tmp_path: Path, run: Run
+) -> None:
+    copy = Path(shutil.copytree(trained, tmp_path / "my run"))
+    (copy / "metrics.json").unlink()
+    shown = run("info", copy)
+    assert "(run, not finished)" in shown.stdout
+    assert f"next: histopipe train --resume --out '{copy}'" in shown.stderr
+
+
+def test_predictions_and_features(
+    trained: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
+    done = run("predict", trained, made_store, "--out", "predictions")
+    assert "next: histopipe heatmap predictions" in done.stderr
+    found = folder_info(tmp_path / "predictions")
+    assert (found.kind, found.facts["slides"]) == ("predictions", 12)
+    done = run("embed", made_store, "--model", trained, "--out", "features")
+    assert "next: histopipe train --mil features" in done.stderr
+    found = folder_info(tmp_path / "features")
+    assert (found.kind, found.facts["slides"]) == ("features", 12)
+    assert found.facts["patches"] == histopipe.info(made_store).to_json()["patches"]
+
+
+def test_a_store_and_an_empty_folder(made_store: Path, tmp_path: Path, run: Run) -> None:
+    shown = run("info", made_store)
+    assert "slides    12 complete" in shown.stdout
+    assert f"next: histopipe train {made_store}" in shown.stderr
+    with pytest.raises(NothingToDo, match="no store at"):
+        histopipe.info(tmp_path)
+
+
+def test_commands_are_listed_in_groups(run: Run) -> None:
+    shown = run().stderr
+    places = [shown.index(f"\n{title}:\n") for title in GROUPS]
+    assert places == sorted(places)
+    for commands in GROUPS.values():
+        assert all(f"\n  {name} " in shown for name in commands)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("verfy", "verify")])
+def test_a_mistyped_command_names_the_nearest(typed: str, meant: str, run: Run) -> None:
+    done = run(typed)
+    assert done.returncode == 2
+    assert f"No such command {typed!r}. Did you mean {meant!r}?" in done.stderr
+    assert "Did you mean" not in run("zzzzzz").stderr
