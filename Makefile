@@ -26,7 +26,7 @@ demo: $(VENV)/.installed ## make slides, tile them, train, predict; ends with th
 	$(BIN)/histopipe demo --out $(DEMO)
 
 test: $(VENV)/.installed ## the tests, against the installed package
-	$(BIN)/python -P -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/.installed ## format, lint, types and tests
 	$(BIN)/ruff format --check .
