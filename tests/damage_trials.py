@@ -212,4 +212,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import damage_trials  # a worker process cannot import functions of `__main__`
+
+    damage_trials.main()

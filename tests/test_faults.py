@@ -20,11 +20,11 @@ from conftest import COMMAND, Run, make_slides
 from inline import in_process
 from test_ingest import CMU, contents, outcomes
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, NothingToDo
 from histopipe.store.format import patch_key
 from histopipe.store.store import Store
 
-SEEDS = range(10)
+SEEDS = range(6)
 ARGUMENTS = ["--patch-size", "64", "--workers", "2"]
 
 
@@ -87,16 +87,17 @@ def test_killed_at_a_random_moment(
     tmp_path: Path,
     run: Run,
 ) -> None:
-    part = (seed + random.Random(f"{seed} {victim}").random()) / len(
-        SEEDS
-    )  # one kill in each tenth
+    part = (seed + random.Random(f"{seed} {victim}").random()) / len(SEEDS)
     moment = 0.3 + part * max(0.0, whole[1] - 0.3)
     store = tmp_path / "s.lmdb"
     while not killed(cohort, store, victim, moment):
         shutil.rmtree(store)
         moment *= 0.7  # it was done by then: machines differ from hour to hour
     if store.exists() and (store / "data.mdb").exists() and (store / "data.mdb").stat().st_size:
-        before = check_store(store)
+        try:
+            before = check_store(store)
+        except NothingToDo:  # killed before the first transaction
+            before = set()
         assert victim == "run" or len(before) == 6
         # LMDB's own checker walks the file without the engine.
         assert lmdb.verify.verify(str(store)) == []  # type: ignore[no-untyped-call]
@@ -252,11 +253,11 @@ def scrambled(content: bytes, seed: int) -> bytes:
 def test_scrambled_slides_never_end_a_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     content = (data / "slides" / f"{CMU}.svs").read_bytes()
-    for seed in range(60):
+    for seed in range(30):
         (tmp_path / "in" / f"s{seed:02}.svs").write_bytes(scrambled(content, seed))
     (made,) = make_slides(tmp_path / "made", "--size", "1000x1000")
     content = made.read_bytes()
-    for seed in range(60):
+    for seed in range(30):
         (tmp_path / "in" / f"t{seed:02}.svs").write_bytes(scrambled(content, seed))
     shutil.copy(made, tmp_path / "in" / "whole.svs")
     done = subprocess.run(
@@ -265,12 +266,12 @@ def test_scrambled_slides_never_end_a_run(data: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode in (0, 3), done.stderr
     found = outcomes(done.stdout)
-    assert len(found) == 121
+    assert len(found) == 61
     assert found["whole"]["status"] == "complete"
     assert "error of histopipe" not in done.stderr, done.stderr
     complete = {name for name, slide in found.items() if slide["status"] == "complete"}
     assert check_store(tmp_path / "patches.lmdb") == complete
-    assert 5 < len(complete) < 121
+    assert 5 < len(complete) < 61
 
 
 def immutable(path: Path, flag: str) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import signal
 import subprocess
 import time
 from collections import defaultdict
@@ -133,10 +132,10 @@ def test_slides_and_patients_are_means_of_their_patches(predicted: dict[str, Pat
     assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
-def test_what_was_interrupted_goes_on(
-    signal_number: int, trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
+def test_what_was_killed_goes_on(
+    trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
 ) -> None:
+    """Interrupts are tested with `embed`, which runs slides through a network in the same way."""
     out = tmp_path / "out"
     command = [*INTERRUPTIBLE, "predict", str(trained), str(made), "--out", str(out)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -144,13 +143,10 @@ def test_what_was_interrupted_goes_on(
     while not len(list(out.glob("patches/*.json"))) >= 3:
         assert time.monotonic() < until
         time.sleep(0.02)
-    process.send_signal(signal_number)
+    process.kill()
     _, told = process.communicate(timeout=60)
     done = sorted(p.stem for p in out.glob("patches/*.json"))
     assert 3 <= len(done) < 12, told
-    if signal_number == signal.SIGINT:
-        assert process.returncode == 130
-        assert "run the same command again to do the others" in told
     # What was written half is not taken for whole.
     (out / "patches" / f"{done[0]}.json").unlink()
     again = predict(trained, made, out=out)

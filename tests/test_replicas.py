@@ -84,6 +84,6 @@ def test_two_workers_do_what_one_does(odd_store: Path, one: Found, tmp_path: Pat
 
 
 def test_deep_networks_agree_in_float64(odd_store: Path, tmp_path: Path) -> None:
-    """With 27 layers of batch normalisation, rounding grows tenfold a step: float32 drifts, and the docs say so."""
-    one, many = (train(odd_store, tmp_path / f"{n}.npz", DEEP, n) for n in ("1", "2"))
+    """With 12 layers of batch normalization. In float32, rounding errors of deep networks grow at each step."""
+    one, many = (train(odd_store, tmp_path / f"{n}.npz", DEEP, n) for n in ("1", "3"))
     assert_same(one, many, DEEP)

@@ -32,6 +32,7 @@ from histopipe.errors import (
 )
 from histopipe.geometry import Mpp
 from histopipe.maintenance.merge import merge
+from histopipe.store import data_file
 from histopipe.store.catalog import CATALOG, Catalog, parts_of
 from histopipe.store.environment import open_environment
 from histopipe.store.format import (
@@ -283,6 +284,24 @@ def test_no_store(tmp_path: Path) -> None:
         StoreWriter(tmp_path / "folder", SPEC)
     with pytest.raises(UsageError, match="is a file"):
         StoreWriter(tmp_path / "folder" / "thesis.doc", SPEC)
+
+
+def test_a_store_that_a_writer_extends_is_not_truncated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer's commit comes between the two reads of the check: of the meta page, and of the file's length."""
+    with StoreWriter(tmp_path / "s.lmdb", SPEC):
+        pass
+    data = tmp_path / "s.lmdb" / "data.mdb"
+    newest_meta = data_file._newest_meta
+
+    def extended(path: Path) -> Any:
+        meta = newest_meta(path)
+        os.truncate(path, path.stat().st_size + meta.page_size)
+        return meta._replace(length=path.stat().st_size)
+
+    monkeypatch.setattr(data_file, "_newest_meta", extended)
+    data_file.check_length(data)
 
 
 @pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])

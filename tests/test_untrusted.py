@@ -38,7 +38,7 @@ def test_any_changed_byte_is_read_or_refused(
 ) -> None:
     """Splits, settings, metrics, predictions, tables, outlines, records and pictures; with little memory to spare."""
     done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "300"],
+        [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "150"],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

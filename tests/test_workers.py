@@ -105,10 +105,11 @@ def test_a_worker_that_is_lost_ends_the_other_by_name(
     assert other.returncode == 6, stderr
     assert f"worker 1 (127.0.0.1:{ports[1]}) {says}" in stderr
     assert "Traceback" not in stderr
-    again = run("train", "--resume", "--out", "run", "--devices", "cpu:2")
-    assert again.returncode == 0, again.stderr
-    assert "resuming run after epoch" in again.stderr
-    assert len(history(tmp_path / "run")) == 3
+    if kind == "SIGKILL":
+        again = run("train", "--resume", "--out", "run", "--devices", "cpu:2")
+        assert again.returncode == 0, again.stderr
+        assert "resuming run after epoch" in again.stderr
+        assert len(history(tmp_path / "run")) == 3
 
 
 def test_a_worker_that_never_starts_is_named(

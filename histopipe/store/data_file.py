@@ -46,7 +46,9 @@ def check_length(data: Path) -> None:
     Raises:
         DamagedStore: the file is truncated, or no LMDB file.
     """
-    found, expected = data.stat().st_size, _newest_meta(data).length
+    # In this order: while a writer extends the file, a length read first may be too short for the meta page read after it.
+    expected = _newest_meta(data).length
+    found = data.stat().st_size
     if found < expected:
         raise DamagedStore(
             f"{data} is truncated",

@@ -26,7 +26,7 @@ from histopipe.store.store import Store
 from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
-from histopipe.training.models import PatchModel, SampleDropout, build_model
+from histopipe.training.models import PatchModel, SampleDropout, build_model, dtype_policy
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -35,39 +35,34 @@ BATCH, STEPS = 14, 24
 """Four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
 
 CASES: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": "sgd", "learning_rate": 0.05},
     "adagrad-clipped": {"optimizer": "adagrad", "learning_rate": 0.01, "clip_norm": 0.05},
     "adamw-accumulated": {"optimizer": "adamw", "accumulate": 3, "label_smoothing": 0.1},
     "cosine": {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "warmup_steps": 9},
-    "batch-norm": {"optimizer": "sgd", "learning_rate": 0.05, "model": "batch-norm"},
-    "batch-norm-adamw": {"optimizer": "adamw", "model": "batch-norm"},
-    "resnet-float64": {
-        "optimizer": "sgd",
-        "clip_norm": 1.0,
-        "model": "resnet50",
-        "precision": "float64",
-    },
+    "batch-norm": {"optimizer": "sgd", "learning_rate": 0.05, "model": "batch-norm-1"},
     "deep-float64": {
         "optimizer": "adamw",
         "learning_rate": 1e-4,
-        "model": "mobilenet",
+        "model": "batch-norm-12",
         "precision": "float64",
     },
 }
 
 
-def batch_norm_model(side: int, dropout: float) -> PatchModel:
-    """A shallow network with batch normalization."""
+def batch_norm_model(side: int, dropout: float, depth: int) -> PatchModel:
+    """A network of `depth` convolutions, each with batch normalization."""
     image = keras.Input((side, side, 3), dtype="uint8")
     seed = keras.Input((), dtype="int64")
     x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)
-    x = keras.layers.Conv2D(16, 5, strides=4, use_bias=False)(x)
-    x = keras.layers.BatchNormalization(synchronized=True)(x)
-    x = keras.layers.GlobalAveragePooling2D()(keras.layers.ReLU()(x))
-    head = keras.layers.Dense(2)
+    for layer in range(depth):
+        size, strides = (5, 4) if layer == 0 else (3, 1)
+        x = keras.layers.Conv2D(16, size, strides, "same", use_bias=False)(x)
+        x = keras.layers.BatchNormalization(synchronized=True)(x)
+        x = keras.layers.ReLU()(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    head, softmax = keras.layers.Dense(2), keras.layers.Softmax()
     return PatchModel(
         keras.Model([image, seed], head(SampleDropout(dropout)(x, seed))),
-        keras.Model(image, keras.layers.Softmax()(head(x))),
+        keras.Model(image, softmax(head(x))),
     )
 
 
@@ -78,8 +73,10 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
     table = SampleTable(select([store]))
     keras.utils.set_random_seed(config.seed)
     with strategy.scope():
-        if config.model == "batch-norm":
-            model = batch_norm_model(store.patch_size, config.dropout)
+        if config.model.startswith("batch-norm"):
+            depth = int(config.model.removeprefix("batch-norm-"))
+            with dtype_policy(config.precision):
+                model = batch_norm_model(store.patch_size, config.dropout, depth)
         else:
             model = build_model(
                 config.model, patch_size=store.patch_size, classes=2, dropout=config.dropout,
