@@ -56,9 +56,7 @@ class Outlines:
         *,
         excluded: bool = False,
     ) -> None:
-        """Add an outline of polygons, each an outer ring and its holes.
-
-        An invalid outline is repaired, an empty one is left out; both get a note.
+        """Add polygons, each an outer ring and its holes. An invalid outline is repaired or left out, with a note.
 
         Raises:
             UsageError: a coordinate is not finite, or too large.

@@ -21,11 +21,9 @@ _ROUNDING = 1e-6
 _MOST_POINTS = 256
 """Most points of a piece of an outline. The time to clip a patch grows with the points."""
 _MOST_PATCHES, _LEAST_PATCHES = 20_000, 64
-"""Limits of the number of patches per batch."""
 _MOST_PAIRS = 1_000_000
-"""Most pairs of a patch with a class or a piece per batch. Each pair takes some hundred bytes."""
+"""Limits of a batch: patches, and pairs of a patch with a class or a piece. A pair takes some hundred bytes."""
 _SAMPLED = 200
-"""Number of patches from which the batch size is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +57,9 @@ def label_patches(
     *,
     threshold: float,
 ) -> PatchLabels:
-    """Return the class that covers the largest share of each patch, if this share is at least `threshold`.
+    """Return the class that covers most of each patch, if its share is at least `threshold`, above 0 to 1.
 
-    If two classes cover the same share, the first by name is used. `x_l0` and `y_l0` are (N,) top left corners. The
-    threshold is above 0, up to 1.
+    If two classes cover the same share, the first by name is used. `x_l0` and `y_l0` are (N,) top left corners.
     """
     classes = regions.classes
     label = np.full(len(x_l0), NO_CLASS, np.int32)
@@ -132,10 +129,7 @@ class Coverage:
         return int(np.clip(_MOST_PAIRS / pairs, _LEAST_PATCHES, _MOST_PATCHES))
 
     def _prepared(self) -> tuple[NDArray[np.object_], shapely.STRtree]:
-        """Return this thread's copy of the pieces, and their index.
-
-        GEOS prepares a geometry at its first query, which crashes if two threads do it at once.
-        """
+        """Return this thread's copy of the pieces and their index: GEOS crashes if two threads prepare one geometry."""
         if not hasattr(self._local, "pieces"):
             self._local.pieces = shapely.from_wkb(self._stored)
             shapely.prepare(self._local.pieces)

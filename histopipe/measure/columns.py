@@ -44,8 +44,7 @@ def measure_slides(
 ) -> Iterator[tuple[int, SlideColumns | str]]:
     """Measure slides by number, and add the results to the store slide by slide. An interruption keeps added results.
 
-    The store must not be open as `Store` in this process. `seconds` is the time limit of a slide. Without `workers`,
-    there is one per core.
+    The store must not be open as `Store` in this process. `seconds` limits each slide. `workers=None`: one per core.
 
     Yields:
         The number of each slide, and its measurements once they are stored, or the reason of its failure.

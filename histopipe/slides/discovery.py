@@ -181,7 +181,6 @@ def _folder_name(folder: Path) -> str:
 
 
 def _contents(roots: list[Path]) -> str:
-    """Describe the other files in folders, for messages."""
     names = [path for root in roots if root.is_dir() for path in _walk(root)]
     if not names:
         return "nothing" if any(root.is_dir() for root in roots) else "no folder"

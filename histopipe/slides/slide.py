@@ -203,8 +203,7 @@ _VENDORS = (
 def openslide_formats() -> tuple[str, list[str]]:
     """Return OpenSlide's version, and the vendors whose formats it supports.
 
-    OpenSlide has no function that lists them: their names are searched in its library file. The list is empty if this
-    file is not found.
+    OpenSlide has no function for this: names are searched in its library file. Without this file, the list is empty.
     """
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     library = re.search(r"(/\S*libopenslide\S*)$", maps, re.MULTILINE)

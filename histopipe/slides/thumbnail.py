@@ -57,8 +57,7 @@ def read_thumbnail(
 ) -> Thumbnail:
     """Read the scanned area at about the scale `at`, averaged over whole pixels of `thumbnail_level`.
 
-    Very large areas are read coarser. `mpp` is the scale of level 0; None if unknown. Native tiles of that level make
-    reading several times as fast.
+    Very large areas are coarser. `mpp` is that of level 0; None if unknown. Native tiles make it several times as fast.
 
     Raises:
         SlideUnreadable: no part of the level can be read.

@@ -277,8 +277,7 @@ def results_of(
 ) -> Iterator[tuple[list[T], R | WorkerDied]]:
     """Run a task on batches of items. A batch that kills its worker, or exceeds the time limit, is halved and repeated.
 
-    Yield each batch with its result, or a batch of one item with the error of its worker. Raise MachineShort as
-    `result_of` does.
+    Yield each batch with its result, or a batch of one item with its error. Raise MachineShort like `result_of`.
     """
     waiting = deque((batch, pool.submit_within(seconds, task, batch)) for batch in batches)
     while waiting:

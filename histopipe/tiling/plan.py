@@ -17,7 +17,6 @@ from histopipe.tiling.spec import TilingSpec
 
 Resampling = Literal["none", "area", "lanczos"]
 _DARK = 0.5
-"""Share of black pixels above which a note suggests that the background is dark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +186,7 @@ def cell_shares(
 def covered_squares(
     mask: NDArray[np.bool_], x: NDArray[np.floating], y: NDArray[np.floating], side: float
 ) -> NDArray[np.float32]:
-    """Return the share of each square that a mask covers, (N,) float32, 0 to 1.
-
-    `x` and `y` are (N,) left and top edges. They and the side are in pixels of the mask, and need not be whole numbers.
-    """
+    """Return the share of each square that a mask covers, (N,) float32; `x`, `y` are (N,) left and top edges."""
     if not mask.any():
         return np.zeros(len(x), np.float32)
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)

@@ -23,8 +23,7 @@ _LEAST_DENSITY = 0.6
 _BRIGHT = 256 * 10 ** (-_LEAST_DENSITY / 3)
 """If all channels are brighter than this, the sum of their densities is below the least density."""
 _FOLD_DENSITY = 2.4
-"""Least density of folds, as the sum of the three channels at 8 µm. One layer of well-stained tissue has 0.6 to 1.8;
-the densities of two layers add up."""
+"""Least density of folds, as the sum of channels at 8 µm. A layer of stained tissue has 0.6 to 1.8; layers add up."""
 _DENSITY: NDArray[np.float32] = -np.log10((np.arange(256) + 1) / 256).astype(np.float32)
 
 
