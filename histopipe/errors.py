@@ -62,7 +62,7 @@ def _rebuild(
 
 
 class UsageError(HistopipeError, ValueError):
-    """The command line, a configuration or a CSV file is wrong."""
+    """The command line, a configuration or a CSV file is invalid."""
 
     exit_code = ExitCode.USAGE
 

@@ -151,7 +151,7 @@ def test_all_processes_end_with_killed_client(own: bool) -> None:
         time.sleep(0.01)
 
 
-class NeverLoaded:
+class FakeServer:
     """Stands for a server's process, to test the choice of a server without starting one."""
 
     def __init__(self, environment: dict[str, str]) -> None:
@@ -167,7 +167,7 @@ def test_server_is_shared_if_library_variables_are_equal(monkeypatch: pytest.Mon
 
     def start(environment: dict[str, str]) -> Any:
         started.append(environment)
-        return NeverLoaded(environment), socks[0]
+        return FakeServer(environment), socks[0]
 
     monkeypatch.setattr(fork_server, "_servers", {})
     monkeypatch.setattr(fork_server, "start_server", start)

@@ -280,14 +280,14 @@ def test_mask_agrees_with_known_outlines(tmp_path: Path, arguments: list[str]) -
     with Slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
     mask = tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels
-    truth = _outlined(
+    truth = _rasterized(
         path.with_suffix(".geojson"), mask.shape, thumbnail.reduction * thumbnail.level.downsample
     )
     union = np.count_nonzero(mask | truth)
     assert np.count_nonzero(mask & truth) / union > 0.97
 
 
-def _outlined(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[Any, Any]:
+def _rasterized(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[Any, Any]:
     from PIL import Image, ImageDraw
 
     image = Image.new("1", (shape[1], shape[0]))

@@ -107,7 +107,7 @@ def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> N
                 return
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise UsageError(
-            f"{feature}: the coordinates of its {shape}", found=str(error)[:80],
+            f"{feature}: invalid coordinates of its {shape}", found=str(error)[:80],
             expected="rings of [x, y]",
         ) from error  # fmt: skip
     outlines.add(feature, None if excluded else kind, polygons, excluded=excluded)

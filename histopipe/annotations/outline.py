@@ -72,7 +72,7 @@ class Outlines:
                     shapely.Polygon(shell, [h for h in holes if len(set(h)) >= _LEAST_POINTS])
                 )
         drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
-        if not drawn.is_valid and any(_is_tangled(part) for part in parts):
+        if not drawn.is_valid and any(_crosses_too_often(part) for part in parts):
             self.leave_out(feature, "its outline crosses itself too often")
             return
         area = polygonal(drawn)
@@ -105,7 +105,7 @@ def plain(text: str) -> str:
     return shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
-def _is_tangled(polygon: shapely.Polygon) -> bool:
+def _crosses_too_often(polygon: shapely.Polygon) -> bool:
     """Return whether a polygon crosses itself so often that repairing it would take quadratic memory and time."""
     for ring in (polygon.exterior, *polygon.interiors):
         points = shapely.get_coordinates(ring)
@@ -121,4 +121,6 @@ def _is_tangled(polygon: shapely.Polygon) -> bool:
 def _check_numbers(ring: Ring, feature: str) -> None:
     for point in ring:
         if not all(math.isfinite(value) and abs(value) <= MOST_COORDINATE for value in point):
-            raise UsageError(f"{feature}: a coordinate", found=point, expected="pixels of level 0")
+            raise UsageError(
+                f"{feature}: invalid coordinate", found=point, expected="pixels of level 0"
+            )

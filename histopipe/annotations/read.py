@@ -110,7 +110,7 @@ def file_bytes(path: Path) -> bytes:
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise UsageError(
-            "too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
+            "the file is too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
             todo="export annotations without detections and cells",
         )  # fmt: skip
     return path.read_bytes()

@@ -67,7 +67,7 @@ def _root_of(data: bytes) -> Element:
             found=type(error).__name__,
         ) from error
     if root is None:
-        raise UsageError("an empty file", expected="XML")
+        raise UsageError("the file is empty", expected="XML")
     return root
 
 
@@ -76,7 +76,7 @@ def _coordinate(element: Element, feature: str) -> Point:
         return float(element.attrib["X"]), float(element.attrib["Y"])
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"{feature}: a coordinate", found=dict(element.attrib), expected="numbers X and Y"
+            f"{feature}: invalid coordinate", found=dict(element.attrib), expected="numbers X and Y"
         ) from error
 
 
@@ -134,8 +134,8 @@ def _read_imagescope(root: Element) -> Outlines:
             into.add(feature, _class_of(layer), [[points]])
         outlines.notes += positive.notes + negative.notes
         left = _without(positive.found, [it.area for it in negative.found])
-        gone = {it.feature for it in positive.found} - {it.feature for it in left}
-        for feature in sorted(gone):
+        removed = {it.feature for it in positive.found} - {it.feature for it in left}
+        for feature in sorted(removed):
             outlines.leave_out(feature, "negative regions cover it completely")
         outlines.found += left
     return outlines

@@ -128,7 +128,7 @@ def path_within(folder: Path, name: str) -> Path:
     """
     path = folder / name
     if ".." in Path(name).parts or not path.is_relative_to(folder) or path == folder:
-        raise DamagedStore(f"the name {name!r}", expected=f"a path within {folder}")
+        raise DamagedStore(f"unsafe name {name!r}", expected=f"the name of a path within {folder}")
     return path
 
 

@@ -84,17 +84,17 @@ def _feistel(
     b = (sizes + a - np.uint64(1)) // a
     with np.errstate(over="ignore"):
         round_keys = [mix(np.asarray(keys + np.uint64(i))) for i in range(1, _ROUNDS + 1)]
-    result = _walked(values, a, b, round_keys)
+    result = _feistel_rounds(values, a, b, round_keys)
     outside = np.flatnonzero(result >= sizes)
     while len(outside):
         here = [array if array.ndim == 0 else array[outside] for array in (a, b, *round_keys)]
-        result[outside] = _walked(result[outside], here[0], here[1], here[2:])
+        result[outside] = _feistel_rounds(result[outside], here[0], here[1], here[2:])
         limits = sizes if sizes.ndim == 0 else sizes[outside]
         outside = outside[result[outside] >= limits]
     return result.astype(np.int64)
 
 
-def _walked(
+def _feistel_rounds(
     values: NDArray[np.uint64],
     a: NDArray[np.uint64],
     b: NDArray[np.uint64],
