@@ -106,7 +106,7 @@ def test_the_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> No
         assert "found 28.9685 mpp at its finest" in found[name]["reason"]
     assert found["small"]["patches"] == 0
     assert found["small"]["notes"] == [
-        "no patch fits: the slide has 16×16 pixels, a patch needs 256×256"
+        "no patch fits: level 0 has 16×16 scanned pixels, a patch needs 256×256"
     ]
 
     before = contents(tmp_path / "patches.lmdb")

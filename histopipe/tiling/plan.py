@@ -152,7 +152,8 @@ def plan_tiles(
     plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured)
     if not len(plan):
         needed = Size(choice.read_size, choice.read_size)
-        note = f"no patch fits: the slide has {area.size} pixels, a patch needs {needed}"
+        where = f"level {choice.level.number} has {area.size} scanned pixels"
+        note = f"no patch fits: {where}, a patch needs {needed}"
         return replace(plan, notes=(note,))
     if mask is None:
         return plan
