@@ -1,4 +1,4 @@
-"""From a folder of whole-slide images to a trained model. Every command is a function of the same name.
+"""Turn a folder of whole-slide images into a trained model. Every command is a function of the same name.
 
     import histopipe
     histopipe.ingest("slides/", "patches.lmdb")
@@ -6,7 +6,7 @@
     dataset = histopipe.load_dataset("patches.lmdb", batch_size=64, seed=1)
     patch = histopipe.open_store("patches.lmdb").read("slide-id", 7)  # (H, W, 3) uint8
 
-Importing this loads neither TensorFlow nor OpenSlide: each name is imported when it is first used.
+Importing this package loads neither TensorFlow nor OpenSlide: each name is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _MODULES = {
     "tune": "histopipe.studies.tune",
     "verify": "histopipe.maintenance.verify",
 }
-"""The module of each public name that is imported late."""
+"""Module of each public name that is imported at its first use."""
 
 
 def __getattr__(name: str) -> Any:

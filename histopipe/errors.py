@@ -1,6 +1,6 @@
-"""All errors that histopipe raises on purpose, with their exit codes. Where a builtin error fits, they are also that.
+"""All errors that histopipe raises on purpose, with their exit codes. Most are also subclasses of a builtin exception.
 
-A message says what failed, what was found, what was expected and what to do next.
+A message contains what failed, what was found, what was expected and what to do next.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class ExitCode(IntEnum):
 
 
 class HistopipeError(Exception):
-    """Base of all errors; an error of this class itself is a bug.
+    """Base class of all errors. An error of exactly this class is a bug.
 
     Args:
         what: the object (a path, a slide id, a key) and what is wrong with it.
-        found: what was found there.
-        expected: what was expected there.
+        found: what was found.
+        expected: what was expected.
         todo: what the user can do next.
     """
 
@@ -62,17 +62,17 @@ def _rebuild(
 
 
 class UsageError(HistopipeError, ValueError):
-    """The command line, a configuration or a CSV file is wrong."""
+    """The command line, a configuration or a CSV file is invalid."""
 
     exit_code = ExitCode.USAGE
 
 
 class SpecMismatch(UsageError):
-    """A store exists that was made with other tiling or encoding settings."""
+    """An existing store was written with other tiling or encoding settings."""
 
 
 class SlideError(HistopipeError):
-    """One slide cannot be used. It is recorded, and the run goes on."""
+    """One slide cannot be used. The failure is recorded, and the run continues."""
 
     exit_code = ExitCode.PARTLY
 
@@ -86,7 +86,7 @@ class ScaleError(SlideError, ValueError):
 
 
 class RouteUnfit(SlideError, ValueError):
-    """The patches of a slide cannot be made by the requested route."""
+    """The requested route cannot produce the patches of a slide."""
 
 
 class AnnotationsUnfit(SlideError, ValueError):
@@ -94,7 +94,7 @@ class AnnotationsUnfit(SlideError, ValueError):
 
 
 class NothingToDo(HistopipeError, LookupError):
-    """No slide, no store, or nothing to train on."""
+    """There is no slide, no store, or no training data."""
 
     exit_code = ExitCode.NOTHING
 
@@ -116,11 +116,11 @@ class MachineShort(HistopipeError, OSError):
 
 
 class OutOfMemory(MachineShort):
-    """Memory ran out and the process cannot continue. A new one may, with smaller micro-batches."""
+    """Memory ran out and the process cannot continue. A new process with smaller micro-batches may succeed."""
 
 
 class OutOfTime(MachineShort, TimeoutError):
-    """A training reached its time limit. The saved state stays."""
+    """A training reached its time limit. The saved state is kept."""
 
 
 class WorkerLost(HistopipeError, ConnectionError):
@@ -130,6 +130,6 @@ class WorkerLost(HistopipeError, ConnectionError):
 
 
 class Interrupted(HistopipeError):
-    """Ctrl-C or SIGTERM. Completed work stays."""
+    """Ctrl-C or SIGTERM ended the command. Completed work is kept."""
 
     exit_code = ExitCode.INTERRUPTED

@@ -1,6 +1,6 @@
-"""Points, sizes, regions and scales. Each frame has its own types, so that mixing frames does not type-check.
+"""Points, sizes, regions and scales. Each coordinate frame has its own types, so that mypy rejects mixed frames.
 
-There are two frames: **level 0**, the largest image of a slide, in which coordinates are stored, and **level**, the pixels
+There are two frames. **Level 0** is the largest image of a slide; stored coordinates use it. **Level** means the pixels
 of the pyramid image that is read.
 """
 
@@ -77,7 +77,7 @@ class Level:
         return np.asarray(np.rint(values * self.downsample), np.int64)
 
     def inside(self, region: RegionL0) -> RegionLevel:
-        """Return the whole pixels of this level that lie in a level-0 region.
+        """Return the region of this level whose pixels are completely inside a level-0 region.
 
         Example:
             >>> level = Level(1, Size(50, 40), 2.0)
@@ -92,7 +92,7 @@ class Level:
         return RegionLevel(left, top, Size(max(0, right - left), max(0, bottom - top)))
 
 
-# The downsample in a file is rounded, so that edges on whole pixels are slightly off.
+# The downsample in a file is rounded, so edges on whole pixels come out slightly off.
 _ROUNDING = 1e-2
 
 

@@ -1,4 +1,4 @@
-"""What several tests need: the real slides, made slides, and the command as a user runs it."""
+"""Shared fixtures and helpers: real slides, synthetic slides, and commands run as a user runs them."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ TOOLS = PROJECT / "tools"
 PROGRAMS = PROJECT / "tests" / "programs"
 COMMAND = [str(Path(sys.executable).with_name("histopipe"))]
 
-# A job in the background of a script ignores Ctrl-C, and so would what it starts: here it must not.
+# A background job of a script ignores Ctrl-C, and its child processes inherit this. Restore the default.
 _RESET = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
 INTERRUPTIBLE = [sys.executable, "-c", _RESET, *COMMAND]
 
-# Machines here are noisy: how long an example takes says nothing.
+# Test machines are busy, so the duration of an example is not meaningful.
 settings.register_profile("steady", deadline=None)
 settings.load_profile("steady")
 
@@ -52,7 +52,7 @@ SLOW_FILES = (
     "test_predict", "test_embedding", "test_faults", "test_train_options", "test_maintenance",
     "test_cluster_jobs", "test_untrusted", "test_compare", "test_report",
 )  # fmt: skip
-"""These come first, so that none of them runs alone at the end."""
+"""Slow files run first, so that none of them runs alone at the end."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,10 +68,10 @@ R = TypeVar("R")
 
 @pytest.fixture(scope="session")
 def data() -> Path:
-    """The folder with the real slides. Without it the tests that need it say so and are skipped; CI requires it."""
+    """Folder with the real slides. Without it, tests that need it are skipped with a reason; CI requires it."""
     folder = os.environ.get("HISTOPIPE_TEST_DATA")
     if not folder:
-        pytest.skip("HISTOPIPE_TEST_DATA is not set: it names the folder of the real slides")
+        pytest.skip("HISTOPIPE_TEST_DATA, the folder of the real slides, is not set")
     path = (PROJECT / folder).resolve()
     assert (path / "slides").is_dir(), f"HISTOPIPE_TEST_DATA={folder} has no folder slides"
     return path
@@ -79,7 +79,7 @@ def data() -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One fork server for all trainings of these tests, with faults on demand. The first training starts it."""
+    """One fork server for all trainings of the tests, with fault injection. The first training starts it."""
     address = tmp_path_factory.getbasetemp() / "fork-server"
     environment = {
         **os.environ, "PYTHONPATH": str(PROGRAMS / "faults"), "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -100,20 +100,20 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def golden(tmp_path: Path) -> Path:
-    """A copy of the committed store of format version 1: reading leaves a lock file in its folder."""
+    """Copy of the committed store of format version 1. A copy, because reading creates a lock file in the folder."""
     return Path(shutil.copytree(PROJECT / "tests" / "golden" / "store-v1", tmp_path / "golden"))
 
 
 LOADS_TENSORFLOW = ("embed", "export", "predict")
-"""Commands that load TensorFlow into their own process, which keeps its devices and memory: each needs one of its own."""
+"""Commands that load TensorFlow, which keeps devices and memory of a process: each command needs a separate process."""
 NEW_PROCESS = ("bench", "demo", "doctor", "tune")
-"""Commands that look at the process or the machine, and one that leaves files of Optuna's open until its process ends."""
+"""Commands that inspect the process or the machine, and `tune`, whose Optuna files stay open until its process ends."""
 
 
 def with_tensorflow(
     code: str, *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python code as `python -c CODE ARGUMENTS`, in a process forked from the one that has loaded TensorFlow and Keras."""
+    """Run Python code like `python -c CODE ARGUMENTS`, in a fork of a process that has loaded TensorFlow and Keras."""
     words = ["-c", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
@@ -140,7 +140,7 @@ def with_tensorflow(
 def run_program(
     name: str, *arguments: object, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program of tests/programs in the same way."""
+    """Run a program of tests/programs like `with_tensorflow`."""
     code = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
     return with_tensorflow(code, PROGRAMS / name, *arguments, env=env)
 
@@ -148,7 +148,7 @@ def run_program(
 def command(
     *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `histopipe ARGUMENTS` in this process: as a new process would, but without its start."""
+    """Run `histopipe ARGUMENTS` in this process, which saves the start of a new one."""
     words = ["histopipe", *map(str, arguments)]
     with ExitStack() as stack:
         stack.enter_context(chdir(cwd or Path.cwd()))
@@ -165,7 +165,7 @@ def command(
             main()
         except SystemExit as end:
             code = end.code
-        except Exception:  # noqa: BLE001 - as the interpreter does
+        except Exception:  # noqa: BLE001 - the interpreter does the same
             traceback.print_exc()
             code = 1
         return subprocess.CompletedProcess(words, int(code or 0), out(), err())
@@ -174,9 +174,9 @@ def command(
 
 @contextmanager
 def captured(name: str) -> Iterator[Callable[[], str]]:
-    """Keep what is written to a standard stream, by this process and by those that it starts; gives a function for it."""
-    usual = getattr(sys, name)
-    usual.flush()
+    """Capture a standard stream of this process and its child processes. Yield a function that returns the text."""
+    original = getattr(sys, name)
+    original.flush()
     fd = {"stdout": 1, "stderr": 2}[name]
     kept = os.dup(fd)
     with tempfile.TemporaryFile("a+") as file:
@@ -193,14 +193,14 @@ def captured(name: str) -> Iterator[Callable[[], str]]:
             yield written
         finally:
             stream.close()
-            setattr(sys, name, usual)
+            setattr(sys, name, original)
             os.dup2(kept, fd)
             os.close(kept)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """Runs `histopipe ARGUMENTS` in a folder of its own, in this process where that makes no difference."""
+    """Run `histopipe ARGUMENTS` in a temporary folder, and in this process if that makes no difference."""
 
     def call(
         *arguments: object,
@@ -233,7 +233,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """The browser that pages are tested in. Without it the tests that need it say so and are skipped; CI requires it."""
+    """Browser for tests of pages. Without it, tests that need it are skipped with a reason; CI requires it."""
     found = os.environ.get("HISTOPIPE_TEST_BROWSER") or shutil.which("chromium")
     if not found or not shutil.which("chromedriver"):
         assert "HISTOPIPE_TEST_BROWSER" not in os.environ, "chromium or chromedriver is missing"
@@ -244,26 +244,28 @@ def chromium() -> str:
 
 
 def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
-    """Results by item. A training spends most of a test on one core, loading TensorFlow."""
+    """Run a task on two items at a time, and return the results by item. A training mostly uses one core."""
     items = list(items)
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(items, pool.map(task, items), strict=True))
 
 
 def make_slides(out: Path, *arguments: str) -> list[Path]:
-    """Slides by the project's own tool; painted once for all tests that want the same."""
-    shutil.copytree(_painted(arguments), out, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    """Write synthetic slides with tools/make_slides.py. Equal slides are created only once for all tests."""
+    shutil.copytree(
+        _slide_folder(arguments), out, dirs_exist_ok=True, copy_function=shutil.copyfile
+    )
     return sorted(path for path in out.iterdir() if path.suffix in (".svs", ".tiff", ".scn"))
 
 
 @cache
-def _painted(arguments: tuple[str, ...]) -> Path:
-    """A folder of slides, removed at the end."""
+def _slide_folder(arguments: tuple[str, ...]) -> Path:
+    """Create a folder of synthetic slides, which is removed when the process ends."""
     spec = importlib.util.spec_from_file_location("make_slides", TOOLS / "make_slides.py")
     assert spec is not None and spec.loader is not None
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    folder = Path(tempfile.mkdtemp(prefix="painted-"))
+    folder = Path(tempfile.mkdtemp(prefix="synthetic-"))
     atexit.register(shutil.rmtree, folder)
     with contextlib.redirect_stderr(io.StringIO()):
         tool.main([str(folder), *arguments])
@@ -272,15 +274,15 @@ def _painted(arguments: tuple[str, ...]) -> Path:
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
-    """Makes a folder that all workers of a test run share: the first one that needs it makes it."""
+    """Return a function that creates a folder once for all workers of a test run, at its first use."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent
 
     def folder(name: str, make: Callable[[Path], object]) -> Path:
         path, done = root / name, root / f"{name}-done"
-        with locked(root / f"{name}-lock", wait_seconds=500) as mine:
-            assert mine, f"{name}: another worker has not made it yet"
+        with locked(root / f"{name}-lock", wait_seconds=500) as has_lock:
+            assert has_lock, f"{name}: another worker has not created it within 500 s"
             if not done.exists():
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
@@ -292,7 +294,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
 
 
 def succeed(*arguments: object) -> str:
-    """Run a command that must succeed. Returns its standard output."""
+    """Run a command that must succeed, and return its standard output."""
     ended = command(*arguments)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -300,14 +302,14 @@ def succeed(*arguments: object) -> str:
 
 @pytest.fixture(scope="session")
 def made(once: Once) -> Path:
-    """Twelve small slides of two classes, with labels.csv."""
+    """Twelve small synthetic slides of two classes, with labels.csv."""
     options = ("--count", "12", "--size", "1536x1536", "--classes", "normal,tumour")
     return once("made", lambda folder: make_slides(folder, *options))
 
 
 @pytest.fixture(scope="session")
 def made_store(made: Path, once: Once) -> Path:
-    """These slides as a store of 128-pixel patches."""
+    """Store of the slides of `made`, with patches of 128 pixels."""
 
     def ingest(folder: Path) -> None:
         succeed("ingest", made, "--out", folder / "patches.lmdb", "--patch-size", 128)
@@ -317,7 +319,7 @@ def made_store(made: Path, once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def small_store(once: Once) -> Path:
-    """A store of 120 patches of 32 pixels on twelve slides of two classes: what trains in a second."""
+    """Store of 120 patches of 32 pixels on twelve slides of two classes. A training on it takes a second."""
     from test_reader import a_store, jpegs  # late: that module imports this one
 
     def write(folder: Path) -> None:
@@ -330,7 +332,7 @@ def small_store(once: Once) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(made_store: Path, once: Once) -> Path:
-    """A run of one epoch on slides of two classes, patches of 128 pixels."""
+    """Run of one epoch on slides of two classes, with patches of 128 pixels."""
     return (
         once(
             "trained",

@@ -1,4 +1,4 @@
-"""Outlines of other tools, and the classes that they give to patches: against slow obvious twins, and files that mean harm."""
+"""Annotations of other tools and the labels from them: comparison with slow reference code, and untrusted files."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Point = tuple[float, float]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
+    """Run commands in this process."""
     return in_process(tmp_path, monkeypatch, capsys)
 
 
 def shoelace(ring: list[list[float]]) -> float:
-    """The area within a ring that does not cross itself."""
+    """Return the area within a ring that does not cross itself."""
     following = ring[1:] + ring[:1]
     return abs(sum(a[0] * b[1] - b[0] * a[1] for a, b in zip(ring, following, strict=True))) / 2
 
@@ -72,7 +72,7 @@ def square(left: float, top: float, side: float) -> list[Point]:
 # Real files
 
 
-def test_areas_of_geojson_are_those_of_its_rings(data: Path) -> None:
+def test_areas_of_geojson_equal_areas_of_rings(data: Path) -> None:
     for name in ("multipolygon-with-holes", "qupath-unclassified", "CMU-1-Small-Region"):
         path = data / "annotations" / f"{name}.geojson"
         value = json.loads(path.read_text())
@@ -84,10 +84,10 @@ def test_areas_of_geojson_are_those_of_its_rings(data: Path) -> None:
             expected = shoelace(shell) - sum(map(shoelace, holes))
             assert outline.area.area == pytest.approx(expected, rel=1e-9)
         if name == "multipolygon-with-holes":
-            assert len(features[0]["geometry"]["coordinates"]) == 2, "a hole"
+            assert len(features[0]["geometry"]["coordinates"]) == 2, "the file has no hole"
 
 
-def test_areas_of_imagescope_are_those_that_it_wrote_itself(data: Path) -> None:
+def test_areas_of_imagescope_equal_areas_in_its_file(data: Path) -> None:
     path = data / "annotations" / "imagescope-TCGA-EJ-5518.xml"
     outlines = read_annotations(path)
     written = [float(r.attrib["Area"]) for r in defusedxml.ElementTree.parse(path).iter("Region")]
@@ -95,12 +95,12 @@ def test_areas_of_imagescope_are_those_that_it_wrote_itself(data: Path) -> None:
     assert len(written) == len(outlines.found) == 4
     for outline, area in zip(outlines.found, written, strict=True):
         repaired = any(note.startswith(f"{outline.feature} repaired") for note in outlines.notes)
-        # A line that crosses itself adds and subtracts its loops in ImageScope's own sum.
+        # For a line that crosses itself, ImageScope adds and subtracts the areas of its loops.
         assert outline.area.area == pytest.approx(area, rel=2e-3 if repaired else 1e-6)
         assert outline.area.is_valid
 
 
-def test_unclassified_outlines_are_named_by_an_option(data: Path) -> None:
+def test_unclassified_outlines_get_class_of_option(data: Path) -> None:
     path = data / "annotations" / "qupath-unclassified.geojson"
     size = Size(20_000, 20_000)
     bounds = RegionL0(PointL0(0, 0), size)
@@ -112,7 +112,7 @@ def test_unclassified_outlines_are_named_by_an_option(data: Path) -> None:
     assert not named.notes
 
 
-def test_geojson_and_asap_give_the_same_labels_but_for_the_hole(data: Path) -> None:
+def test_geojson_and_asap_give_equal_labels_except_at_hole(data: Path) -> None:
     x, y = (grid.ravel() for grid in np.meshgrid(np.arange(0, 2150, 32), np.arange(0, 2900, 32)))
     found = {}
     for suffix in ("geojson", "asap.xml"):
@@ -121,7 +121,7 @@ def test_geojson_and_asap_give_the_same_labels_but_for_the_hole(data: Path) -> N
         found[suffix] = label_patches(regions, x, y, 64, threshold=0.5)
     features = json.loads((data / "annotations" / "CMU-1-Small-Region.geojson").read_text())
     rings = features["features"][0]["geometry"]["coordinates"]
-    assert len(rings) == 2, "the hole"
+    assert len(rings) == 2, "the file has no hole"
     near = shapely.intersects(shapely.box(x, y, x + 64, y + 64), shapely.Polygon(rings[1]))
     ours, theirs = found["geojson"], found["asap.xml"]
     assert ours.classes == theirs.classes == ("Dermis", "Epidermis")
@@ -132,14 +132,14 @@ def test_geojson_and_asap_give_the_same_labels_but_for_the_hole(data: Path) -> N
     assert min(np.bincount(ours.label + 1)) > 100
 
 
-# Against a slow twin
+# Comparison with slow reference code
 
 FINE = 16
-"""Points along a side of a square."""
+"""Number of sample points along a side of a square."""
 
 
 def inside(ring: list[Point], x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Which points a ring encloses, by counting crossings to the right."""
+    """Return which points are inside a ring, by counting crossings to the right of each point."""
     odd = np.zeros(x.shape, np.bool_)
     for (x0, y0), (x1, y1) in zip(ring, ring[1:] + ring[:1], strict=True):
         if y0 != y1:
@@ -149,7 +149,7 @@ def inside(ring: list[Point], x: NDArray[np.float64], y: NDArray[np.float64]) ->
 
 @st.composite
 def stars(draw: st.DrawFn) -> list[Point]:
-    """A ring that does not cross itself, with corners anywhere."""
+    """Rings that do not cross themselves, with random corners."""
     count = draw(st.integers(3, 12))
     x, y = draw(st.floats(0, 64)), draw(st.floats(0, 64))
     radii = draw(st.lists(st.floats(2, 40), min_size=count, max_size=count))
@@ -163,7 +163,7 @@ DRAWN = st.tuples(st.sampled_from(["a", "b", "c", "excluded"]), stars())
 def rasterised(
     drawn: list[tuple[str, list[Point]]], x: NDArray[np.int64], y: NDArray[np.int64], side: int
 ) -> dict[str, NDArray[np.float64]]:
-    """Share of each square by class: every point is painted, the smallest outline last."""
+    """Return the share of each square by class: outlines are rasterized, the smallest one last."""
     offsets = (np.arange(FINE) + 0.5) * side / FINE
     px = x[:, None, None] + offsets[None, None, :] + np.zeros((1, FINE, 1))
     py = y[:, None, None] + offsets[None, :, None] + np.zeros((1, 1, FINE))
@@ -179,7 +179,7 @@ def rasterised(
 
 @given(st.lists(DRAWN, min_size=1, max_size=7), st.sampled_from([7, 16]), st.floats(0.1, 1))
 @settings(max_examples=60)
-def test_labels_agree_with_rasterising(
+def test_labels_agree_with_rasterization(
     drawn: list[tuple[str, list[Point]]], side: int, threshold: float
 ) -> None:
     areas = sorted(shoelace(list(map(list, ring))) for _, ring in drawn)
@@ -198,14 +198,14 @@ def test_labels_agree_with_rasterising(
     labels = label_patches(regions, x, y, side, threshold=threshold)
     shares = rasterised(drawn, x, y, side)
     best = np.max(list(shares.values()), axis=0)
-    # Each line that crosses a square is off by up to about a point along its way.
+    # Rasterization has an error of up to about one point along each line that crosses a square.
     slack = 3.0 * len(drawn) / FINE
     assert np.abs(labels.covered - best).max() < slack
     assert np.abs(labels.covered - best).mean() < slack / 4
     for i in range(len(x)):
         ranked = sorted(((shares[n][i], n) for n in "abc"), reverse=True)
-        sure = ranked[0][0] - ranked[1][0] > slack and abs(ranked[0][0] - threshold) > slack
-        if sure:
+        is_clear = ranked[0][0] - ranked[1][0] > slack and abs(ranked[0][0] - threshold) > slack
+        if is_clear:
             given_class = labels.classes[labels.label[i]] if labels.label[i] >= 0 else None
             assert given_class == (ranked[0][1] if ranked[0][0] >= threshold else None)
 
@@ -222,26 +222,26 @@ def labels_of(
     return regions, label_patches(regions, x, y, 100, threshold=threshold)
 
 
-def test_where_outlines_overlap() -> None:
+def test_precedence_of_overlapping_outlines() -> None:
     _, labels = labels_of(
         ("tissue", square(0, 0, 300)), ("gland", square(100, 0, 100)), ("out", square(200, 0, 100))
     )
     assert labels.classes == ("gland", "tissue")
     assert labels.label.tolist() == [1, 0, -1]
     assert labels.covered.tolist() == [1, 1, 0]
-    # The order in the file decides between outlines of one size, and none is counted twice.
+    # Of outlines of equal size, the later one in the file takes precedence. No area is counted twice.
     _, labels = labels_of(("a", square(0, 0, 100)), ("b", square(0, 0, 100)))
     assert labels.classes[labels.label[0]] == "b"
     _, labels = labels_of(("a", square(0, 0, 60)), ("a", square(0, 0, 70)), threshold=0.6)
     assert labels.covered[0] == pytest.approx(0.49)
     assert labels.label[0] == -1
-    # Of two that cover equally much, the first by name.
+    # If two classes cover the same share, the first by name is used.
     half = [(0.0, 0.0), (100.0, 0.0), (100.0, 50.0), (0.0, 50.0)]
     _, labels = labels_of(("b", half), ("a", [(px, py + 50) for px, py in half]))
     assert labels.classes[labels.label[0]] == "a"
 
 
-def test_a_region_of_interest_is_no_class() -> None:
+def test_region_of_interest_is_not_a_class() -> None:
     regions, labels = labels_of(
         ("roi", square(0, 0, 150)),
         ("gland", square(0, 0, 60)),
@@ -255,8 +255,8 @@ def test_a_region_of_interest_is_no_class() -> None:
     assert not labels_of(("gland", square(0, 0, 60)), roi="roi")[0].draws("roi")
 
 
-def test_many_patches_are_labelled_as_few() -> None:
-    """In pieces, by threads, and with outlines of many points, which are cut up."""
+def test_labels_of_many_patches_are_exact() -> None:
+    """Labels are the same in several batches, with threads, and with outlines that are split into pieces."""
     turns = np.linspace(0, 2 * np.pi, 5000, endpoint=False)
     ring = list(zip(1100 + 900 * np.cos(turns), 1400 + 1000 * np.sin(turns), strict=True))
     outlines = Outlines("slide")
@@ -272,10 +272,10 @@ def test_many_patches_are_labelled_as_few() -> None:
     assert np.allclose(covered[some], expected, atol=1e-6)
 
 
-# What files say
+# Content of files
 
 
-def test_what_is_not_as_it_should_be_is_told_by_feature(tmp_path: Path) -> None:
+def test_notes_name_repaired_and_left_out_features(tmp_path: Path) -> None:
     bow = [(0.0, 0.0), (100.0, 100.0), (100.0, 0.0), (0.0, 100.0)]
     path = write_geojson(
         tmp_path / "a.geojson",
@@ -283,16 +283,17 @@ def test_what_is_not_as_it_should_be_is_told_by_feature(tmp_path: Path) -> None:
         ("a", [square(2200, 2900, 100)]), ("Ignore*", [square(0, 0, 10)]),
     )  # fmt: skip
     regions = read_regions(path, AnnotationRules(), size=SIZE, bounds=WHOLE)
-    told = "; ".join(regions.notes)
-    assert "feature f0 repaired (self-intersection): 5,000 square pixels" in told
-    assert "feature f1 left out: it has no area" in told
-    assert "feature f2 left out: it is outside the slide of 2220×2967, at 5000 to 5010" in told
-    assert "feature f3 sticks out" in told
+    notes = "; ".join(regions.notes)
+    assert "feature f0 repaired (self-intersection): 5,000 square pixels" in notes
+    assert "feature f1 left out: it has no area" in notes
+    where = "outside the slide of 2220×2967 pixels, at x 5000 to 5010, y 5000 to 5010"
+    assert f"feature f2 left out: it is {where}" in notes
+    assert "feature f3 is partly outside the slide of 2220×2967 pixels" in notes
     assert [it.excluded for it in regions.outlines] == [True, False, False]
-    assert regions.note_texts(path) == [f"a.geojson: {told}"]
+    assert regions.note_texts(path) == [f"a.geojson: {notes}"]
 
 
-def test_shapes_of_geojson(tmp_path: Path) -> None:
+def test_geometry_types_of_geojson(tmp_path: Path) -> None:
     feature: dict[str, Any] = {
         "type": "Feature",
         "properties": {"classification": {"names": ["Tumor", "Positive"]}},
@@ -316,14 +317,14 @@ def test_shapes_of_geojson(tmp_path: Path) -> None:
         assert "feature 1 left out: LineString has no area" in outlines.notes
     path.write_text(json.dumps([cell]))
     assert read_annotations(path).notes == [
-        "1 detections, cells or tiles left out: annotations are read"
+        "1 detections, cells or tiles left out: only annotations are read"
     ]
 
 
 def asap(*annotations: tuple[str, str, list[Point]]) -> str:
-    told = "".join(
+    written = "".join(
         f'<Annotation Name="n{i}" Type="{kind}" PartOfGroup="{group}"><Coordinates>'
-        # Order counts, not place.
+        # In reverse order: the attribute Order must be used, not the position.
         + "".join(
             f'<Coordinate Order="{n}" X="{x}" Y="{y}"/>'
             for n, (x, y) in reversed(list(enumerate(p)))
@@ -331,7 +332,7 @@ def asap(*annotations: tuple[str, str, list[Point]]) -> str:
         + "</Coordinates></Annotation>"
         for i, (kind, group, p) in enumerate(annotations)
     )
-    return f"<ASAP_Annotations><Annotations>{told}</Annotations></ASAP_Annotations>"
+    return f"<ASAP_Annotations><Annotations>{written}</Annotations></ASAP_Annotations>"
 
 
 def test_groups_of_asap(tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_groups_of_asap(tmp_path: Path) -> None:
     assert labels.covered.tolist() == [0.75, 1]
 
 
-def test_layers_and_holes_of_imagescope(tmp_path: Path) -> None:
+def test_layers_and_negative_regions_of_imagescope(tmp_path: Path) -> None:
     def region(number: int, ring: list[Point], kind: int = 0, negative: int = 0) -> str:
         vertices = "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in ring)
         return f'<Region Id="{number}" Type="{kind}" NegativeROA="{negative}"><Vertices>{vertices}</Vertices></Region>'
@@ -375,7 +376,7 @@ def test_layers_and_holes_of_imagescope(tmp_path: Path) -> None:
     assert outlines.notes == ["layer 1, region 4 left out: an arrow or a ruler has no area"]
 
 
-def test_coordinates_begin_where_the_tool_has_them(tmp_path: Path) -> None:
+def test_origin_of_coordinates_depends_on_tool(tmp_path: Path) -> None:
     bounds = RegionL0(PointL0(100, 50), Size(1000, 1000))
     outlines = {
         "qupath": read_annotations(write_geojson(tmp_path / "a.geojson", ("a", [square(0, 0, 9)])))
@@ -384,7 +385,7 @@ def test_coordinates_begin_where_the_tool_has_them(tmp_path: Path) -> None:
     outlines["asap"] = read_annotations(tmp_path / "a.xml")
 
     def corner(tool: str, origin: str) -> list[float]:
-        rules = AnnotationRules(origin=origin)  # type: ignore[arg-type]  # one of three
+        rules = AnnotationRules(origin=origin)  # type: ignore[arg-type]  # a plain str
         found = regions_of(outlines[tool], rules, size=SIZE, bounds=bounds).outlines
         return list(found[0].area.bounds[:2])
 
@@ -392,7 +393,7 @@ def test_coordinates_begin_where_the_tool_has_them(tmp_path: Path) -> None:
     assert corner("asap", "auto") == corner("qupath", "slide") == [0, 0]
 
 
-def test_files_are_found_by_their_slides_names(tmp_path: Path) -> None:
+def test_annotation_files_match_slide_names(tmp_path: Path) -> None:
     names = SlideNames(["x/one", "two", "three.more"])
     for name in ("one.geojson", "two.asap.xml", "three.more.json", ".hidden.xml", "four.xml"):
         (tmp_path / name).write_text("")
@@ -400,22 +401,22 @@ def test_files_are_found_by_their_slides_names(tmp_path: Path) -> None:
     assert {slide: path.name for slide, path in found.by_slide.items()} == {
         "x/one": "one.geojson", "two": "two.asap.xml", "three.more": "three.more.json",
     }  # fmt: skip
-    assert found.notes == ("1 files of annotations name no slide: four.xml",)
+    assert found.notes == ("1 annotation files match no slide: four.xml",)
     (tmp_path / "two.xml").write_text("")
     again = find_annotations(tmp_path, names)
     assert again.by_slide["two"].name == "two.xml"
-    assert "two.asap.xml is not taken" in again.notes[1]
+    assert "two.asap.xml is not used: two.xml has the exact name" in again.notes[1]
     (tmp_path / "two.json").write_text("")
-    with pytest.raises(UsageError, match="two files of annotations for slide two"):
+    with pytest.raises(UsageError, match="two annotation files for slide two"):
         find_annotations(tmp_path, names)
     with pytest.raises(UsageError, match=r"has the name of a slide: found four.xml.*\.geojson"):
         find_annotations(tmp_path / "four.xml", names)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="holds no annotations"):
+    with pytest.raises(UsageError, match="contains no annotations"):
         find_annotations(tmp_path / "empty", names)
 
 
-# Files that mean harm
+# Untrusted files
 
 BOMB = (
     '<?xml version="1.0"?><!DOCTYPE x [<!ENTITY a "aaaaaaaaaa">'
@@ -431,22 +432,22 @@ POLYGON = (
     '{"type":"Feature","id":"x","geometry":{"type":"Polygon","coordinates":[[[0,0],[9,0],[%s,9]]]}}'
 )
 BAD: dict[str, tuple[str | bytes, str | None]] = {
-    "cut.xml": ("<ASAP_Annotations><Annotations><Annota", "not XML, or cut off"),
+    "cut.xml": ("<ASAP_Annotations><Annotations><Annota", "not XML, or truncated"),
     "bomb.xml": (BOMB, "document type or entities"),
     "file.xml": (FILE_ENTITY, "document type or entities"),
     "empty.xml": ("", "not XML"),
-    "other.xml": ("<html/>", "XML of another tool: found <html>"),
-    "letters.xml": (asap(("Polygon", "a", [("x", 1)])), "a coordinate: found"),  # type: ignore[list-item]
-    "infinite.xml": (asap(("Polygon", "a", [(1, 2), (math.inf, 1), (3, 4)])), "a coordinate"),
-    "nan.geojson": (POLYGON % "NaN", "NaN, which is no number"),
-    "infinite.geojson": (POLYGON % "Infinity", "Infinity, which is no number"),
-    "large.geojson": (POLYGON % "1e999", "a coordinate: found"),
-    "digits.geojson": (POLYGON % ("1" * 400), "the coordinates of its Polygon"),
+    "other.xml": ("<html/>", "XML of an unknown tool: found <html>"),
+    "letters.xml": (asap(("Polygon", "a", [("x", 1)])), "n0: invalid coordinate: found"),  # type: ignore[list-item]
+    "infinite.xml": (asap(("Polygon", "a", [(1, 2), (math.inf, 1), (3, 4)])), "n0: invalid coordinate: found"),
+    "nan.geojson": (POLYGON % "NaN", "NaN, which is not a JSON number"),
+    "infinite.geojson": (POLYGON % "Infinity", "Infinity, which is not a JSON number"),
+    "large.geojson": (POLYGON % "1e999", "invalid coordinate: found"),
+    "digits.geojson": (POLYGON % ("1" * 400), "invalid coordinates of its Polygon"),
     "names.geojson": ('[{"type":"Feature","properties":{"classification":{"names":5}},"geometry":5}]', None),
     "halves.geojson": (POLYGON.replace('"x"', '"\\udc00"') % 9, None),
     "chinese.xml": ('<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>', "cannot be read: found ValueError"),
     "unknown.xml": ('<?xml version="1.0" encoding="nonsense"?><ASAP_Annotations/>', ""),
-    "text.geojson": (POLYGON % '"a"', "the coordinates of its Polygon"),
+    "text.geojson": (POLYGON % '"a"', "invalid coordinates of its Polygon"),
     "cut.geojson": (POLYGON[:60], "not JSON"),
     "number.geojson": ("17", "not GeoJSON: found int"),
     "entry.geojson": ("[1]", "not GeoJSON: entry 1"),
@@ -455,11 +456,11 @@ BAD: dict[str, tuple[str | bytes, str | None]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files_are_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused_with_path_and_reason(name: str, tmp_path: Path) -> None:
     content, message = BAD[name]
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    if message is None:  # strange, but readable
+    if message is None:  # unusual, but valid
         assert all(it.feature.encode() for it in read_annotations(path).found)
         return
     with pytest.raises(UsageError) as raised:
@@ -474,16 +475,16 @@ HUNDRED_MB = 100_000_000
 @pytest.mark.parametrize(
     ("name", "beginning", "repeated", "message"),
     [
-        ("deep.geojson", "", "[", "brackets within brackets"),
-        ("deep-objects.geojson", "", '{"a":', "brackets within brackets"),
-        ("deep.xml", "", "<a>", "more than 32 deep"),
-        ("inside.xml", "<ASAP_Annotations><Annotations>", "<Annotation>", "more than 32 deep"),
+        ("deep.geojson", "", "[", "brackets are nested too deep"),
+        ("deep-objects.geojson", "", '{"a":', "brackets are nested too deep"),
+        ("deep.xml", "", "<a>", "more than 32 levels"),
+        ("inside.xml", "<ASAP_Annotations><Annotations>", "<Annotation>", "more than 32 levels"),
     ],
 )
-def test_a_hundred_megabytes_of_nesting_take_bounded_memory(
+def test_deep_nesting_takes_bounded_memory(
     name: str, beginning: str, repeated: str, message: str, tmp_path: Path
 ) -> None:
-    """In an address space of 1.5 GB and 60 s."""
+    """The limits are 1.5 GB of address space and 60 s."""
     path = tmp_path / name
     path.write_text(beginning + repeated * (HUNDRED_MB // len(repeated)))
     code = (
@@ -501,7 +502,7 @@ def test_a_hundred_megabytes_of_nesting_take_bounded_memory(
     assert str(path) in done.stdout
 
 
-def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
+def test_too_large_file_is_refused_without_reading(tmp_path: Path) -> None:
     path = tmp_path / "a.geojson"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -513,7 +514,9 @@ def test_a_file_of_any_size_is_not_read_whole(tmp_path: Path) -> None:
     st.sampled_from(["type", "features", "geometry", "coordinates", "geometries", "properties", "classification", "id", "name", "names", "objectType"]),
     inner | st.sampled_from(["Feature", "FeatureCollection", "Polygon", "MultiPolygon", "GeometryCollection"]), max_size=5)))  # fmt: skip
 @settings(max_examples=300)
-def test_any_json_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, value: Any) -> None:
+def test_random_json_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, value: Any
+) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.geojson"
     path.write_text(json.dumps(value))
     try:
@@ -526,7 +529,7 @@ def test_any_json_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, v
 
 @given(st.binary(max_size=300) | st.text(alphabet="<>/&;!aA\"'= ASAP_Annotations", max_size=200))
 @settings(max_examples=300)
-def test_any_bytes_are_read_or_refused(
+def test_random_bytes_are_refused(
     tmp_path_factory: pytest.TempPathFactory, value: bytes | str
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.xml"
@@ -535,12 +538,12 @@ def test_any_bytes_are_read_or_refused(
         read_annotations(path)
 
 
-# At ingest, or later
+# Labels at ingest and by `annotate`
 
 
 @pytest.fixture
 def skin(tmp_path: Path, data: Path) -> Path:
-    """A folder with the real slide, and its annotations beside it."""
+    """Folder with a real slide in `slides`, and its annotations in `drawn`."""
     (tmp_path / "slides").mkdir()
     (tmp_path / "drawn").mkdir()
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "slides")
@@ -549,7 +552,7 @@ def skin(tmp_path: Path, data: Path) -> Path:
 
 
 def patch_labels(store: Path) -> dict[str, list[Any]]:
-    """Label and covered share of each patch, by slide."""
+    """Return label and covered share of each patch, by slide."""
     with Store(store) as opened:
         found = {}
         for number, record in opened.complete.items():
@@ -563,7 +566,7 @@ def patch_labels(store: Path) -> dict[str, list[Any]]:
         return found
 
 
-def test_annotating_later_is_as_annotating_at_ingest(skin: Path, run: Run) -> None:
+def test_annotate_gives_same_labels_as_ingest(skin: Path, run: Run) -> None:
     slides = ["slides", "--patch-size", "64"]
     done = run("ingest", *slides, "--out", "at-once.lmdb", "--annotations", "drawn")
     assert done.returncode == 0, done.stderr
@@ -575,16 +578,14 @@ def test_annotating_later_is_as_annotating_at_ingest(skin: Path, run: Run) -> No
     assert patch_labels(skin / "later.lmdb") == expected
     assert {label for label, _ in expected["CMU-1-Small-Region"]} == {"Dermis", "Epidermis", None}
     assert "154 Dermis, 146 Epidermis" in run("info", "later.lmdb").stdout
-    # Nothing is written where nothing would change.
+    # Nothing is written if nothing would change.
     data = skin / "later.lmdb" / "data.mdb"
     labelled = data.stat().st_mtime_ns
     assert labelled > before
-    assert (
-        "0 slides labelled, 1 so labelled before" in run("annotate", "later.lmdb", "drawn").stdout
-    )
+    assert "0 slides labelled, 1 already labelled" in run("annotate", "later.lmdb", "drawn").stdout
     assert run("ingest", *slides, "--out", "later.lmdb", "--annotations", "drawn").returncode == 0
     assert patch_labels(skin / "later.lmdb") == expected
-    # A rule changes, and an ingest that has nothing to ingest labels anew.
+    # After a change of a rule, an ingest without new slides labels the patches again.
     again = run("ingest", *slides, "--out", "later.lmdb", "--annotations", "drawn", "--annotation-threshold", "90%")  # fmt: skip
     assert again.returncode == 0, again.stderr
     strict = patch_labels(skin / "later.lmdb")["CMU-1-Small-Region"]
@@ -592,7 +593,7 @@ def test_annotating_later_is_as_annotating_at_ingest(skin: Path, run: Run) -> No
     assert [share for _, share in strict] == [share for _, share in expected["CMU-1-Small-Region"]]
 
 
-def test_a_bad_file_costs_its_slide_only_and_is_looked_at_again(skin: Path, run: Run) -> None:
+def test_invalid_file_fails_only_its_slide_and_is_retried(skin: Path, run: Run) -> None:
     make_slides(skin / "slides", "--count", "2", "--size", "1024x1024")
     for name in ("slide-000", "slide-001"):
         (skin / "drawn" / f"{name}.xml").write_text(asap(("Polygon", "a", square(0, 0, 2000))))
@@ -602,15 +603,15 @@ def test_a_bad_file_costs_its_slide_only_and_is_looked_at_again(skin: Path, run:
     command = ["ingest", "slides", "--annotations", "drawn", "--tissue", "none"]
     done = run(*command)
     assert done.returncode == 3, done.stderr
-    assert "drawn/slide-001.xml: not XML, or cut off" in done.stderr
+    assert "drawn/slide-001.xml: not XML, or truncated" in done.stderr
     assert set(patch_labels(skin / "patches.lmdb")) == {"CMU-1-Small-Region", "slide-000"}
     bad.write_text(good)
     assert run(*command).returncode == 0
     found = patch_labels(skin / "patches.lmdb")
     assert {label for label, _ in found["slide-001"]} == {"a"}
     with Store(skin / "patches.lmdb") as store:
-        assert "slide-001.xml: n0 sticks out" in store.slides[2].annotation_notes[0]
-    # And later, by the other command: what was there stays.
+        assert "slide-001.xml: n0 is partly outside" in store.slides[2].annotation_notes[0]
+    # If `annotate` fails on a slide, its labels are kept.
     bad.write_text(BOMB)
     done = run("annotate", "patches.lmdb", "drawn", "--annotation-threshold", "0.3")
     assert done.returncode == 3
@@ -618,7 +619,7 @@ def test_a_bad_file_costs_its_slide_only_and_is_looked_at_again(skin: Path, run:
     assert patch_labels(skin / "patches.lmdb")["slide-001"] == found["slide-001"]
 
 
-def test_only_the_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
+def test_only_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
     slides = ["ingest", "slides", "--patch-size", "64", "--annotations", "drawn"]
     assert run(*slides, "--out", "all.lmdb").returncode == 0
     whole = patch_labels(skin / "all.lmdb")["CMU-1-Small-Region"]
@@ -630,7 +631,7 @@ def test_only_the_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
             assert np.array_equal(roi.index(0)[column], every.index(0)[column][wanted])
         assert roi.spec["roi"] == "Epidermis"
         assert "roi" not in every.spec
-    # Its patches are of no class: the outline is a region, not a label.
+    # The patches have no class: the outline is a region, not a label.
     assert {label for label, _ in patch_labels(skin / "roi.lmdb")["CMU-1-Small-Region"]} == {None}
     done = run(*slides, "--out", "none.lmdb", "--roi", "Tumour")
     assert done.returncode == 4
@@ -641,7 +642,7 @@ def test_only_the_region_of_interest_is_tiled(skin: Path, run: Run) -> None:
     assert run("ingest", "slides", "--roi", "Epidermis").returncode == 2
 
 
-def test_a_slide_that_is_ingested_anew_says_that_its_classes_are_gone(skin: Path, run: Run) -> None:
+def test_ingest_with_force_notes_removed_labels(skin: Path, run: Run) -> None:
     slides = ["ingest", "slides", "--patch-size", "64"]
     assert run(*slides, "--annotations", "drawn").returncode == 0
     os.utime(skin / "slides" / "CMU-1-Small-Region.svs")
@@ -656,18 +657,16 @@ def test_a_slide_that_is_ingested_anew_says_that_its_classes_are_gone(skin: Path
     assert {label for label, _ in patch_labels(skin / "patches.lmdb")["CMU-1-Small-Region"]} == {"Dermis", "Epidermis", None}  # fmt: skip
 
 
-def test_a_scribble_is_left_out_in_no_time(tmp_path: Path) -> None:
-    """Repairing it would take memory by the square of its crossings."""
+def test_outline_with_many_crossings_is_left_out_quickly(tmp_path: Path) -> None:
+    """Repairing such an outline would take quadratic memory."""
     points = np.random.default_rng(1).uniform(0, 2000, (20_000, 2)).round(1).tolist()
     path = write_geojson(tmp_path / "a.geojson", ("a", [points]), ("a", [square(0, 0, 9)]))
     outlines = read_annotations(path)
     assert [it.feature for it in outlines.found] == ["feature f1"]
-    assert outlines.notes == [
-        "feature f0 left out: it crosses itself too often to enclose anything"
-    ]
+    assert outlines.notes == ["feature f0 left out: its outline crosses itself too often"]
 
 
-def test_many_outlines_of_many_classes_on_one_place() -> None:
+def test_many_overlapping_outlines_of_many_classes() -> None:
     outlines = Outlines("slide")
     for i in range(150):
         outlines.add(str(i), f"class {i}", [[square(i * 1e-3, 0, 2000 - i * 2e-3)]])
@@ -677,7 +676,7 @@ def test_many_outlines_of_many_classes_on_one_place() -> None:
     assert {labels.classes[n] for n in labels.label} == {"class 149"}
 
 
-def test_objects_of_old_qupath_are_told_apart(tmp_path: Path) -> None:
+def test_object_types_of_old_qupath(tmp_path: Path) -> None:
     path = write_geojson(tmp_path / "a.geojson", *(("a", [square(0, 0, 9)]) for _ in range(4)))
     value = json.loads(path.read_text())
     kinds = ("PathAnnotationObject", "PathCellObject", "PathDetectionObject", "PathTileObject")
@@ -686,10 +685,10 @@ def test_objects_of_old_qupath_are_told_apart(tmp_path: Path) -> None:
     path.write_text(json.dumps(value))
     outlines = read_annotations(path)
     assert [it.feature for it in outlines.found] == ["feature 1"]
-    assert outlines.notes == ["3 detections, cells or tiles left out: annotations are read"]
+    assert outlines.notes == ["3 detections, cells or tiles left out: only annotations are read"]
 
 
-def test_strange_files_end_no_run(skin: Path, run: Run) -> None:
+def test_unreadable_annotations_fail_only_their_slide(skin: Path, run: Run) -> None:
     make_slides(skin / "slides", "--count", "1", "--size", "1024x1024")
     assert run("ingest", "slides").returncode == 0
     (skin / "drawn" / "slide-000.xml").write_text('<?xml version="1.0" encoding="GBK"?><ASAP_Annotations/>')  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a stranger meets first: help, versions, wrong flags, and documentation that keeps up."""
+"""Command line: help, version, wrong flags, and agreement with the documentation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
 
 
-def test_every_command_has_help_and_a_place_in_the_readme(run: Run) -> None:
+def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
     readme = (PROJECT / "README.md").read_text()
     shown = run("--help").stdout
     for name, (_, summary) in COMMANDS.items():
@@ -28,7 +28,7 @@ def test_every_command_has_help_and_a_place_in_the_readme(run: Run) -> None:
         assert f"Example: histopipe {name}" in done.stdout
 
 
-def test_every_option_is_explained(run: Run) -> None:
+def test_every_option_has_help(run: Run) -> None:
     for name in COMMANDS:
         text = run(name, "--help").stdout
         options = [
@@ -55,14 +55,14 @@ def test_version_and_unknown_commands(run: Run) -> None:
     assert run().returncode == 2
 
 
-def test_no_address_of_an_index_is_in_a_lock() -> None:
+def test_locks_have_hashes_and_no_index_url() -> None:
     for lock in (PROJECT / "requirements").glob("*.lock"):
         assert "://" not in lock.read_text()
         assert "--hash=sha256:" in lock.read_text()
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
-def test_every_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = BytesIO()
     monkeypatch.setattr(sys, "stdout", TextIOWrapper(printed, encoding, write_through=True))
     for name in (b"a", "é".encode(), "切片 😀".encode(), b"slide-\xff"):
@@ -84,7 +84,7 @@ def test_every_path_can_be_printed(encoding: str, monkeypatch: pytest.MonkeyPatc
             assert shown == path
 
 
-def test_json_keeps_letters_that_standard_output_can_encode(
+def test_json_keeps_encodable_characters(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     show_json({"label": "Größe"})

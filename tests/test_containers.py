@@ -1,4 +1,4 @@
-"""What the images are made of, and what is said of running on clusters: files that nothing else here reads."""
+"""Container images and cluster files: Dockerfiles, locks, Compose, Slurm and Kubernetes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def instructions(path: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_linter_has_nothing_to_say(path: Path) -> None:
+def test_hadolint_finds_no_problems(path: Path) -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, path], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_sent_to_the_builder(path: Path) -> None:
+def test_copied_files_are_in_build_context(path: Path) -> None:
     sent = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
     copied = [
         name
@@ -47,16 +47,16 @@ def test_what_is_copied_is_sent_to_the_builder(path: Path) -> None:
         assert any(Path(name).match(pattern) for pattern in sent), name
 
 
-def test_the_images_differ_only_in_cuda() -> None:
-    def told(path: Path) -> list[str]:
+def test_images_differ_only_in_cuda() -> None:
+    def words_without_cuda(path: Path) -> list[str]:
         text = " ".join(word for words in instructions(path) for word in words)
         return re.sub(r" NVIDIA_\w+=\S+", "", text).replace("gpu.lock", "cpu.lock").split()
 
-    assert told(DOCKERFILES[0]) == told(DOCKERFILES[1])
+    assert words_without_cuda(DOCKERFILES[0]) == words_without_cuda(DOCKERFILES[1])
 
 
-def test_the_images_have_what_was_tested() -> None:
-    """The locks of the images hold the versions of the lock that these tests run with."""
+def test_images_have_tested_versions() -> None:
+    """The locks of the images contain the versions of the lock that the tests use."""
 
     def versions(name: str) -> dict[str, str]:
         text = (ROOT / "requirements" / f"{name}.lock").read_text()
@@ -65,17 +65,17 @@ def test_the_images_have_what_was_tested() -> None:
     tested = versions("dev")
     tested["tensorflow-cpu"] = tested["tensorflow"]
     for name in ("gpu", "cpu"):
-        held = versions(name)
-        assert {it: held[it] for it in held if it in tested} == {
-            it: tested[it] for it in held if it in tested
+        locked = versions(name)
+        assert {it: locked[it] for it in locked if it in tested} == {
+            it: tested[it] for it in locked if it in tested
         }
-        unknown = {it for it in held if it not in tested}
+        unknown = {it for it in locked if it not in tested}
         assert all(it.startswith("nvidia-") for it in unknown), unknown
     assert "nvidia-cudnn-cu12" in versions("gpu")
     assert "nvidia-cudnn-cu12" not in versions("cpu")
 
 
-def test_slides_are_read_only_to_containers() -> None:
+def test_slides_are_read_only_in_containers() -> None:
     composed = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     assert set(composed["services"]) == {"histopipe", "cpu"}
     for service in composed["services"].values():
@@ -87,19 +87,19 @@ def test_slides_are_read_only_to_containers() -> None:
 
 
 def check_flags(words: list[str]) -> None:
-    """Every option of a command line is one that the command has."""
+    """Check that a command has every option of a command line."""
     known = {
         name
         for param in (train if "train" in words else ingest).params
         for name in (*param.opts, *param.secondary_opts)
     }
-    asked = {word.partition("=")[0] for word in words if word.startswith("--")}
-    assert asked
-    assert asked <= known
+    used = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert used
+    assert used <= known
 
 
 @pytest.mark.parametrize("name", ["ingest.sbatch", "train.sbatch"])
-def test_batch_files(name: str) -> None:
+def test_slurm_scripts(name: str) -> None:
     path = CLUSTERS / name
     assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
     lines = [line for line in path.read_text().splitlines() if "histopipe " in line]
@@ -110,7 +110,7 @@ def test_batch_files(name: str) -> None:
         check_flags(words)
 
 
-def test_the_manifest_of_kubernetes() -> None:
+def test_kubernetes_manifest() -> None:
     manifests = list(yaml.safe_load_all((CLUSTERS / "kubernetes.yaml").read_text()))
     called: list[list[str]] = []
     for manifest in manifests:

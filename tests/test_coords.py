@@ -1,4 +1,4 @@
-"""Coordinates of other tools as the plan of an ingest: the patches that they mean, and no others."""
+"""Ingest at the coordinates of other tools: exactly the patches that these tools mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRIDENT = {"patch_size": 128, "level0_magnification": 20, "target_magnification"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
+    """Run commands in this process."""
     return in_process(tmp_path, monkeypatch, capsys)
 
 
@@ -40,9 +40,9 @@ def patches_of(store: Path, slide: str) -> tuple[list[tuple[int, int]], list[np.
         return corners, [opened.read(slide, row) for row in range(len(corners))]
 
 
-def test_real_patches_are_those_that_were_meant(data: Path, tmp_path: Path, run: Run) -> None:
+def test_imported_patches_agree_with_openslide(data: Path, tmp_path: Path, run: Run) -> None:
     slide = data / "slides" / "CMU-1-Small-Region.svs"
-    corners = [(0, 0), (101, 37), (640, 1203), (2100, 2850)]  # the last one over the edge
+    corners = [(0, 0), (101, 37), (640, 1203), (2100, 2850)]  # the last one extends beyond the edge
     for name, attributes in (
         ("trident", TRIDENT | {"patch_size_level0": 128}),
         ("clam", {"patch_size": 128, "patch_level": 0, "downsample": [1.0, 1.0]}),
@@ -66,7 +66,7 @@ def test_real_patches_are_those_that_were_meant(data: Path, tmp_path: Path, run:
                     assert (image == np.asarray(expected)).all()
 
 
-def test_coarser_levels_are_read_where_they_fit(tmp_path: Path, run: Run) -> None:
+def test_coarser_level_is_read_if_it_fits(tmp_path: Path, run: Run) -> None:
     make_slides(tmp_path / "in", "--count", "1", "--size", "2048x2048", "--levels", "1,4")
     slide = next((tmp_path / "in").glob("*.svs"))
     corners = [(0, 0), (512, 1024)]
@@ -81,15 +81,17 @@ def test_coarser_levels_are_read_where_they_fit(tmp_path: Path, run: Run) -> Non
         assert store.index(0)["x_l0"].tolist() == [0, 512]
 
 
-def test_the_rest_is_an_ingest_like_any_other(made: Path, tmp_path: Path, run: Run) -> None:
+def test_import_coords_skips_forces_and_labels_like_ingest(
+    made: Path, tmp_path: Path, run: Run
+) -> None:
     slides = sorted(made.glob("*.svs"))
     for slide in slides[:3]:
         write_coords(tmp_path / "co" / f"{slide.stem}_patches.h5", [(0, 0), (128, 256)], **TRIDENT)
     write_coords(tmp_path / "co" / f"{slides[3].stem}.h5", [], **TRIDENT)
     first = run("import-coords", "co", made, "--json")
     assert first.returncode == 0, first.stderr
-    told = json.loads(first.stdout)
-    assert [slide["patches"] for slide in told["slides"]] == [2, 2, 2, 0]
+    result = json.loads(first.stdout)
+    assert [slide["patches"] for slide in result["slides"]] == [2, 2, 2, 0]
     assert "8 slides have no coordinates: left out" in first.stderr
     again = json.loads(run("import-coords", "co", made, "--json").stdout)
     assert {slide["status"] for slide in again["slides"]} == {"skipped"}
@@ -117,7 +119,7 @@ def test_the_rest_is_an_ingest_like_any_other(made: Path, tmp_path: Path, run: R
         ({}, "holds no coordinates"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_meant_is_told(
+def test_invalid_coordinates_are_refused(
     made: Path, tmp_path: Path, run: Run, files: dict[str, Any], expected: str
 ) -> None:
     (tmp_path / "co").mkdir()
@@ -129,16 +131,16 @@ def test_what_cannot_be_meant_is_told(
     assert not (tmp_path / "patches.lmdb").exists()
 
 
-def test_coordinates_of_another_slide_cost_that_slide(made: Path, tmp_path: Path, run: Run) -> None:
+def test_invalid_coordinates_fail_only_their_slide(made: Path, tmp_path: Path, run: Run) -> None:
     write_coords(tmp_path / "co" / "slide-000.h5", [(0, 0), (90_000, 0)], **TRIDENT)
     write_coords(tmp_path / "co" / "slide-001.h5", [(0, 0)], **TRIDENT)
-    fine = TRIDENT | {"patch_size_level0": 32}
-    write_coords(tmp_path / "fine" / "slide-000.h5", [(0, 0)], **fine)
+    small = TRIDENT | {"patch_size_level0": 32}
+    write_coords(tmp_path / "fine" / "slide-000.h5", [(0, 0)], **small)
     done = run("import-coords", "co", made)
     assert done.returncode == 3, done.stderr
     assert "are outside the slide: found [90000, 0]" in done.stderr
-    invented = run("import-coords", "fine", made, "--out", "f.lmdb")
-    assert "pixels are never invented" in invented.stderr
+    enlarged = run("import-coords", "fine", made, "--out", "f.lmdb")
+    assert "pixels are never invented" in enlarged.stderr
     not_h5 = tmp_path / "text" / "slide-000.h5"
     not_h5.parent.mkdir()
     not_h5.write_text("hello")

@@ -288,7 +288,7 @@ def test_files_that_do_not_belong_are_made_again_or_refused(
     assert changed.done == ("n1",)
     assert "the patches in the store have changed" in capsys.readouterr().err
     # Another encoder, another precision, another tool's file.
-    with pytest.raises(UsageError, match="holds features made with other settings"):
+    with pytest.raises(UsageError, match="contains features computed with other settings"):
         histopipe.embed(other, model=onnx_file, out=folder, precision="float16")
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:

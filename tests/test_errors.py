@@ -46,13 +46,13 @@ CODES = {
 }
 
 
-def test_every_error_has_its_documented_code() -> None:
+def test_every_error_has_its_exit_code() -> None:
     assert {kind: int(kind.exit_code) for kind in KINDS} == CODES
     assert {int(code) for code in ExitCode} == {0, 1, 2, 3, 4, 5, 6, 130}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_errors_cross_processes_whole(kind: type[HistopipeError]) -> None:
+def test_errors_can_be_pickled(kind: type[HistopipeError]) -> None:
     error = kind("slide a", found=3, expected="4", todo="do that")
     assert str(error) == "slide a: found 3, expected 4; do that"
     again = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
@@ -60,11 +60,11 @@ def test_errors_cross_processes_whole(kind: type[HistopipeError]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "builtin"), BUILTINS.items())
-def test_errors_are_the_matching_builtin_too(kind: type[Exception], builtin: type) -> None:
+def test_errors_are_subclasses_of_builtin_errors(kind: type[Exception], builtin: type) -> None:
     assert issubclass(kind, builtin)
 
 
-def test_parts_that_are_missing_leave_no_trace() -> None:
+def test_message_without_optional_parts() -> None:
     assert str(HistopipeError("a")) == "a"
     assert str(HistopipeError("a", found=0)) == "a: found 0"
 

@@ -1,4 +1,4 @@
-"""The fork server: what a training gets from its client, what the client learns, and that nothing survives."""
+"""Fork server: environment and output of a training, exit status for the client, and end of all processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pipe.send(("pid", os.getpid()))
 
 @contextmanager
 def forked(code: str, **variables: str) -> Iterator[tuple[TrainingProcess, Connection[Any, Any]]]:
-    """A process of the shared server that runs some code in place of a training."""
+    """Start a process of the shared server that runs some code instead of a training."""
     ours, theirs = multiprocessing.Pipe()
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ, "HISTOPIPE_TEST_CHILD": HELLO + code}
     with ours, theirs:
@@ -43,7 +43,7 @@ def forked(code: str, **variables: str) -> Iterator[tuple[TrainingProcess, Conne
             process.end()
 
 
-def test_a_training_has_the_clients_environment_directory_and_search_path(
+def test_training_has_environment_directory_and_path_of_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ pipe.send((os.environ.get("HOME"), os.environ["EXTRA"], os.getcwd(), sys.path[0]
         assert process.wait() == 0
 
 
-def test_its_output_goes_to_the_clients_file(tmp_path: Path) -> None:
+def test_output_goes_to_file_of_client(tmp_path: Path) -> None:
     ours, theirs = multiprocessing.Pipe()
     code = "print('out', flush=True); print('error', file=sys.stderr)"
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "HISTOPIPE_TEST_CHILD": HELLO + code}
@@ -80,16 +80,16 @@ def test_its_output_goes_to_the_clients_file(tmp_path: Path) -> None:
         ("raise RuntimeError", 1),
     ],
 )
-def test_the_client_learns_the_exit_status(code: str, status: int) -> None:
+def test_client_gets_exit_status(code: str, status: int) -> None:
     with forked(code) as (process, _):
         assert process.wait() == status == process.wait()
 
 
-def test_terminate_reaches_the_process() -> None:
+def test_terminate_ends_the_process() -> None:
     with forked("import time; time.sleep(60)") as (process, _):
         process.terminate()
         assert process.wait() == -signal.SIGTERM
-        process.terminate()  # changes nothing
+        process.terminate()  # has no effect
 
 
 def is_alive(pid: int) -> bool:
@@ -107,7 +107,7 @@ child.wait()
 """
 
 
-def test_the_end_is_the_end_of_all_that_it_started() -> None:
+def test_end_kills_child_processes() -> None:
     with forked(GRANDCHILD) as (process, pipe):
         grandchild = pipe.recv()
         assert is_alive(grandchild)
@@ -129,8 +129,8 @@ ours.recv()
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_nothing_survives_a_killed_client(own: bool) -> None:
-    """Neither the training, nor what that started, nor a server of the client's own."""
+def test_all_processes_end_with_killed_client(own: bool) -> None:
+    """The training, its child processes and a server that the client started all end."""
     environment = {
         **os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "HISTOPIPE_TEST_CHILD": HELLO + GRANDCHILD,
     }  # fmt: skip
@@ -151,8 +151,8 @@ def test_nothing_survives_a_killed_client(own: bool) -> None:
         time.sleep(0.01)
 
 
-class NeverLoaded:
-    """In place of a server's process and its control socket, for what is decided before a server is used."""
+class FakeServer:
+    """Stands for a server's process, to test the choice of a server without starting one."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
@@ -161,13 +161,13 @@ class NeverLoaded:
         return None
 
 
-def test_a_server_serves_what_libraries_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_shared_if_library_variables_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
     socks = multiprocessing.Pipe()
 
     def start(environment: dict[str, str]) -> Any:
         started.append(environment)
-        return NeverLoaded(environment), socks[0]
+        return FakeServer(environment), socks[0]
 
     monkeypatch.setattr(fork_server, "_servers", {})
     monkeypatch.setattr(fork_server, "start_server", start)

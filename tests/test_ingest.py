@@ -106,7 +106,7 @@ def test_the_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> No
         assert "found 28.9685 mpp at its finest" in found[name]["reason"]
     assert found["small"]["patches"] == 0
     assert found["small"]["notes"] == [
-        "no patch fits: the slide is 16×16 where one reads 256 pixels"
+        "no patch fits: level 0 has 16×16 scanned pixels, a patch needs 256×256"
     ]
 
     before = contents(tmp_path / "patches.lmdb")
@@ -542,7 +542,7 @@ def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--patch-size", "4"], 2, "--patch-size: found 4"),
         (["in", "--labels", "none.csv"], 2, "none.csv does not exist"),
         (["in", "--labels", "bad.csv"], 2, "bad.csv: wrong header"),
-        (["in", "--labels", "extra.csv"], 2, "'nobody' names no slide"),
+        (["in", "--labels", "extra.csv"], 2, "no slide matches 'nobody'"),
         (["in", "--mpp-csv", "extra.csv"], 2, "expected slide,mpp"),
         (["in", "--out", "in"], 2, "a folder of something else"),
         (["in", "--max-unreadable", "7"], 2, "is no share"),

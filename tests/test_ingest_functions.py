@@ -93,7 +93,7 @@ def test_one_store_by_functions_alone(tmp_path: Path, run: Run) -> None:
     )
     labels = annotate(store, tmp_path / "in", progress=SILENT)
     assert (labels.same, labels.exit_code) == (["slide-000", "slide-001"], ExitCode.DONE)
-    assert "2 so labelled before" in repr(labels)
+    assert "2 already labelled" in repr(labels)
     measured = quality(store, progress=SILENT)
     assert set(measured.done) == {"slide-000", "slide-001"}
     assert f"{measured.patches:,} patches" in repr(measured)

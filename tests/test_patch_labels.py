@@ -1,4 +1,4 @@
-"""Training on the classes that are drawn on patches, and leaving out what is unfit."""
+"""Training on patch labels from annotations, and filters of patches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PATCHES = 40
 
 @pytest.fixture
 def drawn(tmp_path: Path) -> Path:
-    """A store of six slides of 40 patches: of each a third of no class, a third gland, a third stroma; one has none at all."""
+    """Store of six slides of 40 patches: a third gland, a third stroma, a third unlabelled; one slide has no labels."""
     pictures = jpegs(0, PATCHES, 32)
     path = a_store(tmp_path / "drawn.lmdb", {f"s{i}": pictures for i in range(6)}, patch_size=32)
     with StoreWriter(path) as writer, Store(path) as store:
@@ -54,12 +54,12 @@ def drawn(tmp_path: Path) -> Path:
 
 
 def class_of(slide: int, row: int) -> int:
-    """Classes are numbered by name: gland, stroma."""
+    """Return the class number of a patch. Classes are sorted by name: gland, stroma."""
     return {0: -1, 1: 1, 2: 0}[(row + slide) % 3]
 
 
 @pytest.mark.parametrize("split_by", ["patient", "slide", "patch"])
-def test_each_patch_has_its_own_class(drawn: Path, split_by: SplitBy, tmp_path: Path) -> None:
+def test_splits_contain_patch_labels(drawn: Path, split_by: SplitBy, tmp_path: Path) -> None:
     with Store(drawn) as store:
         splits = make_splits([store], split_by=split_by, seed=3, labelling=BY_ANNOTATION)
         assert splits.classes == ("gland", "stroma")
@@ -72,13 +72,13 @@ def test_each_patch_has_its_own_class(drawn: Path, split_by: SplitBy, tmp_path: 
             for part in select([store], splits=again, side=side):
                 assert part.rows is not None
                 rows = {(part.slide, row) for row in part.rows.tolist()}
-                assert not rows & seen, "a patch is on one side only"
+                assert not rows & seen, "a patch is on two sides"
                 seen |= rows
                 assert all(class_of(*place) == part.label for place in rows)
         assert seen == {(s, r) for s in range(5) for r in range(PATCHES) if class_of(s, r) >= 0}
 
 
-def test_every_fold_tests_other_patches(drawn: Path) -> None:
+def test_folds_test_each_patch_once(drawn: Path) -> None:
     with Store(drawn) as store:
         folds = make_folds([store], 5, split_by="slide", seed=1, labelling=BY_ANNOTATION)
         tested = Counter(
@@ -100,13 +100,13 @@ def test_labels_of_later_annotations_do_not_change_a_run(drawn: Path, tmp_path: 
         assert read_splits(tmp_path / "splits.json", [store]).count() == splits.count()
 
 
-def test_nothing_drawn_is_told(small_store: Path) -> None:
+def test_store_without_patch_labels_is_refused(small_store: Path) -> None:
     with Store(small_store) as store, pytest.raises(NothingToDo, match="histopipe annotate STORE"):
         make_splits([store], split_by="slide", seed=1, labelling=BY_ANNOTATION)
 
 
 @pytest.mark.parametrize("balance", ["none", "class", "slide"])
-def test_batches_have_the_drawn_classes(drawn: Path, balance: Any) -> None:
+def test_batches_contain_patch_labels(drawn: Path, balance: Any) -> None:
     batches = load_dataset(
         drawn, batch_size=16, seed=1, labels_from="annotation", labelled_only=True, balance=balance
     )
@@ -124,7 +124,7 @@ def test_batches_have_the_drawn_classes(drawn: Path, balance: Any) -> None:
     assert len(count) == (2 if balance == "class" else 5)
 
 
-def test_unlabelled_patches_come_without_a_class(drawn: Path) -> None:
+def test_unlabelled_patches_have_label_minus_1(drawn: Path) -> None:
     batches = load_dataset(
         drawn, batch_size=48, seed=1, labels_from="annotation", classes=["gland"]
     )
@@ -135,7 +135,7 @@ def test_unlabelled_patches_come_without_a_class(drawn: Path) -> None:
     assert (labels == -1).sum() == 6 * PATCHES - glands
 
 
-def test_what_makes_no_sense_is_refused(drawn: Path) -> None:
+def test_invalid_options_are_refused(drawn: Path) -> None:
     with pytest.raises(UsageError, match="labels_from: found 'nothing'"):
         load_dataset(drawn, batch_size=4, seed=1, labels_from="nothing")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="labels: found labels_from='annotation'"):
@@ -149,12 +149,12 @@ def test_what_makes_no_sense_is_refused(drawn: Path) -> None:
             PatchTrainConfig(**wrong)  # type: ignore[arg-type]
 
 
-# What is unfit
+# Filters
 
 
 @given(st.floats(0, 1), st.floats(0, 100), st.floats(0, 1), st.integers(0, 2**32))
 @settings(max_examples=50)
-def test_a_filter_is_its_comparisons(tissue: float, focus: float, pen: float, seed: int) -> None:
+def test_filter_agrees_with_definition(tissue: float, focus: float, pen: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
     index: dict[str, Any] = {
         name: rng.random(50).astype(np.float32) for name in ("tissue", "pen", "dark")
@@ -166,7 +166,7 @@ def test_a_filter_is_its_comparisons(tissue: float, focus: float, pen: float, se
         assert found[i] == (fit and (pen == 1 or index["pen"][i] <= pen))
 
 
-def test_a_filter_leaves_out_patches_everywhere(drawn: Path) -> None:
+def test_filter_applies_to_splits_and_batches(drawn: Path) -> None:
     kept = {r for r in range(PATCHES) if r / (PATCHES - 1) >= 0.5}
     with Store(drawn) as store:
         labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(min_tissue=0.5))
@@ -188,11 +188,11 @@ def test_a_filter_leaves_out_patches_everywhere(drawn: Path) -> None:
     assert len(keys) == sum(class_of(s, r) >= 0 for s in range(5) for r in kept)
 
 
-# A store that is written to while it is read
+# Reading a store during writing
 
 
-def test_a_reader_goes_on_while_columns_are_written(tmp_path: Path) -> None:
-    """Its view of an index block is of pages that later transactions use again."""
+def test_reader_sees_stable_index_while_columns_are_written(tmp_path: Path) -> None:
+    """A reader's view of an index block may be on pages that later transactions use again."""
     pictures = jpegs(0, 10, 32) * 250
     path = a_store(tmp_path / "large.lmdb", {"a0": pictures, "b1": pictures}, patch_size=32)
     with StoreWriter(path) as writer, Store(path) as store:
@@ -202,7 +202,7 @@ def test_a_reader_goes_on_while_columns_are_written(tmp_path: Path) -> None:
                 return np.array(reading.column(slide, "crc"))
 
         first = [crcs(0), crcs(1)]
-        assert len(first[0]) * 36 > 65536, "a block on pages of its own"
+        assert len(first[0]) * 36 > 65536, "the block must be large enough for separate pages"
         for turn in range(6):
             for slide in (0, 1):
                 labels = np.full(len(pictures), turn, np.int32)
@@ -211,10 +211,10 @@ def test_a_reader_goes_on_while_columns_are_written(tmp_path: Path) -> None:
                     assert np.array_equal(crcs(other), first[other])
 
 
-# The real slide
+# A real slide
 
 
-def test_epidermis_is_told_from_dermis(data: Path, tmp_path: Path, run: Run) -> None:
+def test_training_separates_epidermis_from_dermis(data: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "slides").mkdir()
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "slides")
     drawn = data / "annotations" / "CMU-1-Small-Region.geojson"
@@ -223,7 +223,7 @@ def test_epidermis_is_told_from_dermis(data: Path, tmp_path: Path, run: Run) -> 
     done = run(
         "train", "--labels-from", "annotation", "--split-by", "region", "--region-um", "300",
         "--epochs", "40", "--patience", "15", "--batch-size", "32", "--out", "run", "--json",
-        "--deterministic",  # else a busy machine may add up in another order
+        "--deterministic",  # else the order of sums varies on a busy machine
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["validation"]["patch"]["auc"] > 0.95
@@ -231,7 +231,7 @@ def test_epidermis_is_told_from_dermis(data: Path, tmp_path: Path, run: Run) -> 
     assert {line.split(",")[5] for line in predictions[1:]} == {"Dermis", "Epidermis"}
 
 
-def test_bounds_that_nothing_meets_are_told(drawn: Path) -> None:
+def test_filter_without_fitting_patches_is_refused(drawn: Path) -> None:
     labelling = Labelling(labels_from="annotation", patch_filter=PatchFilter(exclude_pen=0.0))
     with Store(drawn) as store:
         crcs = {number: store.index(number)["crc"] for number in store.complete}
@@ -242,7 +242,7 @@ def test_bounds_that_nothing_meets_are_told(drawn: Path) -> None:
         make_splits([store], split_by="slide", seed=1, labelling=labelling)
 
 
-def test_given_splits_are_held_against_the_settings(drawn: Path, tmp_path: Path) -> None:
+def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) -> None:
     path = tmp_path / "splits.json"
     with Store(drawn) as store:
         write_splits(make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION), path)
@@ -256,7 +256,7 @@ def test_given_splits_are_held_against_the_settings(drawn: Path, tmp_path: Path)
             new_splits(PatchTrainConfig(**given, labels_from="annotation", min_tissue=0.9), [store])
 
 
-def test_a_patch_that_could_not_be_measured_is_unfit_alone() -> None:
+def test_filter_leaves_out_unmeasured_patch() -> None:
     index: dict[str, Any] = {
         "crc": np.zeros(4), "length": np.ones(4), "pen": np.array([0.1, np.nan, 0.9, 0.2]),
         "focus": np.array([5, np.nan, 1, 9]),
@@ -266,7 +266,7 @@ def test_a_patch_that_could_not_be_measured_is_unfit_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["mixed", "a", "z"])
-def test_no_name_of_a_class_is_special(name: str, tmp_path: Path) -> None:
+def test_class_names_have_no_special_meaning(name: str, tmp_path: Path) -> None:
     pictures = jpegs(0, PATCHES, 32)
     path = a_store(tmp_path / "named.lmdb", {f"s{i}": pictures for i in range(8)}, patch_size=32)
     with StoreWriter(path) as writer, Store(path) as store:
@@ -281,7 +281,7 @@ def test_no_name_of_a_class_is_special(name: str, tmp_path: Path) -> None:
         make_splits([store], split_by="slide", seed=3, labelling=BY_ANNOTATION)
 
 
-def test_labels_that_come_while_an_ingest_runs_are_not_undone(drawn: Path) -> None:
+def test_changed_labels_during_ingest_keep_other_fields(drawn: Path) -> None:
     with Store(drawn) as store:
         before = store.records[0]
         spec = spec_from_json(store.spec)
@@ -291,8 +291,8 @@ def test_labels_that_come_while_an_ingest_runs_are_not_undone(drawn: Path) -> No
         assert store.records[0] == dataclasses.replace(before, label="new", patient="P", site=None)
 
 
-def test_a_reader_sees_columns_that_are_added(tmp_path: Path) -> None:
-    """A block with more columns may begin on the page where an old one did."""
+def test_reader_sees_stable_index_while_columns_are_added(tmp_path: Path) -> None:
+    """A new block with more columns may begin on the same page as an old block."""
     pictures = jpegs(0, 10, 32) * 250
     path = a_store(tmp_path / "large.lmdb", {"a0": pictures, "b1": pictures}, patch_size=32)
     with StoreWriter(path) as writer, Store(path) as store:

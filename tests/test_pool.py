@@ -1,4 +1,4 @@
-"""Worker processes that crash, hang or are killed."""
+"""Worker pool: workers that crash, hang or are killed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2) as made:
-        yield made
+    with WorkerPool(2) as created:
+        yield created
 
 
 def fail() -> None:
@@ -34,20 +34,20 @@ def crash() -> None:
     ctypes.string_at(0)
 
 
-def test_results_and_errors_come_back(pool: WorkerPool) -> None:
+def test_results_and_errors_are_returned(pool: WorkerPool) -> None:
     futures = [pool.submit(pow, 2, n) for n in range(50)]
     assert [future.result() for future in futures] == [2**n for n in range(50)]
     with pytest.raises(SlideUnreadable, match=r"a\.svs: found nothing"):
         pool.submit(fail).result()
 
 
-def test_both_work_at_once(pool: WorkerPool) -> None:
+def test_workers_run_in_parallel(pool: WorkerPool) -> None:
     wait([pool.submit(time.sleep, 0.01) for _ in range(2)])
     pool.submit(time.sleep, 0.5)
     assert pool.submit(os.getpid).result(timeout=0.4) != os.getpid()
 
 
-def test_a_crash_costs_its_own_task_only(pool: WorkerPool) -> None:
+def test_crash_fails_only_its_task(pool: WorkerPool) -> None:
     futures = [pool.submit(abs, n) for n in range(15)]
     crashed = pool.submit(crash)
     futures += [pool.submit(abs, n) for n in range(15, 30)]
@@ -56,7 +56,7 @@ def test_a_crash_costs_its_own_task_only(pool: WorkerPool) -> None:
         crashed.result()
 
 
-def test_a_hanging_task_is_ended(pool: WorkerPool) -> None:
+def test_hanging_task_is_killed(pool: WorkerPool) -> None:
     hanging = pool.submit_within(0.3, signal.pause)
     others = [pool.submit(abs, n) for n in range(10)]
     assert [future.result() for future in others] == list(range(10))
@@ -65,13 +65,13 @@ def test_a_hanging_task_is_ended(pool: WorkerPool) -> None:
     assert pool.submit(abs, -1).result() == 1
 
 
-def test_a_task_in_time_is_left_alone(pool: WorkerPool) -> None:
+def test_task_within_time_limit_is_not_killed(pool: WorkerPool) -> None:
     assert pool.submit_within(60, abs, -1).result() == 1
     time.sleep(0.1)
     assert pool.submit(abs, -2).result() == 2
 
 
-def test_killed_from_outside_while_idle(pool: WorkerPool) -> None:
+def test_idle_workers_killed_from_outside_are_replaced(pool: WorkerPool) -> None:
     pids = {pool.submit(os.getpid).result() for _ in range(20)}
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -83,12 +83,12 @@ def end_at_once() -> None:
     os._exit(3)
 
 
-def test_workers_that_never_begin_are_an_error_not_a_loop() -> None:
+def test_workers_that_never_start_raise_an_error() -> None:
     with WorkerPool(2, end_at_once) as pool, pytest.raises(MachineShort, match="exit code 3"):
         pool.submit(abs, 1).result(timeout=60)
 
 
-def test_a_hurried_end_drops_what_waits_and_ends_what_hangs(
+def test_early_shutdown_cancels_waiting_and_kills_hanging_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "_GRACE_SECONDS", 0.5)
@@ -104,7 +104,7 @@ def test_a_hurried_end_drops_what_waits_and_ends_what_hangs(
 
 
 class Unreadable(Exception):
-    """It pickles, and cannot be unpickled."""
+    """Exception that can be pickled, but not unpickled."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__(one)
@@ -118,7 +118,7 @@ def end_by(number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_answers_that_cannot_be_read_and_unknown_signals_stop_nothing(pool: WorkerPool) -> None:
+def test_pool_survives_unreadable_answers_and_unknown_signals(pool: WorkerPool) -> None:
     with pytest.raises(TypeError, match="two"):
         pool.submit(raise_unreadable).result(timeout=60)
     with pytest.raises(WorkerDied, match=f"killed by signal {signal.SIGRTMIN + 3}"):
@@ -126,13 +126,13 @@ def test_answers_that_cannot_be_read_and_unknown_signals_stop_nothing(pool: Work
     assert pool.submit_within(float("inf"), abs, -1).result(timeout=60) == 1
 
 
-def test_nobody_waits_for_a_pool_that_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_of_pool_fails_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     with WorkerPool(2) as pool:
         pool.submit(abs, 1).result(timeout=60)
-        all_given = threading.Event()
-        monkeypatch.setattr(pool, "_receive_results", lambda: all_given.wait(60) / 0)
+        all_submitted = threading.Event()
+        monkeypatch.setattr(pool, "_receive_results", lambda: all_submitted.wait(60) / 0)
         futures = [pool.submit(time.sleep, 100), pool.submit(time.sleep, 100), pool.submit(abs, 1)]
-        all_given.set()
+        all_submitted.set()
         for future in futures:
             with pytest.raises(ZeroDivisionError):
                 future.result(timeout=60)
@@ -145,7 +145,7 @@ def touch_later(path: str) -> None:
     Path(path).touch()
 
 
-def test_an_ordinary_end_waits_for_all(tmp_path: Path) -> None:
+def test_normal_shutdown_waits_for_all_tasks(tmp_path: Path) -> None:
     with WorkerPool(1) as pool:
         for name in "ab":
             pool.submit(touch_later, str(tmp_path / name))
@@ -163,7 +163,7 @@ print("done", os.getpid() not in pids)
 """
 
 
-def test_a_script_without_a_guard_is_not_run_by_its_workers(tmp_path: Path) -> None:
+def test_workers_do_not_import_main_module(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60

@@ -209,7 +209,7 @@ def test_what_cannot_be_predicted_is_told(
         assert run("ingest", slide, "--out", f"{name}.lmdb", *flags).returncode == 0
         refused(2, message, trained, tmp_path / f"{name}.lmdb")
     assert len(predict(trained, slide, out=tmp_path / "b").done) == 1
-    message = "holds predictions made with other settings"
+    message = "contains predictions computed with other settings"
     refused(2, message, trained, slide, out="b", overlap=64)
 
 

@@ -1,4 +1,4 @@
-"""Focus, pen, folds and black: on real tissue, blurred, marked and folded."""
+"""Measures of focus, pen, folds and black on real tissue: original, blurred, marked and folded."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ INKS = {
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process."""
+    """Run commands in this process."""
     return in_process(tmp_path, monkeypatch, capsys)
 
 
 def tissue(data: Path, name: str) -> NDArray[np.uint8]:
-    """A slide at about 1 µm a pixel."""
+    """Return a region of a slide at about 1 µm per pixel."""
     with Slide(data / "slides" / name) as slide:
         pixels = slide.read_region(PointL0(600, 600), 0, Size(1536, 1536))
     return np.asarray(Image.fromarray(pixels).reduce(round(1 / REAL[name])))
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_blur_lowers_focus_step_by_step(name: str, data: Path) -> None:
+def test_blur_lowers_focus(name: str, data: Path) -> None:
     sharp = Image.fromarray(tissue(data, name)).convert("L")
     radii = (0, 0.5, 1, 2, 4)
     found = [focus_of(np.asarray(sharp.filter(ImageFilter.GaussianBlur(r)))) for r in radii]
@@ -58,7 +58,7 @@ def test_blur_lowers_focus_step_by_step(name: str, data: Path) -> None:
 
 
 @given(st.integers(3, 20), st.integers(3, 20), st.integers(0, 255))
-def test_focus_is_its_definition(height: int, width: int, grey: int) -> None:
+def test_focus_agrees_with_definition(height: int, width: int, grey: int) -> None:
     assert focus_of(np.full((height, width), grey)) == 0
     picture = np.random.default_rng(grey).integers(0, 256, (height, width))
     answers = [
@@ -74,7 +74,7 @@ def test_clean_tissue_has_no_pen_and_no_folds(name: str, data: Path) -> None:
         picture = read_thumbnail(slide, Mpp(REAL[name])).pixels
     assert pen_mask(picture).mean() < 0.001
     assert dark_mask(picture).mean() < 0.002
-    # Two layers of tissue take light one after the other.
+    # The transmittances of layers of tissue multiply.
     light = (picture.astype(float) + 1) / 256
     folded = np.clip(256 * light**3 - 1, 0, 255).astype(np.uint8)
     density = -np.log10(light).sum(axis=2)
@@ -83,12 +83,12 @@ def test_clean_tissue_has_no_pen_and_no_folds(name: str, data: Path) -> None:
 
 
 @pytest.mark.parametrize("colour", INKS)
-def test_ink_is_found_on_tissue_and_on_glass(colour: str, data: Path) -> None:
+def test_ink_is_found_on_tissue_and_glass(colour: str, data: Path) -> None:
     with Slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
         picture = read_thumbnail(slide, Mpp(0.499)).pixels
     for ink in INKS[colour]:
         marked = picture.copy()
-        # Ink on glass; over tissue it takes light after the tissue has.
+        # Ink on glass; over tissue, the transmittances of ink and tissue multiply.
         over = (picture.astype(float) + 1) * (np.array(ink) + 1) / 256 - 1
         marked[40:60] = np.clip(over[40:60], 0, 255)
         found = pen_mask(marked) | dark_mask(marked)
@@ -100,7 +100,7 @@ def test_ink_is_found_on_tissue_and_on_glass(colour: str, data: Path) -> None:
 
 
 @given(st.floats(0.05, 50) | st.none(), st.sampled_from([64, 224, 225, 240, 256, 299, 331, 512]))
-def test_reductions_come_near_the_scale(mpp: float | None, side: int) -> None:
+def test_reductions_are_near_wanted_scale(mpp: float | None, side: int) -> None:
     for wanted in (Mpp(1.0), Mpp(8.0)):
         by = reduction_to(wanted, mpp, side)
         assert by == 1 or side / by >= 4
@@ -110,12 +110,12 @@ def test_reductions_come_near_the_scale(mpp: float | None, side: int) -> None:
     assert reduction_to(Mpp(8.0), 0.5, 256) == 16
 
 
-# In a store
+# Quality of a store
 
 
 @pytest.fixture
 def marked(tmp_path: Path, run: Run) -> Path:
-    """A store of a made slide of 0.5 mpp, with a blue stripe of 256 pixels across."""
+    """Store of a synthetic slide of 0.5 mpp, with a horizontal blue stripe of 256 pixels."""
     (slide,) = make_slides(tmp_path / "in", "--size", "2048x2048", "--count", "1")
     with Slide(slide) as opened:
         pixels = np.array(opened.read_region(PointL0(0, 0), 0, Size(2048, 2048)))
@@ -140,7 +140,7 @@ def columns(store: Path) -> dict[str, NDArray[Any]]:
         return opened.index(0)
 
 
-def test_pen_is_seen_at_ingest_and_measured_later(marked: Path, run: Run) -> None:
+def test_pen_at_ingest_agrees_with_quality(marked: Path, run: Run) -> None:
     before = columns(marked)
     stripe = before["y_l0"] == 512
     assert stripe.sum() == 8
@@ -149,10 +149,10 @@ def test_pen_is_seen_at_ingest_and_measured_later(marked: Path, run: Run) -> Non
     assert np.isnan(before["focus"]).all()
     done = run("quality", "patches.lmdb", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["patches"], told["damaged"]) == (64, 0)
+    result = json.loads(done.stdout)
+    assert (result["patches"], result["damaged"]) == (64, 0)
     after = columns(marked)
-    assert set(told["done"]["marked"]) == set(COLUMNS)
+    assert set(result["done"]["marked"]) == set(COLUMNS)
     assert np.allclose(after["pen"], before["pen"], atol=0.05)
     assert (after["focus"][stripe] < 1).all()
     assert after["focus"][~stripe].max() > 50
@@ -161,24 +161,24 @@ def test_pen_is_seen_at_ingest_and_measured_later(marked: Path, run: Run) -> Non
         assert np.array_equal(
             before[name], after[name], equal_nan=before[name].dtype.kind == "f"
         ), name
-    # Measured once: nothing is written again.
+    # A second run writes nothing.
     written = (marked / "data.mdb").stat().st_mtime_ns
-    assert "0 slides measured, 1 before" in run("quality", "patches.lmdb").stdout
+    assert "0 slides measured, 1 already measured" in run("quality", "patches.lmdb").stdout
     assert (marked / "data.mdb").stat().st_mtime_ns == written
     assert "1 slides measured" in run("quality", "patches.lmdb", "--force").stdout
 
 
-def test_a_damaged_patch_has_no_measures(marked: Path) -> None:
+def test_damaged_patch_has_no_values(marked: Path) -> None:
     flip_a_byte(marked, 0, 5)
     result = quality(marked, progress=SilentProgress())
     assert (result.damaged, list(result.done)) == (1, ["marked"])
-    assert "1 slides measured, 0 before, 0 failed" in repr(result)
+    assert "1 slides measured, 0 already measured, 0 failed" in repr(result)
     focus = columns(marked)["focus"]
     assert [i for i, value in enumerate(focus.tolist()) if math.isnan(value)] == [5]
 
 
-def test_jpeg_and_png_are_measured_alike(marked: Path, run: Run) -> None:
-    """One is decoded at half its size by libjpeg, the other averaged."""
+def test_jpeg_and_png_have_similar_measures(marked: Path, run: Run) -> None:
+    """libjpeg decodes the JPEG at half size; the PNG is decoded and averaged."""
     assert (
         run(
             "ingest", "slides", "--tissue", "none", "--codec", "png", "--out", "png.lmdb"
@@ -192,7 +192,7 @@ def test_jpeg_and_png_are_measured_alike(marked: Path, run: Run) -> None:
     assert np.allclose(jpeg["pen"], png["pen"], atol=0.05)
 
 
-def test_no_store_is_told(run: Run) -> None:
+def test_missing_store_is_refused(run: Run) -> None:
     done = run("quality", "nothing.lmdb")
     assert done.returncode == 4
     assert "no store at nothing.lmdb" in done.stderr

@@ -1,4 +1,4 @@
-"""CSV files: names matched to slides, and every way to get them wrong told clearly."""
+"""CSV files: matching of names with slides, and messages of invalid files."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def table(tmp_path: Path) -> Path:
         ("q", None),
     ],
 )
-def test_names(written: str, found: str | None) -> None:
+def test_names_match_slide_ids(written: str, found: str | None) -> None:
     assert NAMES.find(written, where="here") == found
 
 
 @pytest.mark.parametrize(("written", "candidates"), [("b", "x/b, y/b"), ("d", r"d\.svs, d\.tif")])
 def test_ambiguous_names_list_the_candidates(written: str, candidates: str) -> None:
     with pytest.raises(
-        UsageError, match=f"here: '{written}' fits several slides: found {candidates}"
+        UsageError, match=f"here: '{written}' matches several slides: found {candidates}"
     ):
         NAMES.find(written, where="here")
 
 
-def test_labels(table: Path) -> None:
+def test_read_labels(table: Path) -> None:
     table.write_text(
         "\ufeffSlide, label ,patient,site\na,tumour,p1,s1\nc.svs,,,\n\n", encoding="utf-8"
     )
@@ -57,7 +57,7 @@ def test_labels(table: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("", "wrong header: found an empty file, expected slide,label"),
         ("slide\na\n", "wrong header: found slide, expected slide,label"),
@@ -66,32 +66,32 @@ def test_labels(table: Path) -> None:
         ("slide,time,event\na,1,0\n", "survival is not supported"),
         ("slide,label_1,label_2\na,1,0\n", "multi-label"),
         ("slide,label\na,0.25\nc,0.5\n", "regression is not supported"),
-        ("slide,label\nnope,x\n", "line 2: 'nope' names no slide"),
+        ("slide,label\nnope,x\n", "line 2: no slide matches 'nope'"),
         ("slide,label\na,x\na,y\n", "a is in lines 2 and 3"),
         ("slide,label\na,x,y\n", "line 2: found 3 cells"),
-        ("slide,label\nb,x\n", "fits several slides"),
+        ("slide,label\nb,x\n", "matches several slides"),
         ("slide,label\na," + "x" * 140_000 + "\n", "field larger than field limit"),
     ],
 )
-def test_wrong_labels(table: Path, text: str, says: str) -> None:
+def test_invalid_labels_file_is_refused(table: Path, text: str, message: str) -> None:
     table.write_text(text)
-    with pytest.raises(UsageError, match=says) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         read_labels(table, NAMES)
     assert "table.csv" in str(caught.value)
 
 
-def test_rows_for_no_slide_can_be_allowed(table: Path) -> None:
+def test_rows_without_slide_can_be_allowed(table: Path) -> None:
     table.write_text("slide,label\nnope,x\na,y\n")
     assert list(read_labels(table, NAMES, allow_extra=True)) == ["a"]
 
 
-def test_a_table_in_another_encoding(table: Path) -> None:
+def test_table_in_other_encoding_is_refused(table: Path) -> None:
     table.write_bytes("slide,label\na,männlich\n".encode("latin-1"))
     with pytest.raises(UsageError, match="expected a CSV file in UTF-8"):
         read_labels(table, NAMES)
 
 
-def test_mpps(table: Path) -> None:
+def test_read_mpps(table: Path) -> None:
     table.write_text("slide,mpp\na,0.25\n")
     assert read_mpps(table, NAMES) == {"a": 0.25}
     for wrong in ("", "x", "0", "352.8", "nan"):
@@ -102,7 +102,7 @@ def test_mpps(table: Path) -> None:
             read_mpps(table, NAMES)
 
 
-def test_slide_list(table: Path) -> None:
+def test_read_slide_list(table: Path) -> None:
     table.write_text("slide,anything\na,1\nc,2\n")
     assert read_slide_list(table, NAMES) == {"a", "x/c"}
 
@@ -115,16 +115,18 @@ def slides(*names: str) -> list[SlideFile]:
     ("names", "classes"),
     [
         (["x/1", "x/2", "y/3", "y/4"], {"x", "y"}),
-        (["x/1", "x/2", "y/3"], set()),  # one folder a slide is no class
+        (["x/1", "x/2", "y/3"], set()),  # a folder with one slide is not a class
         (["x/1", "x/2", "y/3", "y/4", "5"], set()),
         (["x/1", "x/2"], set()),
     ],
 )
-def test_subfolders_are_classes_only_if_they_look_so(names: list[str], classes: set[str]) -> None:
+def test_subfolders_are_classes_only_with_several_slides_each(
+    names: list[str], classes: set[str]
+) -> None:
     assert set(subfolder_labels(slides(*names)).values()) == classes
 
 
-def test_a_labels_file_rules_out_subfolders(tmp_path: Path) -> None:
+def test_labels_file_takes_precedence_over_subfolders(tmp_path: Path) -> None:
     for name in ("x/1", "x/2", "y/3", "y/4"):
         (tmp_path / f"{name}.svs").parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.svs").touch()
@@ -138,7 +140,7 @@ def test_a_labels_file_rules_out_subfolders(tmp_path: Path) -> None:
     assert labels() == {"x/1": SlideLabel("t", "p", "s"), "x/2": None, "y/3": None, "y/4": None}
 
 
-def test_what_is_not_said_stays_as_recorded() -> None:
+def test_missing_values_keep_recorded_ones() -> None:
     fresh = SlideRecord(id="TCGA-CR-7395-01A", path="", resolved_path="")
     first = labelled(fresh, SlideLabel("t", None, "s"))
     assert (first.label, first.patient, first.site) == ("t", "TCGA-CR-7395", "s")
@@ -147,7 +149,7 @@ def test_what_is_not_said_stays_as_recorded() -> None:
     assert (again.label, again.patient, again.site) == (None, "p", "s")
 
 
-def test_patients() -> None:
+def test_patient_of_tcga_slide() -> None:
     assert patient_of("TCGA-CR-7395-01A-01-TS1") == "TCGA-CR-7395"
     assert patient_of("TCGA-CR-73950") == "TCGA-CR-73950"
     assert patient_of("x/1") == "x/1"

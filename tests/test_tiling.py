@@ -1,4 +1,4 @@
-"""The plan covers the tissue once and stays inside; fast ways equal slow obvious ones."""
+"""Tiling: plans cover the tissue once and stay inside the slide; fast code agrees with slow reference code."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def slides(draw: st.DrawFn) -> SlideInfo:
 
 
 @given(slides(), st.integers(8, 400), st.floats(0.1, 4), st.data())
-def test_every_cell_is_inside_and_they_tile_the_area(
+def test_cells_are_inside_and_tile_the_area(
     info: SlideInfo, patch: int, wanted: float, data: st.DataObject
 ) -> None:
     overlap = data.draw(st.integers(0, patch - 1))
@@ -77,7 +77,7 @@ def test_every_cell_is_inside_and_they_tile_the_area(
     places = set(zip(plan.x_level.tolist(), plan.y_level.tolist(), strict=True))
     assert len(places) == len(plan)
     columns, rows = {x for x, _ in places}, {y for _, y in places}
-    assert len(plan) == len(columns) * len(rows)  # no hole
+    assert len(plan) == len(columns) * len(rows)  # the grid has no holes
     if columns:
         assert np.diff(sorted(columns)).tolist() == [choice.stride] * (len(columns) - 1)
         assert (
@@ -95,10 +95,12 @@ def test_every_cell_is_inside_and_they_tile_the_area(
     st.floats(0.3, 12),
     st.floats(-5, 5),
 )
-def test_fractions_equal_the_slow_way(h: int, w: int, seed: int, cell: float, start: float) -> None:
+def test_covered_shares_agree_with_slow_reference(
+    h: int, w: int, seed: int, cell: float, start: float
+) -> None:
     mask = np.random.default_rng(seed).random((h, w)) < 0.5
     x, y = np.meshgrid(np.arange(start, w, cell), np.arange(start, h, cell))
-    x, y = x.ravel(), y.ravel()  # some are partly or wholly outside
+    x, y = x.ravel(), y.ravel()  # some squares are partly or completely outside
     fast = covered_squares(mask, x, y, cell)
     slow = [_covered(mask, *corner, cell) for corner in zip(x, y, strict=True)]
     np.testing.assert_allclose(fast, np.array(slow), atol=1e-5)
@@ -112,7 +114,7 @@ def _covered(mask: np.ndarray[Any, Any], x: float, y: float, cell: float) -> flo
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.05, 1))
-def test_the_plan_takes_just_the_cells_with_enough_tissue(seed: int, threshold: float) -> None:
+def test_plan_has_exactly_the_cells_with_enough_tissue(seed: int, threshold: float) -> None:
     info = info_of(Size(640, 512))
     thumbnail = blank_thumbnail(info, 16)
     pixels = np.random.default_rng(seed).random(thumbnail.pixels.shape[:2]) < 0.5
@@ -147,7 +149,7 @@ def levels(*downs: float) -> tuple[Level, ...]:
         (0.509, (1,), 0.5, 0, 256, "none"),
     ],
 )
-def test_the_coarsest_level_that_is_fine_enough(
+def test_coarsest_level_that_is_fine_enough_is_chosen(
     mpp: float, downs: tuple[float, ...], wanted: float, level: int, read: int, resampling: str
 ) -> None:
     choice = choose_level("a", levels(*downs), Mpp(mpp), TilingSpec(mpp=Mpp(wanted)))
@@ -179,14 +181,14 @@ def test_scales_near_a_whole_multiple_need_no_filter(
     assert same_scale(choice.mpp, Mpp(0.5))
 
 
-def test_pixels_are_never_invented() -> None:
+def test_too_coarse_slide_and_missing_level_are_refused() -> None:
     with pytest.raises(ScaleError, match=r"a is too coarse: found 0\.52 mpp at its finest"):
         choose_level("a", levels(1, 4), Mpp(0.52), TilingSpec(mpp=Mpp(0.5)))
     with pytest.raises(ScaleError, match="a has no level 2: found 2 levels, 0 to 1"):
         choose_level("a", levels(1, 4), Mpp(0.5), TilingSpec(level=2))
 
 
-def test_a_level_needs_no_mpp() -> None:
+def test_level_needs_no_mpp() -> None:
     choice = choose_level("a", levels(1, 4), None, TilingSpec(level=1))
     assert (choice.level.number, choice.mpp) == (1, None)
 
@@ -205,18 +207,18 @@ def test_a_level_needs_no_mpp() -> None:
         {"mpp": float("nan")},
     ],
 )
-def test_a_wrong_spec_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_spec_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="found"):
         TilingSpec(**wrong)
 
 
-def test_magnification() -> None:
+def test_magnification_to_mpp() -> None:
     assert magnification_to_mpp(20) == 0.5
     with pytest.raises(UsageError):
         magnification_to_mpp(0)
 
 
-def test_the_grid_leaves_out_what_sticks_out() -> None:
+def test_grid_has_only_complete_cells() -> None:
     assert cell_starts(3, 25, 10, 10).tolist() == [3, 13]
     assert cell_starts(5, 9, 10, 10).tolist() == []
 
@@ -228,11 +230,11 @@ def test_blank_glass_has_no_tissue(seed: int, noise: int) -> None:
     assert not tissue_mask(glass, Mpp(8.0)).pixels.any()
 
 
-def test_pale_and_dark_stains_are_both_tissue_and_black_is_not() -> None:
+def test_pale_and_dark_stains_are_tissue_and_black_is_not() -> None:
     picture = np.full((120, 120, 3), 243, np.uint8)
     picture[10:50, 10:50] = (225, 200, 212)  # pale eosin
     picture[60:100, 10:50] = (90, 40, 130)  # dark haematoxylin
-    picture[10:50, 60:110] = (10, 8, 12)  # a pen, or unscanned
+    picture[10:50, 60:110] = (10, 8, 12)  # pen, or unscanned area
     mask = tissue_mask(picture, Mpp(8.0))
     assert mask.pixels[12:48, 12:48].all()
     assert mask.pixels[62:98, 12:48].all()
@@ -241,7 +243,7 @@ def test_pale_and_dark_stains_are_both_tissue_and_black_is_not() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))
-def test_median_and_saturation_are_pillows(width: int, height: int, seed: int) -> None:
+def test_median_and_saturation_agree_with_pillow(width: int, height: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     image = Image.fromarray(pixels)
     smooth = image.filter(ImageFilter.MedianFilter(3))
@@ -252,16 +254,16 @@ def test_median_and_saturation_are_pillows(width: int, height: int, seed: int) -
     assert (ours[1] == value).all()
 
 
-def test_a_dark_background_is_said() -> None:
+def test_note_on_dark_background() -> None:
     info = info_of(Size(640, 640))
     thumbnail = blank_thumbnail(info, 16)
     spec = TilingSpec(patch_size=64, mpp=Mpp(0.5))
     choice = choose_level("made", info.levels, Mpp(0.5), spec)
     plan = plan_tiles(info, choice, spec, thumbnail, tissue_mask(thumbnail.pixels, Mpp(8.0)))
-    assert plan.notes == ("no tissue found on a dark background, use --tissue none",)
+    assert plan.notes == ("no tissue found on a dark background; use --tissue none",)
 
 
-def test_a_plan_is_frozen() -> None:
+def test_arrays_of_plan_are_read_only() -> None:
     info = info_of(Size(64, 64))
     spec = TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue="none")
     choice = choose_level("made", info.levels, Mpp(0.5), spec)
@@ -273,20 +275,20 @@ def test_a_plan_is_frozen() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--levels", "1,4,16"], ["--levels", "1", "--format", "tiff"]]
 )
-def test_the_mask_finds_known_outlines(tmp_path: Path, arguments: list[str]) -> None:
+def test_mask_agrees_with_known_outlines(tmp_path: Path, arguments: list[str]) -> None:
     (path,) = make_slides(tmp_path, "--size", "4000x3000", *arguments)
     with Slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
     mask = tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels
-    truth = _outlined(
+    truth = _rasterized(
         path.with_suffix(".geojson"), mask.shape, thumbnail.reduction * thumbnail.level.downsample
     )
     union = np.count_nonzero(mask | truth)
     assert np.count_nonzero(mask & truth) / union > 0.97
 
 
-def _outlined(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[Any, Any]:
-    from PIL import Image, ImageDraw  # only here
+def _rasterized(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[Any, Any]:
+    from PIL import Image, ImageDraw
 
     image = Image.new("1", (shape[1], shape[0]))
     for feature in json.loads(path.read_text())["features"]:
@@ -295,7 +297,7 @@ def _outlined(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[An
     return np.asarray(image)
 
 
-def test_a_thumbnail_is_the_level_reduced(data: Path) -> None:
+def test_thumbnail_is_mean_of_level_pixels(data: Path) -> None:
     with Slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         whole = slide.read_region(PointL0(0, 0), 0, slide.info.size)
@@ -308,8 +310,8 @@ def test_a_thumbnail_is_the_level_reduced(data: Path) -> None:
 
 
 @pytest.mark.parametrize("levels", ["1", "1,2", "1,4"])
-def test_a_thumbnail_from_native_tiles_is_openslides(tmp_path: Path, levels: str) -> None:
-    """Averaged over the same pixels; decoded at a reduced scale where that divides, to within what 40 dB allow."""
+def test_thumbnail_from_native_tiles_agrees_with_openslide(tmp_path: Path, levels: str) -> None:
+    """Both are means over the same pixels. Scaled decoding, if the reduction allows it, differs slightly."""
     (path,) = make_slides(tmp_path, "--size", "2100x1700", "--mpp", "0.5", "--levels", levels)
     with Slide(path) as slide:
         mpp = Mpp(0.5)
@@ -322,7 +324,7 @@ def test_a_thumbnail_from_native_tiles_is_openslides(tmp_path: Path, levels: str
     assert difference.mean() < (1 if ours.reduction > 1 else 0.5)
 
 
-def test_real_tissue_is_found(data: Path) -> None:
+def test_tissue_share_of_real_slides(data: Path) -> None:
     for name, low, high in [
         ("CMU-1-Small-Region", 0.33, 0.42),
         ("TCGA-CR-7395-01A-01-TS1", 0.58, 0.68),

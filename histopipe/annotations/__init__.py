@@ -1,1 +1,1 @@
-"""Outlines that people drew on slides: read from their tools' files, and laid over patches."""
+"""Annotations: read outlines from files of QuPath, ASAP and ImageScope, and label patches from them."""

@@ -1,8 +1,8 @@
-"""QuPath's GeoJSON: a FeatureCollection, an array of features, or one feature.
+"""Annotations in GeoJSON by QuPath: a FeatureCollection, an array of features, or one feature.
 
 Source:
-    RFC 7946; QuPath's documentation, "Exporting annotations". QuPath adds `classification`, `name` and `objectType` to a
-    feature's properties, and counts pixels from the corner of the scanned area.
+    RFC 7946; QuPath's documentation, "Exporting annotations". QuPath adds `classification`, `name` and `objectType` to
+    a feature's properties, and counts pixels from the corner of the scanned area.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from histopipe.annotations.outline import Outlines, Ring
 from histopipe.errors import UsageError
 
 _IGNORED = "Ignore*"
-"""QuPath's class for what is to be left out of everything."""
+"""QuPath's class for areas that are excluded from every analysis."""
 # Detections, cells and tiles are results of QuPath, not outlines that a person drew.
 _OLD_RESULTS = ("PathCellObject", "PathDetectionObject", "PathTileObject")
 _OLD_ANNOTATION = "PathAnnotationObject"
-"""What QuPath 0.2 has in place of an id and an object type."""
+"""Value of `id` in files of QuPath 0.2, which have no ids and no object types."""
 
 
 def read_geojson(data: bytes) -> Outlines:
-    """Return the outlines of a file.
+    """Return the outlines in the content of a file.
 
     Raises:
-        UsageError: it is no such GeoJSON.
+        UsageError: the content is not GeoJSON of this form.
     """
     outlines = Outlines("bounds")
     others = 0
@@ -41,7 +41,9 @@ def read_geojson(data: bytes) -> Outlines:
         name = f"feature {number if name == _OLD_ANNOTATION else name}"
         _add(outlines, name, _class_name(properties), feature.get("geometry"))
     if others:
-        outlines.notes.append(f"{others} detections, cells or tiles left out: annotations are read")
+        outlines.notes.append(
+            f"{others} detections, cells or tiles left out: only annotations are read"
+        )
     return outlines
 
 
@@ -58,15 +60,15 @@ def _parsed(data: bytes) -> Any:
     try:
         return json.loads(data.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
-        raise UsageError("not UTF-8, as JSON is", found=str(error)) from error
+        raise UsageError("not UTF-8, which JSON requires", found=str(error)) from error
     except RecursionError as error:
-        raise UsageError("brackets within brackets, too many to be GeoJSON") from error
+        raise UsageError("not GeoJSON: brackets are nested too deep") from error
     except ValueError as error:
         raise UsageError("not JSON", found=str(error)) from error
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name}, which is no number of JSON")
+    raise ValueError(f"{name}, which is not a JSON number")
 
 
 def _features(value: Any) -> Iterator[Mapping[str, Any]]:
@@ -105,7 +107,7 @@ def _add(outlines: Outlines, feature: str, kind: str | None, geometry: Any) -> N
                 return
     except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
         raise UsageError(
-            f"{feature}: the coordinates of its {shape}", found=str(error)[:80],
+            f"{feature}: invalid coordinates of its {shape}", found=str(error)[:80],
             expected="rings of [x, y]",
         ) from error  # fmt: skip
     outlines.add(feature, None if excluded else kind, polygons, excluded=excluded)

@@ -1,4 +1,4 @@
-"""An outlined area as a file has it, made valid."""
+"""Outlines of annotations: valid polygons in the coordinate frame of their file."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from histopipe.errors import UsageError
 from histopipe.system.files import shown
 
 Frame = Literal["bounds", "slide"]
-"""Where a file's coordinates begin: at the scanned area's corner, as in QuPath, or at level 0's."""
+"""Origin of a file's coordinates: the corner of the scanned area ("bounds", as in QuPath), or of level 0 ("slide")."""
 
 Point = tuple[float, float]
 Ring = Sequence[Point]
 
 MOST_COORDINATE = 1e8
-"""Pixels. No slide is as large, and areas of larger numbers lose their decimals."""
+"""Largest coordinate, in pixels. Slides are smaller, and areas of larger coordinates lose precision."""
 _LEAST_POINTS = 3
-_SAMPLED, _MOST_MET = 100, 50
-"""Lines of an outline that are looked at, and how many others each may meet, about."""
+_SAMPLED, _MOST_CROSSINGS = 100, 50
+"""Number of segments of an outline that are checked, and how many other segments each may meet on average."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """One outlined area: its name in the file (for messages), its class, and a valid area in level-0 pixels of the file's frame.
+    """One outlined area: its name in the file (for messages), its class, and a valid area in the file's level-0 frame.
 
-    What lies in an excluded area belongs to no class, whatever else it lies in.
+    An excluded area belongs to no class, even where other outlines cover it.
     """
 
     feature: str
@@ -42,7 +42,7 @@ class Outline:
 
 @dataclass(slots=True)
 class Outlines:
-    """Outlines of a file, in its order, and notes on what was repaired or left out."""
+    """Outlines of a file, in file order, and notes on what was repaired or left out."""
 
     frame: Frame
     found: list[Outline] = field(default_factory=list)
@@ -56,10 +56,10 @@ class Outlines:
         *,
         excluded: bool = False,
     ) -> None:
-        """Take in polygons, each an outer ring and its holes; an invalid one is repaired, an empty one left out, and noted.
+        """Add polygons, each an outer ring and its holes. An invalid outline is repaired or left out, with a note.
 
         Raises:
-            UsageError: a coordinate is no number that could be a pixel.
+            UsageError: a coordinate is not finite, or too large.
         """
         feature, name = plain(feature), None if name is None else plain(name)
         parts = []
@@ -72,8 +72,8 @@ class Outlines:
                     shapely.Polygon(shell, [h for h in holes if len(set(h)) >= _LEAST_POINTS])
                 )
         drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
-        if not drawn.is_valid and any(_is_tangled(part) for part in parts):
-            self.leave_out(feature, "it crosses itself too often to enclose anything")
+        if not drawn.is_valid and any(_crosses_too_often(part) for part in parts):
+            self.leave_out(feature, "its outline crosses itself too often")
             return
         area = polygonal(drawn)
         if area.is_empty:
@@ -87,33 +87,33 @@ class Outlines:
         self.found.append(Outline(feature, name, area, excluded))
 
     def leave_out(self, feature: str, why: str) -> None:
-        """Note something that is no area."""
+        """Add a note that a feature is left out."""
         self.notes.append(f"{plain(feature)} left out: {why}")
 
 
 def polygonal(geometry: BaseGeometry) -> shapely.Polygon | shapely.MultiPolygon:
-    """Return a geometry made valid, without what of it is a line or a point."""
+    """Return the polygons of a geometry, made valid; lines and points are dropped."""
     if not geometry.is_valid:
-        # "structure": a line that crosses itself encloses both of its loops, as people who draw by hand mean it.
+        # "structure": a line that crosses itself encloses all of its loops, which is what hand-drawn outlines mean.
         geometry = shapely.make_valid(geometry, method="structure", keep_collapsed=False)
     parts = [p for p in shapely.get_parts(geometry) if isinstance(p, shapely.Polygon) and p.area]
     return parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
 
 
 def plain(text: str) -> str:
-    """Return a text that can be written and shown: halves of characters, which JSON may have, are replaced."""
+    """Return a text that can be encoded and printed: lone surrogates, which JSON allows, are replaced."""
     return shown(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
-def _is_tangled(polygon: shapely.Polygon) -> bool:
-    """Return whether lines cross so often that repairing would take memory and time by their square, as no one draws."""
+def _crosses_too_often(polygon: shapely.Polygon) -> bool:
+    """Return whether a polygon crosses itself so often that repairing it would take quadratic memory and time."""
     for ring in (polygon.exterior, *polygon.interiors):
         points = shapely.get_coordinates(ring)
         lines = np.asarray(shapely.linestrings(np.stack([points[:-1], points[1:]], axis=1)), object)
         tree = shapely.STRtree(lines)
-        some = np.unique(np.linspace(0, len(lines) - 1, _SAMPLED).astype(int))
-        met = [len(tree.query(lines[i])) for i in some.tolist()]
-        if np.mean(met) > _MOST_MET:
+        sample = np.unique(np.linspace(0, len(lines) - 1, _SAMPLED).astype(int))
+        crossings = [len(tree.query(lines[i])) for i in sample.tolist()]
+        if np.mean(crossings) > _MOST_CROSSINGS:
             return True
     return False
 
@@ -121,4 +121,6 @@ def _is_tangled(polygon: shapely.Polygon) -> bool:
 def _check_numbers(ring: Ring, feature: str) -> None:
     for point in ring:
         if not all(math.isfinite(value) and abs(value) <= MOST_COORDINATE for value in point):
-            raise UsageError(f"{feature}: a coordinate", found=point, expected="pixels of level 0")
+            raise UsageError(
+                f"{feature}: invalid coordinate", found=point, expected="pixels of level 0"
+            )

@@ -1,4 +1,4 @@
-"""The class of each patch, by what is drawn over it. Exact: polygons are cut, not rasterized."""
+"""Label patches by the outlines that cover them. Areas are exact: polygons are clipped, not rasterized."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from histopipe.annotations.outline import Outline
 from histopipe.annotations.regions import Regions
 
 NO_CLASS = -1
-_HAIR = 1e-6
-"""A patch that lies wholly in a class may come out a hair less than whole."""
+_ROUNDING = 1e-6
+"""Tolerance of shares: the share of a completely covered patch may be slightly below 1."""
 _MOST_POINTS = 256
-"""Of a piece that patches are cut with: cutting takes time by the points of both."""
-_MOST_AT_ONCE, _LEAST_AT_ONCE = 20_000, 64
-_MOST_MEETINGS = 1_000_000
-"""Patches at a time, and classes and pieces that they may meet together: each takes some hundred bytes."""
+"""Most points of a piece of an outline. The time to clip a patch grows with the points."""
+_MOST_PATCHES, _LEAST_PATCHES = 20_000, 64
+_MOST_PAIRS = 1_000_000
+"""Limits of a batch: patches, and pairs of a patch with a class or a piece. A pair takes some hundred bytes."""
 _SAMPLED = 200
 
 
@@ -30,8 +30,8 @@ _SAMPLED = 200
 class PatchLabels:
     """Classes of a slide's patches.
 
-    Labels are (N,) places in `classes`, which are sorted; -1 for none. `covered` is the largest share of the patch that one
-    class covers, (N,) 0 to 1, whether that is enough or not.
+    `classes` are sorted. Labels are (N,) indices in `classes`; -1 for none. `covered` is the largest share of the patch
+    that one class covers, (N,) 0 to 1, also if it is below the threshold.
     """
 
     classes: tuple[str, ...]
@@ -39,12 +39,12 @@ class PatchLabels:
     covered: NDArray[np.float32]
 
     def counts(self) -> dict[str, int]:
-        """Count the patches by class, of those classes that have any."""
+        """Return the number of patches by class, without classes that have none."""
         found = np.bincount(self.label[self.label >= 0], minlength=len(self.classes)).tolist()
         return {name: count for name, count in zip(self.classes, found, strict=True) if count}
 
     def numbered(self, numbers: Mapping[str, int]) -> NDArray[np.int32]:
-        """Return the labels by other numbers of the classes, (N,) int32; -1 for none, and for a class that has none."""
+        """Return the labels with the given class numbers, (N,) int32; -1 for no label, or a class without a number."""
         found = [numbers.get(name, NO_CLASS) for name in self.classes]
         return np.array([*found, NO_CLASS], np.int32)[self.label]
 
@@ -57,9 +57,9 @@ def label_patches(
     *,
     threshold: float,
 ) -> PatchLabels:
-    """Return the class that covers most of each patch, where that is at least `threshold` of it, above 0 to 1.
+    """Return the class that covers most of each patch, if its share is at least `threshold`, above 0 to 1.
 
-    Of two that cover equally much, it is the first by name. `x_l0` and `y_l0` are (N,) top left corners.
+    If two classes cover the same share, the first by name is used. `x_l0` and `y_l0` are (N,) top left corners.
     """
     classes = regions.classes
     label = np.full(len(x_l0), NO_CLASS, np.int32)
@@ -72,14 +72,14 @@ def label_patches(
     ]
     label[:] = np.concatenate([it[0] for it in found])
     covered[:] = np.concatenate([it[1] for it in found])
-    label[covered < threshold - _HAIR] = NO_CLASS
+    label[covered < threshold - _ROUNDING] = NO_CLASS
     return PatchLabels(classes, label, covered)
 
 
 def roi_shares(
     regions: Regions, x_l0: NDArray[np.integer], y_l0: NDArray[np.integer], side_l0: float
 ) -> NDArray[np.float32]:
-    """Return the share of each patch, (N,) 0 to 1, that lies in the region of interest."""
+    """Return the share of each patch that is inside the region of interest, (N,) 0 to 1."""
     outlines = regions.roi or ()
     names = sorted({it.name for it in outlines if it.name is not None})
     if not names:
@@ -89,85 +89,85 @@ def roi_shares(
 
 
 class Coverage:
-    """Shares of patches that belong to `classes`. A place belongs to the first outline that holds it."""
+    """Shares of patches that each of `classes` covers. A point belongs to the first outline that contains it."""
 
     def __init__(self, outlines: Sequence[Outline], classes: Sequence[str]) -> None:
         self._classes = len(classes)
         number = {name: i for i, name in enumerate(classes)}
-        # What belongs to none of the classes takes its place all the same; it is counted behind them.
+        # Outlines of no class still hide those after them; their area is counted in an extra last column.
         self._class = np.array([number.get(it.name or "", len(classes)) for it in outlines], int)
         pieces = [(rank, piece) for rank, it in enumerate(outlines) for piece in _pieces(it.area)]
         self._rank = np.array([rank for rank, _ in pieces], np.int64)
         self._stored = shapely.to_wkb(np.array([piece for _, piece in pieces], object))
-        self._own = local()
+        self._local = local()
 
     def shares(
         self, x: NDArray[np.integer], y: NDArray[np.integer], side: float
     ) -> Iterator[NDArray[np.float64]]:
-        """Yield the share of each square that belongs to each class, 0 to 1, as (n, C) for some squares after the others.
+        """Yield the share of each square that each class covers, 0 to 1, as (n, C) per batch of squares.
 
-        `x` and `y` are (N,) left and top edges, in level-0 pixels as the side.
+        `x` and `y` are (N,) left and top edges. They and the side are in level-0 pixels.
         """
-        at_once = self._at_once(x, y, side)
+        batch = self._batch_size(x, y, side)
 
-        def some(start: int) -> NDArray[np.float64]:
-            here = slice(start, start + at_once)
-            areas = self._areas(x[here], y[here], side)[:, : self._classes]
+        def shares_from(start: int) -> NDArray[np.float64]:
+            part = slice(start, start + batch)
+            areas = self._areas(x[part], y[part], side)[:, : self._classes]
             return np.clip(areas / (side * side), 0, 1)
 
-        starts = range(0, len(x), at_once)
-        # shapely lets go of Python's lock in all that takes time.
+        starts = range(0, len(x), batch)
+        # Threads run in parallel: shapely releases the GIL.
         with ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), max(1, len(starts)))) as pool:
-            yield from pool.map(some, starts)
+            yield from pool.map(shares_from, starts)
 
-    def _at_once(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:
-        """Return how many squares to look at together, by how many pieces some of them meet."""
-        some = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLED, len(x))).astype(int))
-        left, top = x[some], y[some]
-        met, _ = self._prepared()[1].query(shapely.box(left, top, left + side, top + side))
-        each = self._classes + 1 + len(met) / max(1, len(some))
-        return int(np.clip(_MOST_MEETINGS / each, _LEAST_AT_ONCE, _MOST_AT_ONCE))
+    def _batch_size(self, x: NDArray[np.integer], y: NDArray[np.integer], side: float) -> int:
+        """Return the number of squares per batch, estimated from the number of pieces that sampled squares meet."""
+        sample = np.unique(np.linspace(0, len(x) - 1, min(_SAMPLED, len(x))).astype(int))
+        left, top = x[sample], y[sample]
+        hits, _ = self._prepared()[1].query(shapely.box(left, top, left + side, top + side))
+        pairs = self._classes + 1 + len(hits) / max(1, len(sample))
+        return int(np.clip(_MOST_PAIRS / pairs, _LEAST_PATCHES, _MOST_PATCHES))
 
     def _prepared(self) -> tuple[NDArray[np.object_], shapely.STRtree]:
-        """Return this thread's own pieces and their index: GEOS prepares a geometry at the first query, and two threads crash."""
-        if not hasattr(self._own, "pieces"):
-            self._own.pieces = shapely.from_wkb(self._stored)
-            shapely.prepare(self._own.pieces)
-            self._own.tree = shapely.STRtree(self._own.pieces)
-        return self._own.pieces, self._own.tree
+        """Return this thread's copy of the pieces and their index: GEOS crashes if two threads prepare one geometry."""
+        if not hasattr(self._local, "pieces"):
+            self._local.pieces = shapely.from_wkb(self._stored)
+            shapely.prepare(self._local.pieces)
+            self._local.tree = shapely.STRtree(self._local.pieces)
+        return self._local.pieces, self._local.tree
 
     def _areas(
         self, x: NDArray[np.integer], y: NDArray[np.integer], side: float
     ) -> NDArray[np.float64]:
-        """Return (n, C + 1) square pixels."""
+        """Return the area of each class in each square, (n, C + 1) square pixels; the last column is for no class."""
         cells = shapely.box(x, y, x + side, y + side)
         pieces, tree = self._prepared()
         cell, piece = tree.query(cells)
         rank = self._rank[piece]
         inside = shapely.covers(pieces[piece], cells[cell])
-        # What covers a square whole hides all that comes after it there.
-        nothing = len(self._class)
-        whole = np.full(len(x), nothing)
+        # An outline that covers a whole square hides all outlines after it there.
+        none = len(self._class)
+        whole = np.full(len(x), none)
         np.minimum.at(whole, cell[inside], rank[inside])
         cut = np.flatnonzero(~inside & (rank < whole[cell]))
         cut = cut[shapely.intersects(pieces[piece[cut]], cells[cell[cut]])]
         cut = cut[np.lexsort((rank[cut], cell[cut]))]
         parts = shapely.intersection(pieces[piece[cut]], cells[cell[cut]])
-        areas = self._painted(cell[cut], rank[cut], parts, len(x))
-        under = np.flatnonzero(whole < nothing)
-        areas[under, self._class[whole[under]]] += side * side - areas[under].sum(axis=1)
+        areas = self._visible_areas(cell[cut], rank[cut], parts, len(x))
+        covered = np.flatnonzero(whole < none)
+        areas[covered, self._class[whole[covered]]] += side * side - areas[covered].sum(axis=1)
         return areas
 
-    def _painted(
+    def _visible_areas(
         self,
         cell: NDArray[np.int64],
         rank: NDArray[np.int64],
         parts: NDArray[np.object_],
         count: int,
     ) -> NDArray[np.float64]:
-        """Return (count, C + 1) areas of parts, sorted by square and rank; each has what those before it left.
+        """Return the visible areas of parts by square and class, (count, C + 1); each part hides those after it.
 
-        All squares at once: the first part of each, then the second, and so on.
+        The parts are sorted by square and rank. The first part of all squares is processed at once, then the second.
         """
         areas = np.zeros((count, self._classes + 1))
         first = np.flatnonzero(np.diff(cell, prepend=-1))
@@ -186,12 +186,12 @@ class Coverage:
 
 
 def _pieces(area: shapely.Geometry) -> Iterator[shapely.Geometry]:
-    """Yield pieces of few points that together are the area."""
+    """Split an area into pieces of few points."""
     waiting = list(shapely.get_parts(area))
     while waiting:
         part = waiting.pop()
         if part.is_empty or not isinstance(part, shapely.Polygon):
-            continue  # cutting leaves lines where pieces only touch
+            continue  # clipping returns lines where pieces only touch
         if shapely.get_num_coordinates(part) <= _MOST_POINTS:
             yield part
             continue

@@ -1,4 +1,4 @@
-"""Files of annotations: which is of which slide, and what each holds."""
+"""Find the annotation files of slides, and read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from histopipe.slides.tables import SlideNames
 GEOJSON, XML = (".geojson", ".json"), (".xml",)
 SUFFIXES = (*GEOJSON, *XML)
 MOST_BYTES = 128 << 20
-"""Outlines of a whole slide's glands are some megabytes. What is parsed takes 20 to 40 times its size in memory."""
+"""Largest file. Outlines of all glands of a slide take a few megabytes; parsing needs 20 to 40 times the file size."""
 _PARSER_ERRORS = (
     ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError, shapely.errors.ShapelyError,
 )  # fmt: skip
@@ -25,69 +25,69 @@ _PARSER_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class AnnotationFiles:
-    """Files by the id of the slide that they name, and notes on files that name none, or are not taken."""
+    """Annotation files by slide id, and notes on files that are not used."""
 
     by_slide: dict[str, Path]
     notes: tuple[str, ...]
 
 
-def find_annotations(place: Path, names: SlideNames) -> AnnotationFiles:
-    """Find the files `SLIDE.geojson`, `SLIDE.json` and `SLIDE.xml` of a folder, or of one file.
+def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
+    """Find the files `SLIDE.geojson`, `SLIDE.json` and `SLIDE.xml` in a folder, or match one file with its slide.
 
-    `SLIDE.more.xml` is taken where there is no `SLIDE.xml` and the like.
+    `SLIDE.more.xml` is used if there is no `SLIDE.xml`; likewise for the other suffixes.
 
     Raises:
-        UsageError: there is none, none names a slide, or two name the same.
+        UsageError: there is no file, no file matches a slide, or two match the same slide.
     """
-    if not place.exists():
-        raise UsageError(f"{place} does not exist", expected="a folder of annotations, or a file")
-    paths = [place] if place.is_file() else sorted(filter(_is_annotation, place.rglob("*")))
-    if not paths:
+    if not path.exists():
+        raise UsageError(f"{path} does not exist", expected="a folder of annotations, or a file")
+    files = [path] if path.is_file() else sorted(filter(_is_annotation, path.rglob("*")))
+    if not files:
         raise UsageError(
-            f"{place} holds no annotations", expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}"
+            f"{path} contains no annotations", expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}"
         )  # fmt: skip
-    root = place.parent if place.is_file() else place
+    root = path.parent if path.is_file() else path
     exact: dict[str, Path] = {}
     loose: dict[str, Path] = {}
     unmatched = []
-    for path in paths:
-        written = path.relative_to(root).with_suffix("").as_posix()
-        shorter = PurePosixPath(written).with_suffix("").as_posix()
-        for found, name in ((exact, written), (loose, shorter)):
-            slide = names.find(name, where=str(path))
+    for file in files:
+        stem = file.relative_to(root).with_suffix("").as_posix()
+        shorter = PurePosixPath(stem).with_suffix("").as_posix()
+        for found, name in ((exact, stem), (loose, shorter)):
+            slide = names.find(name, where=str(file))
             if slide is None:
                 continue
             if slide in found:
                 raise UsageError(
-                    f"two files of annotations for slide {slide}", found=f"{found[slide]} and {path}",
-                    todo="keep one, or give it with its own folder",
+                    f"two annotation files for slide {slide}", found=f"{found[slide]} and {file}",
+                    todo="keep one, or move one to another folder",
                 )  # fmt: skip
-            found[slide] = path
+            found[slide] = file
             break
         else:
-            unmatched.append(path.name)
+            unmatched.append(file.name)
     if not exact and not loose:
         raise UsageError(
-            f"{place}: no file of annotations has the name of a slide", found=unmatched[0],
-            expected=f"such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
+            f"{path}: no annotation file has the name of a slide", found=unmatched[0],
+            expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
         )  # fmt: skip
     notes = []
     if unmatched:
         listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
-        notes.append(f"{len(unmatched)} files of annotations name no slide: {listed}")
+        notes.append(f"{len(unmatched)} annotation files match no slide: {listed}")
     notes += [
-        f"{path.name} is not taken: {exact[slide].name} has the name of the slide"
-        for slide, path in loose.items()
+        f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
+        for slide, file in loose.items()
         if slide in exact
     ]
     return AnnotationFiles(loose | exact, tuple(notes))
 
 
 def read_annotations(path: Path) -> Outlines:
-    """Read the outlines of a file: QuPath's GeoJSON, or the XML of ASAP or Aperio ImageScope.
+    """Read the outlines of a file: GeoJSON of QuPath, or XML of ASAP or Aperio ImageScope.
 
     Raises:
-        UsageError: it cannot be read, or is none of these; the file is named.
+        UsageError: the file cannot be read, or has another format. The message contains the path.
     """
     try:
         data = file_bytes(path)
@@ -110,7 +110,7 @@ def file_bytes(path: Path) -> bytes:
     size = path.stat().st_size
     if size > MOST_BYTES:
         raise UsageError(
-            "too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
+            "the file is too large", found=f"{size / 1e6:,.0f} MB", expected=f"at most {MOST_BYTES >> 20} MiB",
             todo="export annotations without detections and cells",
         )  # fmt: skip
     return path.read_bytes()

@@ -1,8 +1,8 @@
-"""The regions of a slide: outlines of one file, put in the slide's frame and in the order that decides where they overlap.
+"""The regions of a slide: the outlines of one file, in the slide's frame, ordered by precedence.
 
-Where outlines overlap, a place belongs to the class of the smallest one that holds it: a gland that is drawn within a
-tumour, which is drawn within tissue, is gland. Of two of one size the later one in the file counts. What is excluded
-belongs to no class.
+Where outlines overlap, a point belongs to the class of the smallest outline that contains it: a gland inside a tumour
+inside tissue is labelled gland. If two have the same size, the later one in the file takes precedence. Excluded areas
+belong to no class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Origin = Literal["auto", "bounds", "slide"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnotationRules:
-    """How outlines become labels; `annotate` describes the fields. `roi` is the class that is a region of interest.
+    """Settings that turn outlines into labels; see `annotate`. `roi` is the class of the region of interest.
 
     Raises:
         UsageError: a value is out of range.
@@ -51,7 +51,7 @@ class AnnotationRules:
                 raise UsageError(flag, found="an empty name", expected="a class")
 
     def to_json(self) -> dict[str, Any]:
-        """Return what labels depend on besides the file."""
+        """Return the settings that determine the labels of a file."""
         return {name: getattr(self, name) for name in ("threshold", "unclassified", "origin")}
 
 
@@ -60,10 +60,10 @@ _MOST_NOTES = 10
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """What is drawn on a slide, in level-0 pixels of it, and notes on what was repaired or left out.
+    """Outlines on a slide, in its level-0 pixels, and notes on what was repaired or left out.
 
-    Outlines are in the order in which places are given to them: what is excluded first, then the smaller before the larger.
-    `roi` has those of the region of interest; None where none was asked for.
+    Outlines are in order of precedence: excluded areas first, then the smaller before the larger.
+    `roi` has the outlines of the region of interest; None if there is no such setting.
     """
 
     outlines: tuple[Outline, ...]
@@ -71,7 +71,7 @@ class Regions:
     notes: tuple[str, ...]
 
     def draws(self, name: str) -> bool:
-        """Return whether the region of interest is there, under its name."""
+        """Return whether the region of interest has an outline with this name."""
         return any(it.name == name for it in self.roi or ())
 
     @property
@@ -80,7 +80,7 @@ class Regions:
         return tuple(sorted({it.name for it in self.outlines if it.name is not None}))
 
     def note_texts(self, path: Path) -> list[str]:
-        """Return the notes, shortened, for a slide's record."""
+        """Return at most ten notes, as one text, for a slide's record."""
         if not self.notes:
             return []
         more = f" and {len(self.notes) - _MOST_NOTES} more" if len(self.notes) > _MOST_NOTES else ""
@@ -88,16 +88,16 @@ class Regions:
 
 
 def source_text(path: Path, rules: AnnotationRules) -> str:
-    """Return what labels come from, which shows whether they would come out as they are; raises as `file_bytes`."""
+    """Return the source of labels: file, CRC-32 and rules. Equal sources give equal labels. Raises as `file_bytes`."""
     facts = ", ".join(f"{name} {value}" for name, value in rules.to_json().items() if value)
     return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}, {facts}"
 
 
 def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: RegionL0) -> Regions:
-    """Read the regions that a file draws on a slide with this size of level 0, of which `bounds` were scanned.
+    """Read the regions of a slide from a file. `size` is that of level 0; `bounds` is its scanned part.
 
     Raises:
-        UsageError: the file cannot be used; it is named.
+        UsageError: the file cannot be used. The message contains the path.
     """
     return regions_of(read_annotations(path), rules, size=size, bounds=bounds)
 
@@ -105,13 +105,13 @@ def read_regions(path: Path, rules: AnnotationRules, *, size: Size, bounds: Regi
 def regions_of(
     outlines: Outlines, rules: AnnotationRules, *, size: Size, bounds: RegionL0
 ) -> Regions:
-    """Return the regions that outlines draw on a slide; see `read_regions`."""
+    """Return the regions of a slide from outlines; see `read_regions`."""
     notes = list(outlines.notes)
     origin = outlines.frame if rules.origin == "auto" else rules.origin
     shift = (bounds.origin.x, bounds.origin.y) if origin == "bounds" else (0, 0)
     named = _named(outlines.found, rules.unclassified, notes)
     placed = _placed(named, shift, size, notes)
-    later_first = placed[::-1]  # of those of one size: the sort keeps their order
+    later_first = placed[::-1]  # the sort is stable: of equal sizes, the later one comes first
     ordered = sorted(later_first, key=lambda it: (not it.excluded, it.area.area))
     of_roi = [it for it in ordered if it.excluded or it.name == rules.roi]
     rest = [it for it in ordered if it.excluded or rules.roi is None or it.name != rules.roi]
@@ -119,12 +119,12 @@ def regions_of(
 
 
 def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str]) -> list[Outline]:
-    """Return the outlines that have a class, or are excluded from all."""
+    """Return the outlines that have a class or are excluded; the others get the class `unclassified`, if given."""
     nameless = [it for it in found if it.name is None and not it.excluded]
     if nameless and unclassified is None:
         notes.append(
             f"{len(nameless)} outlines without a class left out, such as {nameless[0].feature}; "
-            "--unclassified NAME gives them one"
+            "use --unclassified NAME to give them one"
         )
     return [
         it if it.excluded else replace(it, name=it.name or unclassified)
@@ -136,7 +136,7 @@ def _named(found: Sequence[Outline], unclassified: str | None, notes: list[str])
 def _placed(
     outlines: Sequence[Outline], shift: tuple[int, int], size: Size, notes: list[str]
 ) -> list[Outline]:
-    """Return outlines in the slide's frame; those outside the slide get a note."""
+    """Return outlines in the slide's frame; leave out those outside the slide."""
     slide = shapely.box(0, 0, size.width, size.height)
     placed = []
     for it in outlines:
@@ -144,11 +144,11 @@ def _placed(
         if not shapely.intersects(slide, area):
             left, top, right, bottom = area.bounds
             notes.append(
-                f"{it.feature} left out: it is outside the slide of {size}, at "
-                f"{left:.0f} to {right:.0f}, {top:.0f} to {bottom:.0f}"
+                f"{it.feature} left out: it is outside the slide of {size} pixels, "
+                f"at x {left:.0f} to {right:.0f}, y {top:.0f} to {bottom:.0f}"
             )
             continue
         if not shapely.covers(slide, area):
-            notes.append(f"{it.feature} sticks out of the slide of {size}")
+            notes.append(f"{it.feature} is partly outside the slide of {size} pixels")
         placed.append(replace(it, area=area))
     return placed

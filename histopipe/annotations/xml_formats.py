@@ -1,4 +1,4 @@
-"""Annotations in XML: ASAP and Aperio ImageScope."""
+"""Annotations in XML by ASAP and Aperio ImageScope."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ELLIPSE_POINTS = 128
 
 
 def read_xml(data: bytes) -> Outlines:
-    """Return the outlines of a file, which may be hostile: no entities, no document types, no deep nesting.
+    """Return the outlines in the content of a file. Untrusted: entities, document types and deep nesting are refused.
 
     Raises:
-        UsageError: it is not such XML, is truncated, or a coordinate is missing or not a number.
+        UsageError: the content is not such XML, is truncated, or a coordinate is missing or not a number.
     """
     root = _root_of(data)
     if root.tag == _ASAP:
@@ -40,7 +40,7 @@ def read_xml(data: bytes) -> Outlines:
     if root.tag == _IMAGESCOPE:
         return _read_imagescope(root)
     raise UsageError(
-        "XML of another tool", found=f"<{root.tag[:60]}>",
+        "XML of an unknown tool", found=f"<{root.tag[:60]}>",
         expected=f"<{_ASAP}> (ASAP) or <{_IMAGESCOPE}> (Aperio ImageScope)",
     )  # fmt: skip
 
@@ -56,18 +56,18 @@ def _root_of(data: bytes) -> Element:
             root = element if root is None else root
             if depth > _MOST_DEPTH:
                 raise UsageError(
-                    "elements within elements", found=f"more than {_MOST_DEPTH} deep",
-                    expected="annotations",
+                    "XML elements are nested too deep", found=f"more than {_MOST_DEPTH} levels",
+                    expected=f"at most {_MOST_DEPTH}",
                 )  # fmt: skip
     except ET.ParseError as error:
-        raise UsageError("not XML, or cut off", found=str(error)) from error
+        raise UsageError("not XML, or truncated", found=str(error)) from error
     except defusedxml.DefusedXmlException as error:
         raise UsageError(
-            "XML with a document type or entities, which annotations have no use for",
+            "XML with a document type or entities, which annotations never need",
             found=type(error).__name__,
         ) from error
     if root is None:
-        raise UsageError("an empty file", expected="XML")
+        raise UsageError("the file is empty", expected="XML")
     return root
 
 
@@ -76,7 +76,7 @@ def _coordinate(element: Element, feature: str) -> Point:
         return float(element.attrib["X"]), float(element.attrib["Y"])
     except (KeyError, ValueError) as error:
         raise UsageError(
-            f"{feature}: a coordinate", found=dict(element.attrib), expected="numbers X and Y"
+            f"{feature}: invalid coordinate", found=dict(element.attrib), expected="numbers X and Y"
         ) from error
 
 
@@ -84,7 +84,7 @@ def _read_asap(root: Element) -> Outlines:
     """Return the outlines of an ASAP file, the format of CAMELYON16 and 17. A spline becomes the polygon of its points.
 
     Source:
-        ASAP's files; the README of CAMELYON16: groups "_0" and "_1" outline tumour, "_2" what is cut out of these.
+        ASAP's files; the README of CAMELYON16: groups "_0" and "_1" are tumour, "_2" is excluded from them.
     """
     outlines = Outlines("slide")
     for number, annotation in enumerate(root.iter("Annotation"), 1):
@@ -113,8 +113,8 @@ def _read_imagescope(root: Element) -> Outlines:
     """Return the outlines of an Aperio ImageScope file.
 
     The class of a layer (`Annotation`) is its name; else the value of its attribute "Description", which ImageScope
-    creates for each layer; else the name of its first attribute. Regions with `NegativeROA="1"` are cut out of the other
-    regions of their layer.
+    creates for each layer; else the name of its first other attribute. Regions with `NegativeROA="1"` are subtracted
+    from the other regions of their layer.
 
     Source:
         ImageScope's files.
@@ -134,9 +134,9 @@ def _read_imagescope(root: Element) -> Outlines:
             into.add(feature, _class_of(layer), [[points]])
         outlines.notes += positive.notes + negative.notes
         left = _without(positive.found, [it.area for it in negative.found])
-        gone = {it.feature for it in positive.found} - {it.feature for it in left}
-        for feature in sorted(gone):
-            outlines.leave_out(feature, "negative regions cover it")
+        removed = {it.feature for it in positive.found} - {it.feature for it in left}
+        for feature in sorted(removed):
+            outlines.leave_out(feature, "negative regions cover it completely")
         outlines.found += left
     return outlines
 
@@ -158,7 +158,7 @@ def _class_of(layer: Element) -> str | None:
 
 
 def _ellipse(first: Point, second: Point) -> list[Point]:
-    """Return an ellipse, given by two opposite corners of its bounding rectangle."""
+    """Return points of an ellipse from two opposite corners of its bounding rectangle."""
     (left, top), (right, bottom) = first, second
     x, y = (left + right) / 2, (top + bottom) / 2
     half_width, half_height = (right - left) / 2, (bottom - top) / 2

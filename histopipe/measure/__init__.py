@@ -1,1 +1,1 @@
-"""Columns that are added to a finished store: annotation labels, quality, stains."""
+"""Add data to a finished store: annotation labels, quality, stains."""

@@ -29,11 +29,11 @@ class AnnotateResult(Result):
 
     Attributes:
         patches: number of patches per class, of slides labelled now or before.
-        done: slides labelled now, by id, with notes on their files.
-        same: ids of slides that had these labels already.
+        done: notes on the annotation files of slides labelled now, by slide id.
+        same: ids of slides that already had these labels.
         without: ids of complete slides without annotations.
-        failed: reasons of the slides that failed, by id.
-        notes: on files that are not used.
+        failed: reasons of failed slides, by id.
+        notes: notes on files that are not used.
     """
 
     patches: dict[str, int] = field(default_factory=dict)
@@ -49,12 +49,12 @@ class AnnotateResult(Result):
         return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
     def __str__(self) -> str:
-        """Number of slides, and of patches per class."""
+        """Number of slides, and number of patches per class."""
         counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
         return (
-            f"{len(self.done)} slides labelled, {len(self.same)} so labelled before, "
+            f"{len(self.done)} slides labelled, {len(self.same)} already labelled, "
             f"{len(self.without)} without annotations, {len(self.failed)} failed\n"
-            f"patches: {counts or 'none of any class'}"
+            f"patches: {counts or 'none with a class'}"
         )
 
 
@@ -70,20 +70,20 @@ def annotate(
 ) -> AnnotateResult:
     """Label the patches of a store from annotations.
 
-    Slides that have these labels already are skipped. A region of interest is that of the store.
+    Slides that already have these labels are skipped. The region of interest is that of the store.
 
     Args:
         store: the store's folder.
         annotations: folder with files SLIDE.geojson, SLIDE.json or SLIDE.xml, or one such file.
-        annotation_threshold: least share of a patch, above 0 to 1, that its class covers.
-        unclassified: class of outlines that have none; None leaves them out.
-        annotation_origin: origin of coordinates: the corner of the scanned "bounds", or of the "slide"'s level 0; "auto"
-            chooses by the tool that wrote the file.
-        workers: number of processes; one per core if not given.
+        annotation_threshold: least share of a patch that its class must cover, above 0 to 1.
+        unclassified: class of outlines without a class; None leaves them out.
+        annotation_origin: origin of coordinates: the corner of the scanned area ("bounds"), or of level 0 ("slide");
+            "auto" chooses by the tool that wrote the file.
+        workers: number of processes; None means one per core.
         progress: where progress is shown; None chooses bars or lines.
 
     Raises:
-        UsageError: no file is of a slide, two are of one, or an option is out of range.
+        UsageError: no file matches a slide, two files match the same slide, or an option is out of range.
         NothingToDo, DamagedStore, MachineShort: the store cannot be used.
 
     Example:
@@ -102,7 +102,7 @@ def annotate(
         path, files.by_slide, rules, workers=workers, progress=progress or default_progress()
     )
     unused = [
-        f"{file.name} is of slide {slide}, which is not complete"
+        f"{file.name} is not used: slide {slide} is not complete"
         for slide, file in sorted(files.by_slide.items())
         if slide not in complete
     ]
@@ -118,9 +118,9 @@ def annotate_slides(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> AnnotateResult:
-    """Label the patches of slides from files by slide id; of the slides `only`, if given.
+    """Label the patches of slides from files by slide id; only those of the slides `only`, if given.
 
-    The region of interest is that of the store, whatever the rules say. Without `progress`, nothing is shown.
+    The region of interest is that of the store; that of the rules is ignored. Without `progress`, nothing is shown.
     """
     with Store(store) as opened:
         complete = {
@@ -154,7 +154,7 @@ def annotate_slides(
 
 
 def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) -> SlideColumns:
-    """Label the patches of a slide from a file: a `SlideMeasure`."""
+    """Label the patches of a slide from a file. This is a `SlideMeasure`."""
     with Store(store) as opened:
         record, index = opened.records[slide], opened.index(slide)
     left, top, width, height = record.bounds or (0, 0, record.width, record.height)
@@ -175,7 +175,7 @@ def _label_slide(file: Path, rules: AnnotationRules, store: Path, slide: int) ->
 
 
 def _has_labels(record: SlideRecord, file: Path, rules: AnnotationRules) -> bool:
-    """Return whether a slide has these labels already, so that its index need not be written."""
+    """Return whether a slide already has these labels."""
     try:
         return record.annotations is not None and record.annotations == source_text(file, rules)
     except (OSError, UsageError):

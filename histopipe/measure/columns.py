@@ -19,14 +19,14 @@ from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _TASKS_PER_WORKER = 4
-"""Bounds the results that wait in memory to be written."""
+"""Limits the number of results that wait in memory to be written."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlideColumns:
-    """What was measured of a slide whose N patches have these CRCs: (N,) columns, and fields of its record (`facts`).
+    """Measurements of a slide whose N patches have these CRCs: (N,) columns, and fields of its record (`facts`).
 
-    `labels` become the column `label`; None keeps that column.
+    `labels` become the column `label`; None keeps this column unchanged.
     """
 
     crc: NDArray[np.integer]
@@ -36,18 +36,18 @@ class SlideColumns:
 
 
 SlideMeasure = Callable[[Path, int], SlideColumns]
-"""Measures a slide, given by store and number, in a worker process; picklable."""
+"""Function that measures a slide, given its store and number, in a worker process. It must be picklable."""
 
 
 def measure_slides(
     store: Path, measures: Mapping[int, SlideMeasure], *, seconds: float, workers: int | None = None
 ) -> Iterator[tuple[int, SlideColumns | str]]:
-    """Measure slides by number and add the results to the store, slide by slide. An interruption keeps what is added.
+    """Measure slides by number, and add the results to the store slide by slide. An interruption keeps added results.
 
-    No `Store` of it may be open in this process. `seconds` limit each slide. Without `workers` there is one per core.
+    The store must not be open as `Store` in this process. `seconds` limits each slide. `workers=None`: one per core.
 
     Yields:
-        The number of each slide, and what was measured as soon as it is in the store, or the reason of a failure.
+        The number of each slide, and its measurements once they are stored, or the reason of its failure.
 
     Raises:
         NothingToDo, DamagedStore, UsageError, MachineShort: the store cannot be written.
@@ -69,7 +69,7 @@ def measure_slides(
 def _stored(
     writer: StoreWriter, slide: int, future: Future[SlideColumns], seconds: float
 ) -> SlideColumns | str:
-    """Add the result of a slide to the store, and return it, or why it failed."""
+    """Add the result of a slide to the store, and return it, or the reason of its failure."""
     try:
         found = future.result()
         columns = dict(found.columns)
@@ -84,7 +84,7 @@ def _stored(
     except WorkerDied as error:
         return f"the worker process died ({error}); memory ran out, or a file crashes its reader"
     except HistopipeError:
-        raise  # of the store or the machine, not of the slide
+        raise  # an error of the store or the machine, not of the slide
     except Exception as error:  # noqa: BLE001 - an unexpected error of one slide must not end the run
         return f"{type(error).__name__}: {error}; please report this error of histopipe"
     return found

@@ -1,4 +1,4 @@
-"""Measure focus, pen marks, folds and black of the patches of a store."""
+"""Measure focus, pen marks, folds and black areas of the patches of a store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLUMNS = ("focus", "pen", "dark")
 
 _SECONDS = 24 * 3600.0
 _SCALES = (8, 4, 2)
-"""Reductions that libjpeg decodes at."""
+"""Reductions by which libjpeg can decode."""
 _JPEG_START = b"\xff\xd8"
 
 
@@ -41,10 +41,10 @@ class QualityResult(Result):
     """Result of `quality`.
 
     Attributes:
-        done: medians of the columns by slide id, of slides measured now; a column without values has no median.
+        done: medians of the columns of slides measured now, by id; a column without values has no median.
         same: ids of slides measured before.
-        failed: reasons of the slides that failed, by id.
-        patches: number of patches measured now.
+        failed: reasons of failed slides, by id.
+        patches: number of patches of slides measured now.
         damaged: number of patches that cannot be read or decoded; they have no values.
     """
 
@@ -60,15 +60,15 @@ class QualityResult(Result):
         return exit_code_of(len(self.failed), len(self.done) + len(self.same))
 
     def __str__(self) -> str:
-        """A table of the medians, then totals."""
+        """Table of the medians, then totals."""
         lines = [f"{'slide':<40} {'focus':>8} {'pen':>6} {'dark':>6}"] if self.done else []
         for name, medians in sorted(self.done.items()):
             focus, pen, dark = (medians.get(column) for column in COLUMNS)
             if focus is not None and pen is not None and dark is not None:
                 lines.append(f"{name:<40} {focus:>8.1f} {pen:>6.1%} {dark:>6.1%}")
         lines.append(
-            f"{len(self.done)} slides measured, {len(self.same)} before, {len(self.failed)} failed; "
-            f"{self.patches:,} patches, {self.damaged} of them damaged"
+            f"{len(self.done)} slides measured, {len(self.same)} already measured, "
+            f"{len(self.failed)} failed; {self.patches:,} patches, {self.damaged} of them damaged"
         )
         return "\n".join(lines)
 
@@ -82,14 +82,14 @@ def quality(
 ) -> QualityResult:
     """Measure focus, pen marks and folds of every patch, and add them to the store's index.
 
-    `focus` is the variance of the Laplacian of luma at about 1 µm per pixel; 0 means no edge. `pen` and `dark` are the
-    shares of the patch that are coloured ink, and folded or black, at about 8 µm per pixel. See
+    `focus` is the variance of the Laplacian of luma at about 1 µm per pixel; 0 means no edges. `pen` is the share of
+    the patch that is coloured ink, and `dark` the share that is folded or black, at about 8 µm per pixel. See
     `histopipe.tiling.quality`.
 
     Args:
         store: the store's folder.
-        force: measure slides again that were measured before.
-        workers: number of processes; one per core if not given.
+        force: also measure slides that were measured before.
+        workers: number of processes; None means one per core.
         progress: where progress is shown; None chooses bars or lines.
 
     Raises:
@@ -126,18 +126,18 @@ def quality(
 
 
 def _reductions(record: SlideRecord, side: int) -> tuple[int, int]:
-    """Return how much the patches of a slide are reduced to measure focus and colour."""
+    """Return the reductions of a slide's patches to measure focus and colour."""
     focus, colour = (reduction_to(mpp, record.patch_mpp, side) for mpp in (FOCUS_MPP, COLOUR_MPP))
     return focus, colour
 
 
 def _method(focus: int, colour: int) -> str:
-    """Return how a slide is measured, as its record has it: another method is a reason to measure again."""
+    """Return the measuring method, as stored in the slide's record. If it changes, the slide is measured again."""
     return ", ".join([*ALGORITHMS.values(), f"pixels of {focus} and {colour} across"])
 
 
 def _measure_slide(store: Path, slide: int) -> SlideColumns:
-    """Measure the patches of a slide; damaged ones get no values. A `SlideMeasure`."""
+    """Measure the patches of a slide; damaged ones get no values. This is a `SlideMeasure`."""
     with Store(store) as opened:
         record, index = opened.records[slide], opened.index(slide)
         columns = {name: np.full(record.planned, np.nan, np.float32) for name in COLUMNS}
@@ -158,7 +158,7 @@ def _measure_slide(store: Path, slide: int) -> SlideColumns:
 
 
 def _measures(value: memoryview, side: int, focus: int, colour: int) -> tuple[float, float, float]:
-    """Return focus, pen and dark of a patch's file."""
+    """Return focus, pen and dark of an encoded patch."""
     scale = next((s for s in _SCALES if focus % s == 0), 1) if value[:2] == _JPEG_START else 1
     fine = Image.fromarray(_decoded(value, side, scale)).reduce(focus // scale)
     coarse = np.asarray(fine.reduce(max(1, colour // focus)))
@@ -175,7 +175,7 @@ def _decoded(value: memoryview, side: int, scale: int) -> NDArray[np.uint8]:
     small_side = -(-side // scale)
     try:
         size = simplejpeg.decode_jpeg_header(value, strict=False)[:2]
-        # Looked at first: a file of a few kB may claim gigapixels.
+        # Check the size first: a file of a few kB may claim gigapixels.
         small: NDArray[np.uint8] | None = None
         if size == (side, side):
             small = simplejpeg.decode_jpeg(

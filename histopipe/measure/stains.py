@@ -1,4 +1,4 @@
-"""Fit the stain of each slide of a store, and keep the fits there."""
+"""Fit the stain of each slide of a store, and add the fits to the store."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class StainsResult(Result):
 
     Attributes:
         done: ids of slides fitted now.
-        same: ids of slides that had a fit already.
-        failed: reasons of the slides that could not be fitted, by id.
+        same: ids of slides that already had a fit.
+        failed: reasons of failed slides, by id.
     """
 
     done: list[str] = field(default_factory=list)
@@ -34,20 +34,20 @@ class StainsResult(Result):
 
     def __str__(self) -> str:
         """Number of slides."""
-        return f"{len(self.done)} slides measured, {len(self.failed)} not"
+        return f"{len(self.done)} slides measured, {len(self.failed)} failed"
 
 
 def stains(
     store: str | Path = "patches.lmdb", *, force: bool = False, progress: Progress | None = None
 ) -> StainsResult:
-    """Fit the stain of every complete slide on 64 of its patches, and keep the fits in the store.
+    """Fit the stain of every complete slide on 64 of its patches, and add the fits to the store.
 
-    Both fits are kept: mean and deviation in lαβ (Reinhard et al. 2001), and stain vectors (Macenko et al. 2009). The
+    There are two fits: mean and deviation in lαβ (Reinhard et al. 2001), and stain vectors (Macenko et al. 2009). The
     patches are not changed. `train(stain_norm=...)` and `load_dataset(stain_norm=...)` use the fits.
 
     Args:
         store: the store's folder.
-        force: fit slides again that have a fit.
+        force: also fit slides that already have a fit.
         progress: where progress is shown; None chooses bars or lines.
 
     Raises:
@@ -58,7 +58,7 @@ def stains(
         {}
     """
     path, shown, result = Path(store), progress or default_progress(), StainsResult()
-    Store(path).close()  # refuse what cannot be read before anything is written
+    Store(path).close()  # fails if the store cannot be read, before anything is written
     with StoreWriter(path) as writer, Store(path) as opened:
         known = set() if force else set(opened.stains())
         with_patches = {n: record for n, record in opened.complete.items() if record.stored}
@@ -72,6 +72,6 @@ def stains(
                     result.done.append(name)
                 except (TooLittleTissue, DamagedStore) as error:
                     result.failed[name] = str(error)
-                    shown.message(f"not measured: {error}")
+                    shown.message(f"stain not measured: {error}")
                 bar.advance()
     return result

@@ -1,4 +1,4 @@
-"""Whole-slide images: finding them, opening them, their scale and their pixels.
+"""Whole-slide images: find and open them, and read their scale and pixels.
 
-Only this package imports OpenSlide. Its names are imported from its modules, so that finding slides loads no OpenSlide.
+Only this package imports OpenSlide. Import names from its modules, so that finding slides does not load OpenSlide.
 """

@@ -1,4 +1,4 @@
-"""Find slides in files and folders, give each an id, and see whether their files are the same as before."""
+"""Find slides in files and folders, assign their ids, and detect changed files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SUFFIXES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SlideFile:
-    """A slide on disk: its id, the file that OpenSlide opens, as the user gave it, and all of its files.
+    """A slide on disk: its id, the path that OpenSlide opens, and all of its files.
 
-    `subfolder` is the first folder below the user's argument, which may name its class. `problem` is the reason why the
-    slide cannot be ingested, if known from its name.
+    `subfolder` is the first folder below the user's argument, which may be the name of its class. `problem` is a
+    problem of the file name that prevents the ingest, if any.
     """
 
     id: str
@@ -37,7 +37,7 @@ class SlideFile:
 
 
 def discover(arguments: Iterable[Path]) -> list[SlideFile]:
-    """Return the slides in files and folders, sorted by id, each once.
+    """Return the slides in files and folders, sorted by id, without duplicates.
 
     Raises:
         UsageError: an argument does not exist, or two slides would have the same id.
@@ -65,9 +65,9 @@ def discover(arguments: Iterable[Path]) -> list[SlideFile]:
     if not slides:
         raise NothingToDo(
             f"no slide in {', '.join(map(str, roots))}",
-            found=_what_is_there(roots),
+            found=_contents(roots),
             expected="files ending in " + " ".join(sorted(SUFFIXES)),
-            todo="give the folder that holds the slides",
+            todo="pass the folder that contains the slides",
         )
     return sorted(slides, key=lambda slide: slide.id)
 
@@ -76,7 +76,7 @@ def _slides_of(root: Path) -> Iterator[SlideFile]:
     paths = sorted(_walk(root)) if root.is_dir() else [root]
     candidates = [path for path in paths if _is_candidate(path)]
     if root.is_file() and not candidates:
-        candidates = [root]  # named by the user: tried whatever its suffix
+        candidates = [root]  # the user chose this file: try it with any suffix
     base = root if root.is_dir() else root.parent
     dicom = [path for path in candidates if path.suffix.lower() == ".dcm"]
     for path in candidates:
@@ -101,7 +101,7 @@ def _refuse(error: OSError) -> None:
     raise UsageError(
         f"{error.filename} cannot be listed",
         found=error.strerror,
-        todo="make it readable, or name the other folders one by one",
+        todo="make it readable, or pass the other folders one by one",
     ) from error
 
 
@@ -109,13 +109,13 @@ def _is_candidate(path: Path) -> bool:
     if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
         return False
     try:
-        return stat.S_ISREG(path.stat().st_mode)  # reading a pipe would never end
+        return stat.S_ISREG(path.stat().st_mode)  # reading a named pipe would never end
     except OSError:
-        return True  # such as a broken link: the ingest reports it
+        return True  # for example a broken link, which the ingest reports
 
 
 def _companions(path: Path) -> tuple[Path, ...]:
-    """Return the other files of a MIRAX slide, which are in a folder with its name."""
+    """Return the other files of a MIRAX slide, which are in a folder of the same name."""
     if path.suffix.lower() != ".mrxs":
         return ()
     folder = path.with_suffix("")
@@ -123,14 +123,14 @@ def _companions(path: Path) -> tuple[Path, ...]:
 
 
 def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
-    """Yield one slide per DICOM series and folder, as OpenSlide opens them."""
+    """Yield one slide per DICOM series and folder, which is what OpenSlide opens."""
     if not paths:
         return
-    from histopipe.slides.tiles.dicom import read_text  # late: mostly there are no DICOM files
+    from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
 
     series: dict[tuple[Path, str], list[Path]] = defaultdict(list)
     for path in paths:
-        # If a header is damaged, opening the slide gives the reason.
+        # If a header is damaged, opening the slide reports the reason.
         series[path.parent, read_text(path, "SeriesInstanceUID") or path.name].append(path)
     large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
     for (folder, _), files in series.items():
@@ -149,7 +149,7 @@ def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
 
 
 def _text(name: str) -> tuple[str, str | None]:
-    """Return a name that can be stored, in Unicode NFC with undecodable bytes escaped, and what is wrong with it."""
+    """Return a name that can be stored, and its problem, if any: Unicode NFC, with undecodable bytes escaped."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -168,9 +168,9 @@ def _distinct(slides: list[SlideFile]) -> list[SlideFile]:
     for slide in slides:
         if slide.id in paths:
             raise UsageError(
-                f"two slides would both be called {slide.id!r}",
+                f"two slides would have the same id {slide.id!r}",
                 found=f"{paths[slide.id]} and {slide.path}",
-                todo="give their common parent folder instead, or rename one",
+                todo="pass their common parent folder instead, or rename one",
             )
         paths[slide.id] = slide.path
     return slides
@@ -180,7 +180,7 @@ def _folder_name(folder: Path) -> str:
     return _text(folder.name or folder.resolve().name)[0]
 
 
-def _what_is_there(roots: list[Path]) -> str:
+def _contents(roots: list[Path]) -> str:
     names = [path for root in roots if root.is_dir() for path in _walk(root)]
     if not names:
         return "nothing" if any(root.is_dir() for root in roots) else "no folder"
@@ -191,17 +191,17 @@ def _what_is_there(roots: list[Path]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Bytes and newest modification time of all of a slide's files."""
+    """Total size and newest modification time of all files of a slide."""
 
     size_bytes: int
     mtime_ns: int
 
 
 def fingerprint(slide: SlideFile) -> Fingerprint:
-    """Return size and time of a slide's files.
+    """Return the fingerprint of a slide's files.
 
     Raises:
-        SlideUnreadable: a file is gone.
+        SlideUnreadable: a file is missing.
     """
     try:
         stats = [path.stat() for path in slide.files]
@@ -211,10 +211,10 @@ def fingerprint(slide: SlideFile) -> Fingerprint:
 
 
 def tile_hash(path: Path) -> str | None:
-    """Return a hash of a TIFF file for which OpenSlide makes no quickhash; None if it has no tiles.
+    """Return a hash of a TIFF file for which OpenSlide computes no quickhash; None if it has no tiles.
 
-    It covers the lengths of all native tiles and the bytes of 64 tiles all over the largest image: whole slides are too large
-    to read twice, and two scans never agree in the length of every tile.
+    It covers the lengths of all native tiles and the bytes of 64 tiles spread over the largest image. Whole slides are
+    too large to read twice, and the tile lengths of two scans are never all equal.
     """
     import tifffile  # late: few slides need it
 
@@ -229,6 +229,6 @@ def tile_hash(path: Path) -> str | None:
             for index in chosen:
                 tiff.filehandle.seek(int(offsets[index]))
                 digest.update(tiff.filehandle.read(int(counts[index])))
-    except Exception:  # noqa: BLE001 - a damaged header makes tifffile raise anything
+    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
         return None
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Scale of slides in micrometres per pixel, and its source."""
+"""Scale of slides in micrometres per pixel (mpp), and its source."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCREEN_DPI = {72: 352.78, 96: 264.58}
 
 
 class MppSource(StrEnum):
-    """Source of a slide's mpp, best first. `OBJECTIVE` means estimated."""
+    """Source of a slide's mpp, the most reliable first. `OBJECTIVE` means that it is estimated."""
 
     PROPERTIES = "properties"
     CSV = "mpp-csv"
@@ -27,7 +27,7 @@ class MppSource(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedMpp:
-    """Scale of level 0, its source, and a note for the user if there is something to know."""
+    """Scale of level 0, its source, and a note for the user, if any."""
 
     mpp: Mpp
     source: MppSource
@@ -35,10 +35,10 @@ class ResolvedMpp:
 
 
 def check_mpp(name: str, value: float) -> Mpp:
-    """Return a scale given by the user.
+    """Return a scale that the user gave. `name` is the option or file, for messages.
 
     Raises:
-        UsageError: it is not plausible.
+        UsageError: the scale is not plausible.
     """
     low, high = PLAUSIBLE_MPP
     if not low <= value <= high:
@@ -54,12 +54,14 @@ def resolve_mpp(
     Raises:
         ScaleError: none of these is plausible, or the pixels are not square.
     """
-    stated, rejected = _from_properties(name, info)
-    if stated is not None:
+    in_header, rejected = _from_properties(name, info)
+    if in_header is not None:
         note = None
-        if from_csv is not None and not same_scale(stated, from_csv):
-            note = f"the slide says {stated:g} mpp, which was used; the CSV says {from_csv:g}"
-        return ResolvedMpp(stated, MppSource.PROPERTIES, note)
+        if from_csv is not None and not same_scale(in_header, from_csv):
+            note = (
+                f"the slide's header has {in_header:g} mpp, which is used; the CSV has {from_csv:g}"
+            )
+        return ResolvedMpp(in_header, MppSource.PROPERTIES, note)
     if from_csv is not None:
         return ResolvedMpp(from_csv, MppSource.CSV, rejected)
     power = _number(info.objective_power)
@@ -89,7 +91,7 @@ def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None
             f"{name} has pixels that are not square",
             found=f"{values[0]:g} by {values[-1]:g} mpp",
             expected="at most 2 % difference",
-            todo="leave it out, or use --level to take its pixels as they are",
+            todo="leave it out, or use --level, which reads its pixels unscaled",
         )
     return Mpp(sum(values) / len(values)), None
 
@@ -97,7 +99,7 @@ def _from_properties(name: str, info: SlideInfo) -> tuple[Mpp | None, str | None
 def _implausible(mpp: float) -> str | None:
     for dpi, tag in _SCREEN_DPI.items():
         if abs(mpp - tag) < 0.5:
-            return f"that is a {dpi}-dpi screen resolution, not a scanner's"
+            return f"this is a {dpi}-dpi screen resolution, not a scanner's"
     low, high = PLAUSIBLE_MPP
     return None if low <= mpp <= high else f"not between {low:g} and {high:g}"
 

@@ -1,6 +1,6 @@
-"""Slides opened with OpenSlide: their header and their pixels.
+"""Open slides with OpenSlide, and read their header and pixels.
 
-The only module that calls OpenSlide, so that its errors become ours in one place. Label and macro images, which may show
+Only this module calls OpenSlide, so that its errors are converted in one place. Label and macro images, which may show
 a patient's name, are never read.
 """
 
@@ -27,9 +27,9 @@ WHITE = (255, 255, 255)
 
 @dataclass(frozen=True, slots=True)
 class SlideInfo:
-    """Header of a slide: OpenSlide's name of the format, the levels, largest first, and text of the file, if it has it.
+    """Header of a slide: OpenSlide's name of the format, the levels, largest first, and properties; None if missing.
 
-    `bounds` is the part of level 0 that was scanned; all of it if the file does not say. `quickhash` is OpenSlide's
+    `bounds` is the scanned part of level 0; all of level 0 if the file does not record it. `quickhash` is OpenSlide's
     `quickhash-1`, not a hash of the content. A colour profile is not applied.
     """
 
@@ -52,7 +52,7 @@ class Slide(Closing):
     """An open slide.
 
     Raises:
-        SlideUnreadable: the file is no slide, or broken.
+        SlideUnreadable: the file is not a slide, or is damaged.
 
     Example:
         >>> with Slide(Path("CMU-1.svs")) as slide:  # doctest: +SKIP
@@ -67,18 +67,18 @@ class Slide(Closing):
         self.info = _info(path, self._handle)
 
     def read_region(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return (H, W, 3) uint8 RGB pixels of a level, on the slide's background colour where it is transparent.
+        """Return (H, W, 3) uint8 RGB pixels of a level; transparent pixels get the slide's background colour.
 
         Raises:
-            SlideUnreadable: the file is damaged there. Other regions can still be read.
+            SlideUnreadable: the file is damaged in this region. Other regions can still be read.
         """
         return np.asarray(rgb_image(self.read_bgrx(origin, level, size)))
 
     def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
-        """Return the same pixels as (H, W, 4) uint8: blue, green, red, and a byte without meaning.
+        """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte.
 
-        This is how OpenSlide has them in memory. openslide-python's public function converts them to RGB; its inner function
-        is called because reading and encoding a patch takes a tenth less time without the conversions.
+        This is OpenSlide's memory layout. The public function of openslide-python converts to RGB. This method calls
+        its private function instead: without conversions, reading and encoding a patch takes 10 % less time.
         """
         if self._handle is None:
             self._handle = _open(self.path)
@@ -89,7 +89,7 @@ class Slide(Closing):
                 self._handle._osr, words, origin.x, origin.y, level, size.width, size.height
             )
         except openslide.OpenSlideError as error:
-            self.close()  # after an error the handle only repeats it; the next read opens another
+            self.close()  # after an error the handle fails on every read; the next read opens a new one
             raise SlideUnreadable(
                 f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
                 found=str(error),
@@ -108,9 +108,9 @@ def _open(path: Path) -> openslide.OpenSlide:
         return openslide.OpenSlide(path)
     except openslide.OpenSlideUnsupportedFormatError as error:
         raise SlideUnreadable(
-            f"{path} is not a slide that OpenSlide knows",
+            f"{path} has no slide format that OpenSlide supports",
             found=_first_bytes(path),
-            todo="check that it was copied whole, and that its format is one OpenSlide reads",
+            todo="check that the copy is complete, and that OpenSlide supports its format",
         ) from error
     except openslide.OpenSlideError as error:
         raise SlideUnreadable(f"{path} cannot be opened", found=str(error)) from error
@@ -119,7 +119,7 @@ def _open(path: Path) -> openslide.OpenSlide:
 
 
 def _first_bytes(path: Path) -> str:
-    """Describe what a file that is no slide most often is."""
+    """Describe a file that is not a slide, by its first bytes."""
     try:
         with path.open("rb") as file:
             head = file.read(200)
@@ -156,7 +156,7 @@ def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
 
 
 def _bounds(properties: Mapping[str, str], size: Size) -> RegionL0:
-    """Return the scanned part of level 0, within the slide."""
+    """Return the scanned part of level 0, clipped to the slide."""
     x = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_X, 0)))
     y = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_Y, 0)))
     width = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_WIDTH, size.width))
@@ -183,8 +183,8 @@ def rgb_image(bgrx: NDArray[np.uint8]) -> Image.Image:
 
 
 def _on_background(bgra: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDArray[np.uint8]:
-    """Lay (H, W, 4) uint8 pixels with premultiplied alpha on a colour."""
-    # Alpha is the highest byte of a little-endian word, so the smallest word shows whether any alpha is below 255.
+    """Composite (H, W, 4) uint8 pixels with premultiplied alpha over a colour."""
+    # Alpha is the highest byte of a little-endian word: all pixels are opaque if the smallest word is large enough.
     if bgra.size == 0 or bgra.view(np.dtype("<u4")).min() >= 0xFF000000:
         return bgra
     height, width = bgra.shape[:2]
@@ -201,9 +201,9 @@ _VENDORS = (
 
 
 def openslide_formats() -> tuple[str, list[str]]:
-    """Return OpenSlide's version, and the vendors whose formats it opens, found by their names in its library file.
+    """Return OpenSlide's version, and the vendors whose formats it supports.
 
-    OpenSlide has no function that lists them. The list is empty if the file is not found.
+    OpenSlide has no function for this: names are searched in its library file. Without this file, the list is empty.
     """
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     library = re.search(r"(/\S*libopenslide\S*)$", maps, re.MULTILINE)

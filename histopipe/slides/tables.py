@@ -24,7 +24,7 @@ _SURVIVAL_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class SlideLabel:
-    """A row of a labels file; None for empty cells and missing columns."""
+    """Row of a labels file; None for empty cells and missing columns."""
 
     label: str | None
     patient: str | None = None
@@ -40,9 +40,9 @@ class _Row:
 
 
 class SlideNames:
-    """Finds slide ids by the names that people write: the id, with or without suffix, or its last part if that is unique.
+    """Matches names in tables with slide ids: the id, with or without suffix, or its last part if that is unique.
 
-    `others` are slides that are meant if none of `ids` is.
+    `others` are ids that are used if none of `ids` matches.
     """
 
     def __init__(self, ids: Iterable[str], others: Iterable[str] = ()) -> None:
@@ -55,10 +55,10 @@ class SlideNames:
                 self._last[PurePosixPath(form).name].add(name)
 
     def find(self, written: str, *, where: str) -> str | None:
-        """Return the id that is meant, or None. `where` is for messages.
+        """Return the id that matches a name, or None. `where` is for messages.
 
         Raises:
-            UsageError: several slides fit.
+            UsageError: several slides match.
         """
         written = unicodedata.normalize("NFC", written.strip())
         for table in (self._ids, self._last):
@@ -66,10 +66,10 @@ class SlideNames:
                 ids = table.get(form, set())
                 if len(ids) > 1:
                     raise UsageError(
-                        f"{where}: {written!r} fits several slides",
+                        f"{where}: {written!r} matches several slides",
                         found=", ".join(sorted(ids)),
-                        expected="the name of one",
-                        todo="write the whole id",
+                        expected="the name of one slide",
+                        todo="write the full id",
                     )
                 if ids:
                     return next(iter(ids))
@@ -87,7 +87,7 @@ def read_labels(
     """Return labels by slide id, from a CSV file with the columns slide,label[,patient][,site].
 
     Raises:
-        UsageError: the file, its header or a row is wrong, or a row names no slide (unless `allow_extra`).
+        UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
     rows = _rows(path, required=("slide", "label"), allowed=_LABEL_COLUMNS)
     labels = {
@@ -102,7 +102,7 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
     """Return level-0 scales by slide id, from a CSV file with the columns slide,mpp.
 
     Raises:
-        UsageError: the file is wrong, or a value is not between 0.05 and 50.
+        UsageError: the file is invalid, or a value is not between 0.05 and 50.
     """
     rows = _rows(path, required=("slide", "mpp"), allowed=("slide", "mpp"))
     matched = _matched(path, rows, names, allow_extra=allow_extra)
@@ -113,7 +113,7 @@ def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False)
     """Return the slide ids in a CSV file with the column slide.
 
     Raises:
-        UsageError: the file is wrong.
+        UsageError: the file is invalid.
     """
     rows = _rows(path, required=("slide",), allowed=None)
     return set(_matched(path, rows, names, allow_extra=allow_extra))
@@ -155,11 +155,11 @@ def _check_header(
     if not missing and not unknown and len(set(header)) == len(header):
         return
     expected = ",".join(required) + "".join(f"[,{n}]" for n in allowed or () if n not in required)
-    hint = "name the columns so, separated by commas"
+    hint = "use these column names, separated by commas"
     if _SURVIVAL_WORDS & set(unknown):
         hint = "this looks like a survival table: survival is not supported, only classes"
     elif sum(name.startswith("label") for name in header) > 1:
-        hint = "this looks like a multi-label table: only one label a slide is supported"
+        hint = "this looks like a multi-label table: only one label per slide is supported"
     found = ",".join(header) or "an empty file"
     raise UsageError(f"{path}: wrong header", found=found, expected=expected, todo=hint)
 
@@ -177,8 +177,8 @@ def _matched(
             raise UsageError(
                 f"{path}: {name} is in lines {matched[name].line} and {row.line}",
                 found=f"{matched[name].others} and {row.others}",
-                expected="one row a slide (several labels a slide are not supported)",
-                todo="remove one",
+                expected="one row per slide (several labels per slide are not supported)",
+                todo="remove one of the rows",
             )
         else:
             matched.setdefault(name, row)
@@ -186,8 +186,8 @@ def _matched(
         first = unknown[0]
         more = f" and {len(unknown) - 1} more rows" if len(unknown) > 1 else ""
         raise UsageError(
-            f"{path}, line {first.line}: {first.slide!r}{more} names no slide",
-            expected=f"a slide's id, such as {names.nearest(first.slide)!r}",
+            f"{path}, line {first.line}: no slide matches {first.slide!r}{more}",
+            expected=f"the id of a slide, such as {names.nearest(first.slide)!r}",
             todo="correct the name, or pass --allow-extra-rows to ignore such rows",
         )
     return matched
@@ -214,10 +214,10 @@ def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:
         return
     if any(number != int(number) for number in numbers if abs(number) < 1e15):
         raise UsageError(
-            f"{path}: the labels are measurements",
+            f"{path}: the labels are continuous values",
             found=", ".join(values[:4]),
             expected="classes",
-            todo="regression is not supported: make classes of the values",
+            todo="regression is not supported: group the values into classes",
         )
 
 

@@ -1,4 +1,4 @@
-"""Thumbnails of slides, made in squares so that memory is small."""
+"""Thumbnails of slides, read in blocks to limit memory."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from histopipe.slides.tiles.native import NativeTiles, reduction_of
 
 THUMBNAIL_MPP = Mpp(8.0)
 ASSUMED_MPP = Mpp(0.5)
-"""Level-0 scale that is assumed for the thumbnail, and only for it, if a slide's is unknown."""
+"""Level-0 scale that is assumed if that of a slide is unknown; used only for thumbnails."""
 
 _MOST_PIXELS = 6_000_000
-"""A thumbnail that would be larger is made coarser. 6 million pixels of 8 µm are 384 mm²."""
+"""Most pixels of a thumbnail; a larger one is reduced further. 6 million pixels of 8 µm are 384 mm²."""
 
 _BLOCK = 2048
-"""Side of the squares that are read, in pixels of the level: 16 MB each as RGBA."""
+"""Side of the blocks that are read, in pixels of the level: 16 MB each as RGBA."""
 _SMALL_BLOCK = 256
-"""Side of the squares in which a damaged one is read again."""
+"""Side of the blocks in which a damaged block is read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
     """Small image of a slide's scanned area, (H, W, 3) uint8 RGB.
 
-    `x_level` and `y_level` are its top left corner in pixels of the level, `reduction` of which are one thumbnail pixel.
-    `lost` is (H, W), true where nothing could be read; None if all could.
+    `x_level` and `y_level` are its top left corner in pixels of the level, and `reduction` is the side of a thumbnail
+    pixel in them. `lost` is (H, W), true where the slide cannot be read; None if all of it was read.
     """
 
     pixels: NDArray[np.uint8]
@@ -46,7 +46,7 @@ class Thumbnail:
 
 
 def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None, at: Mpp = THUMBNAIL_MPP) -> Level:
-    """Return the coarsest level that is about fine enough for a thumbnail of scale `at`; `mpp` is that of level 0."""
+    """Return the coarsest level that is fine enough for a thumbnail of about scale `at`; `mpp` is that of level 0."""
     scale = mpp or ASSUMED_MPP
     fine = [level for level in levels if scale * level.downsample <= at * 1.1]
     return max(fine, key=lambda level: level.downsample) if fine else levels[0]
@@ -55,12 +55,12 @@ def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None, at: Mpp = THUMBN
 def read_thumbnail(
     slide: Slide, mpp: Mpp | None, tiles: NativeTiles | None = None, at: Mpp = THUMBNAIL_MPP
 ) -> Thumbnail:
-    """Read the scanned area at about the scale `at`, very large ones coarser, averaged over whole pixels of `thumbnail_level`.
+    """Read the scanned area at about the scale `at`, averaged over whole pixels of `thumbnail_level`.
 
-    `mpp` is the scale of level 0; None if unknown. With native tiles of that level, it is several times as fast.
+    Very large areas are coarser. `mpp` is that of level 0; None if unknown. Native tiles make it several times as fast.
 
     Raises:
-        SlideUnreadable: nothing can be read.
+        SlideUnreadable: no part of the level can be read.
     """
     level = thumbnail_level(slide.info.levels, mpp, at)
     level_mpp = Mpp((mpp or ASSUMED_MPP) * level.downsample)
@@ -72,12 +72,12 @@ def read_thumbnail(
     canvas = _Canvas(slide, tiles, level, area, reduction, pixels)
     for square in _squares(area, _BLOCK, reduction):
         if not canvas.paint(square):
-            # The damage may be one tile: only that one is lost.
+            # The damage may be only one tile: read the rest of the block.
             for small in _squares(square, _SMALL_BLOCK, reduction):
                 if not canvas.paint(small):
                     lost[canvas.place(small)] = True
     if lost.size and lost.all():
-        raise SlideUnreadable(f"{slide.path}: nothing of level {level.number} can be read")
+        raise SlideUnreadable(f"{slide.path}: no part of level {level.number} can be read")
     missing = lost if lost.any() else None
     scale = Mpp(level_mpp * reduction)
     return Thumbnail(pixels, level, area.x, area.y, reduction, scale, missing)
@@ -85,7 +85,7 @@ def read_thumbnail(
 
 @dataclass(frozen=True, slots=True)
 class _Canvas:
-    """A thumbnail of an area that is painted square by square."""
+    """A thumbnail of an area that is filled block by block."""
 
     slide: Slide
     tiles: NativeTiles | None
@@ -95,7 +95,7 @@ class _Canvas:
     pixels: NDArray[np.uint8]
 
     def paint(self, square: RegionLevel) -> bool:
-        """Read a square; return whether it could be read."""
+        """Read a block and add it to the thumbnail; return False if it cannot be read."""
         try:
             part, reduced = self._read(square)
         except SlideUnreadable:
@@ -105,7 +105,7 @@ class _Canvas:
         return True
 
     def _read(self, region: RegionLevel) -> tuple[NDArray[np.uint8], int]:
-        """Return the pixels of a region, and how much they are already reduced."""
+        """Return the pixels of a region, and the factor by which they are already reduced."""
         if self.tiles is not None:
             x, y = region.x - self.tiles.native.x_level, region.y - self.tiles.native.y_level
             sides = math.gcd(x, y, region.size.width, region.size.height)
@@ -117,7 +117,7 @@ class _Canvas:
         return self.slide.read_region(PointL0(x, y), self.level.number, region.size), 1
 
     def place(self, square: RegionLevel) -> tuple[slice, slice]:
-        """Return the rows and columns of the thumbnail for a square."""
+        """Return the rows and columns of the thumbnail for a block."""
         x = (square.x - self.area.x) // self.reduction
         y = (square.y - self.area.y) // self.reduction
         width = -(-square.size.width // self.reduction)
@@ -126,7 +126,7 @@ class _Canvas:
 
 
 def _squares(area: RegionLevel, side: int, reduction: int) -> Iterator[RegionLevel]:
-    """Yield squares of about `side`, each a whole number of thumbnail pixels, that cover an area."""
+    """Yield blocks of about `side` that cover an area, each a whole number of thumbnail pixels."""
     side = max(1, side // reduction) * reduction
     for y in range(area.y, area.y + area.size.height, side):
         for x in range(area.x, area.x + area.size.width, side):

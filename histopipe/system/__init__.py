@@ -1,1 +1,1 @@
-"""What is not about slides: files, locks, worker processes, progress, loading TensorFlow."""
+"""General functions that do not depend on slides: files, locks, worker processes, progress, loading TensorFlow."""

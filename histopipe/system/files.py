@@ -1,4 +1,4 @@
-"""Write files by one rename, read files of unknown origin, and lock files and folders."""
+"""Write files atomically by a rename, read untrusted files, and lock files and folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from histopipe.errors import DamagedStore, UsageError
 
 
 class Closing:
-    """An object that a `with` block closes."""
+    """Base class of objects that a `with` block closes."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -36,7 +36,7 @@ class Closing:
 def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
     """Yield a temporary path for a file or folder, which is renamed to `path` at the end, or removed after an error.
 
-    With `hidden`, its name begins with a dot, as no slide's does: for files that are named after slides.
+    With `hidden`, the temporary name begins with a dot. Use it for files named after slides, whose names never do.
     """
     prefix = ".part-" if hidden else "part-"
     part = path.with_name(f"{prefix}{path.name}")  # a prefix: some writers need the suffix
@@ -51,13 +51,13 @@ def appearing(path: Path, *, hidden: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces an existing one at the end, by one rename.
+    """Yield an empty folder that replaces an existing folder at the end, by one rename.
 
     Raises:
         OSError: the filesystem cannot exchange folders.
     """
     part = folder.with_name(f".part-{folder.name}")
-    if part.exists():  # of one that was killed
+    if part.exists():  # a killed process left it
         shutil.rmtree(part)
     part.mkdir(mode=0o700)
     try:
@@ -69,7 +69,7 @@ def replacing(folder: Path) -> Iterator[Path]:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Exchange two paths by renameat2(2) with RENAME_EXCHANGE, which Python does not have."""
+    """Exchange two paths by renameat2(2) with RENAME_EXCHANGE, which Python does not provide."""
     here, exchange = -100, 2
     paths = os.fsencode(one), os.fsencode(other)
     if ctypes.CDLL(None, use_errno=True).renameat2(here, paths[0], here, paths[1], exchange) != 0:
@@ -78,7 +78,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def storable(text: str) -> str:
-    """Return a text in UTF-8: other bytes of a file name are written as \\xNN."""
+    """Return a text that UTF-8 can encode: undecodable bytes of a file name are written as \\xNN."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -86,58 +86,58 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def shown(text: str) -> str:
-    """Return a text without terminal commands: control characters are written as \\xNN."""
+    """Return a text that is safe to print on a terminal: control characters are written as \\xNN."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 _LARGEST_TEXT = 1 << 28
-"""Bytes; ten times the `splits.json` of 100,000 slides."""
+"""Most bytes of a text file: ten times the `splits.json` of 100,000 slides."""
 
 
 def read_text(path: Path) -> str:
-    """Read a text file in UTF-8 that others may have written.
+    """Read an untrusted text file in UTF-8.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too long, or not UTF-8.
+        OSError: the file cannot be read.
+        ValueError: the file is too long, or not UTF-8.
     """
     with path.open("rb") as file:
         content = file.read(_LARGEST_TEXT + 1)
     if len(content) > _LARGEST_TEXT:
-        raise ValueError(f"it is longer than {_LARGEST_TEXT:,} bytes")
+        raise ValueError(f"the file is longer than {_LARGEST_TEXT:,} bytes")
     return content.decode("utf-8")
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file that others may have written.
+    """Read an untrusted JSON file.
 
     Raises:
-        OSError, ValueError: as `read_text`; it is nested too deep, or not JSON.
+        OSError, ValueError: as `read_text`; or the content is nested too deep, or not JSON.
     """
     try:
         return json.loads(read_text(path))
     except RecursionError as error:
-        raise ValueError("its brackets are nested too deep") from error
+        raise ValueError("brackets are nested too deep") from error
 
 
 def path_within(folder: Path, name: str) -> Path:
-    """Return a path in a folder by an untrusted name, such as the id of a slide.
+    """Return the path of an untrusted name in a folder, such as the id of a slide.
 
     Raises:
-        DamagedStore: the path is outside of the folder.
+        DamagedStore: the path is outside the folder.
     """
     path = folder / name
     if ".." in Path(name).parts or not path.is_relative_to(folder) or path == folder:
-        raise DamagedStore(f"the name {name!r}", expected=f"a path within {folder}")
+        raise DamagedStore(f"unsafe name {name!r}", expected=f"the name of a path within {folder}")
     return path
 
 
 def record_or_check(
     path: Path, settings: Mapping[str, Any], *, ignored: Collection[str], contents: str
 ) -> None:
-    """Record the settings that the contents of a folder depend on in a JSON file, or compare them with the recorded ones.
+    """Write the settings that determine the contents of a folder to a JSON file, or compare them with this file.
 
-    The settings that are `ignored` may differ. `contents` is what the folder holds, for messages.
+    The settings in `ignored` may differ. `contents` describes the contents of the folder, for messages.
 
     Raises:
         UsageError: a setting differs.
@@ -157,7 +157,7 @@ def record_or_check(
     ]
     if differing or not names:
         raise UsageError(
-            f"{path.parent} holds {contents} made with other settings",
+            f"{path.parent} contains {contents} computed with other settings",
             found="; ".join(f"{name} {recorded[name]}" for name in differing if name in recorded),
             expected="; ".join(
                 f"{name} {settings[name]}" for name in differing if name in settings
@@ -171,10 +171,10 @@ _POLL_SECONDS = 0.05
 
 @contextmanager
 def locked(path: Path, *, wait_seconds: float = 0.0) -> Iterator[bool]:
-    """Lock a folder, or a file, which is created if missing. Yields whether this process has the lock.
+    """Lock a folder, or a file, which is created if missing. Yield whether this process has the lock.
 
-    A lock ends with its process. On a network filesystem without locks every process gets it. With `math.inf`, it waits
-    until the lock is free.
+    A lock ends with its process. On a network filesystem without locks, every process gets the lock. With `math.inf`,
+    wait until the lock is free.
 
     Raises:
         OSError: the path cannot be opened.

@@ -1,4 +1,4 @@
-"""Random numbers and permutations as hashes: the same (seed, epoch, key) gives the same ones on every machine."""
+"""Random numbers and permutations from hashes: the same (seed, epoch, key) gives the same result on every machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def combine(*numbers: int | NDArray[np.integer]) -> NDArray[np.uint64]:
-    """Hash several numbers, in order, to a 64-bit number; arrays to one per element.
+    """Hash several numbers, in order, to one 64-bit number; arrays to one number per element.
 
     Example:
         >>> combine(1, np.arange(3)).shape
@@ -40,8 +40,8 @@ def combine(*numbers: int | NDArray[np.integer]) -> NDArray[np.uint64]:
 
 _ROUNDS = 8
 SMALL = 1024
-"""Up to this size a permutation is made by sorting hashes: on few points a Feistel network reaches few permutations (of 3
-points only the rotations), and sorting costs no more."""
+"""Up to this size, a permutation is computed by sorting hashes. On few points, a Feistel network can reach only few
+permutations (on 3 points only the rotations), and sorting is as fast."""
 
 _KEPT = 4096
 """Number of cached sorted permutations: 8 MB at most."""
@@ -54,7 +54,7 @@ def permuted(
 ) -> NDArray[np.int64]:
     """Return the values of random permutations at (N,) positions, as (N,) int64, in O(1) memory and time each.
 
-    Sizes (1 or more) and keys (from `combine`) are of one permutation for all positions, or (N,).
+    `sizes` (1 or more) and `keys` (from `combine`) are scalars, for one permutation of all positions, or (N,).
 
     Source:
         J. Black and P. Rogaway, "Ciphers with arbitrary finite domains" (2002): a Feistel network on Z_a × Z_b, with
@@ -84,17 +84,17 @@ def _feistel(
     b = (sizes + a - np.uint64(1)) // a
     with np.errstate(over="ignore"):
         round_keys = [mix(np.asarray(keys + np.uint64(i))) for i in range(1, _ROUNDS + 1)]
-    result = _walked(values, a, b, round_keys)
+    result = _feistel_rounds(values, a, b, round_keys)
     outside = np.flatnonzero(result >= sizes)
     while len(outside):
         here = [array if array.ndim == 0 else array[outside] for array in (a, b, *round_keys)]
-        result[outside] = _walked(result[outside], here[0], here[1], here[2:])
+        result[outside] = _feistel_rounds(result[outside], here[0], here[1], here[2:])
         limits = sizes if sizes.ndim == 0 else sizes[outside]
         outside = outside[result[outside] >= limits]
     return result.astype(np.int64)
 
 
-def _walked(
+def _feistel_rounds(
     values: NDArray[np.uint64],
     a: NDArray[np.uint64],
     b: NDArray[np.uint64],

@@ -1,6 +1,6 @@
-"""Progress of long work: bars on a terminal or in a notebook, lines elsewhere, a log file, or nothing.
+"""Progress of long tasks: bars on a terminal or in a notebook, lines elsewhere, a log file, or no output.
 
-Functions that take long have a parameter `progress`. None stands for `default_progress()`.
+Long-running functions have a parameter `progress`. None means `default_progress()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 30.0
 
 
 class Bar(Closing):
-    """Counts what is done of one piece of work. This one shows nothing.
+    """Counts the finished items of a task. This base class shows nothing.
 
     Example:
         >>> with SilentProgress().bar("verify", unit="slides", total=3) as bar:
@@ -31,25 +31,25 @@ class Bar(Closing):
         self._done = done
 
     def advance(self, count: int = 1) -> None:
-        """Add to what is done."""
+        """Add to the number of finished items."""
         self.update(self._done + count)
 
     def update(self, done: int, total: int | None = None) -> None:
-        """Set what is done and, if given, the total."""
+        """Set the number of finished items and, if given, the total."""
         self._done = done
 
     def retitle(self, title: str) -> None:
         """Change the title."""
 
     def item(self, text: str, *, problem: bool = False) -> None:
-        """Show a line about a finished item. Where there are bars, only problems are shown."""
+        """Show a line about a finished item. If bars are shown, only problems are printed."""
 
     def close(self) -> None:
         """Remove the bar."""
 
 
 class Progress(Protocol):
-    """Shows what a function is doing."""
+    """Interface to show the progress of a function."""
 
     def bar(
         self,
@@ -63,11 +63,11 @@ class Progress(Protocol):
         """Start a bar.
 
         Args:
-            title: what is being done.
-            unit: what is counted, in the plural.
-            total: how many there are; None if unknown.
-            done: how many of them are done already.
-            detail: part of a larger piece of work. It is not shown where there are only lines.
+            title: name of the task.
+            unit: unit of the count, in the plural.
+            total: number of all items; None if unknown.
+            done: number of items that are already finished.
+            detail: the bar is part of a larger task. `LineProgress` does not show it.
         """
 
     def message(self, text: str) -> None:
@@ -75,7 +75,7 @@ class Progress(Protocol):
 
 
 class SilentProgress:
-    """Shows nothing."""
+    """Progress that shows nothing."""
 
     def bar(self, title: str, **_: Any) -> Bar:
         """Return a bar that shows nothing."""
@@ -86,10 +86,10 @@ class SilentProgress:
 
 
 class BarProgress:
-    """Bars by tqdm on a terminal or, if it has the widgets, in a notebook, with messages above them."""
+    """Bars by tqdm on a terminal, or in a notebook if ipywidgets is installed, with messages above the bars."""
 
     def __init__(self, stream: TextIO, *, notebook: bool = False) -> None:
-        # Late: `--help` must answer at once.
+        # Late: `--help` must be fast.
         from tqdm import tqdm
 
         self._stream, self._write = stream, tqdm.write
@@ -136,7 +136,7 @@ class _TqdmBar(Bar):
 
 
 class LineProgress:
-    """Plain lines: every message, and for each bar that is not a detail a line every 30 seconds."""
+    """Plain lines: every message, and a line every 30 seconds for each bar that is not a detail."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -182,11 +182,11 @@ class _LineBar(Bar):
 
 class _QuietFile(logging.FileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Go on without a log where the disk is full."""
+        """Ignore errors of the log, such as a full disk."""
 
 
 class LogProgress(SilentProgress, Closing):
-    """Appends every message, with the time, to a file. A full disk does not stop the work."""
+    """Progress that appends every message, with the time, to a file. A full disk does not stop the work."""
 
     def __init__(self, path: Path) -> None:
         self._handler = _QuietFile(path, encoding="utf-8", errors="backslashreplace")
@@ -214,7 +214,7 @@ _used: Progress | None = None
 @contextmanager
 def use_progress(progress: Progress) -> Iterator[None]:
     """Make `default_progress()` return a given progress, in all threads of this process."""
-    global _used  # noqa: PLW0603 - as standard error, it belongs to the process
+    global _used  # noqa: PLW0603 - one per process, like standard error
     before, _used = _used, progress
     try:
         yield
@@ -223,7 +223,7 @@ def use_progress(progress: Progress) -> Iterator[None]:
 
 
 def default_progress() -> Progress:
-    """Return what `use_progress` has set; else bars in a notebook or on a terminal, and lines elsewhere."""
+    """Return the progress set by `use_progress`; else bars in a notebook or on a terminal, and lines elsewhere."""
     if _used is not None:
         return _used
     notebook = _in_notebook()
@@ -233,7 +233,7 @@ def default_progress() -> Progress:
 
 
 def message(text: str) -> None:
-    """Show a line of text by the default progress."""
+    """Show a line of text with the default progress."""
     default_progress().message(text)
 
 

@@ -11,10 +11,10 @@ from histopipe.errors import ExitCode
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Result:
-    """The result of a command, which prints as text. Subclasses are dataclasses without a generated `repr`."""
+    """Result of a command; `print` shows it as text. Subclasses are dataclasses without a generated `repr`."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields, and the exit code if there is one, as a JSON-ready dict; paths as text."""
+        """Return all fields, and the exit code, if any, as a dict that JSON can represent; paths become text."""
         values: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
         code = getattr(self, "exit_code", None)
         return values if code is None else {**values, "exit_code": int(code)}
@@ -24,7 +24,7 @@ class Result:
 
 
 def exit_code_of(failed: int, others: int) -> ExitCode:
-    """Return the exit code of a command by the number of slides that failed, and of those that have results."""
+    """Return the exit code of a command from the number of failed slides and of slides with results."""
     if not failed:
         return ExitCode.DONE
     return ExitCode.PARTLY if others else ExitCode.NOTHING

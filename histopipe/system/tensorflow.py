@@ -1,4 +1,4 @@
-"""Loading TensorFlow without its messages."""
+"""Load TensorFlow without its messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from histopipe.errors import MachineShort
 
 _OPTIONAL = ("matplotlib", "pandas", "sklearn")
-"""Packages that Keras imports for functions that histopipe does not use. They take a third of its loading time."""
+"""Packages that Keras imports for functions that histopipe does not use. They take a third of Keras' loading time."""
 
 
 def load_quietly(module: str, *, lean: bool = False) -> Any:
@@ -22,23 +22,23 @@ def load_quietly(module: str, *, lean: bool = False) -> Any:
     With `lean`, Keras loads without its optional packages. They can still be imported later.
 
     Raises:
-        MachineShort: TensorFlow is not installed, or does not load.
+        MachineShort: TensorFlow is not installed or cannot be loaded.
     """
     try:
         with _quiet(), _without(_OPTIONAL if lean else ()):
             return importlib.import_module(module)
     except ImportError as error:
         raise MachineShort(
-            "this needs TensorFlow, which is not installed or does not load", found=str(error),
-            todo="pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
+            "this needs TensorFlow, which is not installed or cannot be loaded", found=str(error),
+            todo="run pip install 'histopipe[train]' (CPU) or 'histopipe[gpu]'",
         ) from error  # fmt: skip
 
 
 @contextmanager
 def _without(packages: Sequence[str]) -> Iterator[None]:
-    """Make imports of packages fail, unless they are loaded already."""
+    """Make imports of packages fail, unless they are already loaded."""
     hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: not to be imported
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes an import fail
     try:
         yield
     finally:
@@ -48,9 +48,9 @@ def _without(packages: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard standard error: TensorFlow's libraries write to it while they load, whatever their settings."""
+    """Discard standard error: TensorFlow's libraries write to it while they load, and no setting prevents it."""
     sys.stderr.flush()
-    # TensorFlow reads it once; child processes must not inherit it.
+    # TensorFlow reads this variable once; child processes must not inherit it.
     level = os.environ.get("TF_CPP_MIN_LOG_LEVEL")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     kept = os.dup(2)

@@ -1,8 +1,8 @@
-"""A pool of worker processes in which a crash, a hang or a kill fails one task and nothing else.
+"""Pool of worker processes in which a crash, a hang or a kill of a worker fails only its task.
 
-The standard library's pool fails all tasks when one worker dies, and cannot end a task that hangs. Here every worker has
-its own pipe with one task at a time. Workers are new interpreters. They are not started by multiprocessing, which would
-import the caller's main module again, so functions of that module cannot be submitted.
+The standard library's pool fails all tasks if one worker dies, and cannot end a task that hangs. Here, every worker has
+a separate pipe with one task at a time. Workers are new interpreters. They are not started by multiprocessing, which
+would import the caller's main module again. Functions of that module cannot be submitted.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _FALSE_STARTS = 3
-"""Workers in a row that may end before they are ready; after that, waiting tasks fail."""
+"""Number of workers that may end in a row before they are ready; then the waiting tasks fail."""
 _LONGEST_WAIT_SECONDS = 3600.0
 _GRACE_SECONDS = 10.0
-"""Time that running tasks get when the pool is shut down early."""
+"""Time for running tasks to end when the pool is shut down early."""
 
 
 class WorkerDied(BrokenExecutor):
-    """The worker process ended before its task did."""
+    """The worker process ended before its task was done."""
 
 
 class TookTooLong(WorkerDied):
-    """A task was not done within its time limit, and its worker was ended."""
+    """A task exceeded its time limit, and its worker was killed."""
 
 
 @dataclass(slots=True)
@@ -61,9 +61,9 @@ class _Worker:
 
 
 class WorkerPool(Executor):
-    """An executor over worker processes, which end with this process, even if it is killed.
+    """Executor over worker processes, which end with this process, even if it is killed.
 
-    Each calls `prepare` once before its first task, to import what the tasks need.
+    Each worker calls `prepare` once before its first task, for example to import modules.
 
     Example:
         >>> with WorkerPool(2) as pool:  # doctest: +SKIP
@@ -90,7 +90,7 @@ class WorkerPool(Executor):
     def submit_within(
         self, seconds: float, fn: Callable[..., T], /, *args: Any, **kwargs: Any
     ) -> Future[T]:
-        """Call `fn` in a worker. If it takes longer, the worker is ended, and the future raises TookTooLong."""
+        """Call `fn` in a worker. If it takes longer, the worker is killed, and the future raises TookTooLong."""
         message = pickle.dumps((fn, args, kwargs), protocol=5)
         call = _SubmittedCall(Future(), message, seconds)
         with self._lock:
@@ -101,7 +101,7 @@ class WorkerPool(Executor):
         return call.future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let all calls end, then end the workers. With `cancel_futures`, drop waiting calls and end within ten seconds."""
+        """Wait for all calls, then end the workers. With `cancel_futures`, cancel waiting calls and end within 10 s."""
         with self._lock:
             self._ending = True
             if cancel_futures:
@@ -116,15 +116,15 @@ class WorkerPool(Executor):
         self.shutdown(cancel_futures=kind is not None)
 
     def _notify(self) -> None:
-        """Wake the serving thread, so that it sees what has changed."""
-        with contextlib.suppress(OSError, ValueError):  # it may have ended already
+        """Wake the pool's thread after a change."""
+        with contextlib.suppress(OSError, ValueError):  # the thread may have ended
             self._wake.send_bytes(b"")
 
     def _start(self) -> _Worker:
         ours, theirs = multiprocessing.Pipe()
         command = [sys.executable, "-P", "-m", "histopipe.system.worker_process"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # A Ctrl-C that comes before the worker ignores it stays pending until then.
+        # Block SIGINT until the worker ignores it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = subprocess.Popen(
@@ -133,13 +133,15 @@ class WorkerPool(Executor):
             )  # fmt: skip
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            theirs.close()  # so that the pipe ends with the worker
-        with contextlib.suppress(OSError):  # it has ended already, which the pipe's end shows
+            theirs.close()  # the last copy is the worker's, so the pipe closes when the worker ends
+        with contextlib.suppress(
+            OSError
+        ):  # the worker has ended; receiving from the pipe detects it
             ours.send_bytes(self._prepare)
         return _Worker(process, ours)
 
     def _serve(self) -> None:
-        """Serve all calls in the pool's thread. If it fails, all calls fail."""
+        """Serve all calls in the pool's thread. If this fails, all calls fail."""
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - the futures raise it
@@ -150,7 +152,7 @@ class WorkerPool(Executor):
                 call.future.set_exception(error)
         finally:
             for worker in self._workers:
-                worker.pipe.close()  # a worker without a call ends by that
+                worker.pipe.close()  # this ends a worker without a call
                 if worker.call is not None:
                     worker.process.kill()
             for worker in self._workers:
@@ -159,7 +161,7 @@ class WorkerPool(Executor):
             self._woken.close()
 
     def _run(self) -> None:
-        # In this thread, because the kernel ends a worker with the thread that started it.
+        # Workers are started in this thread, because the kernel kills a worker when the thread that started it ends.
         for _ in range(self._count):
             self._workers.append(self._start())
         while True:
@@ -181,27 +183,27 @@ class WorkerPool(Executor):
                     continue
                 worker.call = call
                 worker.deadline = time.monotonic() + call.seconds
-                # If the worker died while idle, its pipe has ended: the call then fails as with any other death.
+                # If the worker died while idle, sending may fail. `_receive_results` then detects that it has ended.
                 with contextlib.suppress(OSError):
                     worker.pipe.send_bytes(call.message)
 
     def _receive_results(self) -> None:
         first = min(self._latest, *(worker.deadline for worker in self._workers))
-        # The kernel's timers end at a few weeks.
+        # The kernel's timers are limited to a few weeks.
         timeout = min(max(0.0, first - time.monotonic()), _LONGEST_WAIT_SECONDS)
         ready = wait([self._woken, *(worker.pipe for worker in self._workers)], timeout)
         if self._woken in ready:
             self._woken.recv_bytes()
-        for place, worker in enumerate(self._workers):
+        for index, worker in enumerate(self._workers):
             if worker.pipe in ready:
                 if not self._receive(worker):
-                    self._replace(place, WorkerDied(_how_it_ended(worker)))
+                    self._replace(index, WorkerDied(_exit_reason(worker)))
             elif worker.call and min(worker.deadline, self._latest) <= time.monotonic():
                 worker.process.kill()
-                self._replace(place, TookTooLong("it was not done in time"))
+                self._replace(index, TookTooLong("the task exceeded its time limit"))
 
     def _receive(self, worker: _Worker) -> bool:
-        """Receive a worker's result, or that it is ready; return False if it has ended."""
+        """Receive a worker's result or its ready message; return False if the worker has ended."""
         try:
             answer = worker.pipe.recv_bytes()
         except (EOFError, OSError):
@@ -216,8 +218,8 @@ class WorkerPool(Executor):
             (call.future.set_result if done else call.future.set_exception)(value)
         return True
 
-    def _replace(self, place: int, error: WorkerDied) -> None:
-        worker = self._workers[place]
+    def _replace(self, index: int, error: WorkerDied) -> None:
+        worker = self._workers[index]
         worker.pipe.close()
         worker.process.wait()
         self._false_starts += not worker.ready
@@ -227,18 +229,18 @@ class WorkerPool(Executor):
                 call.future.set_exception(
                     MachineShort("worker processes end before they are ready", found=str(error))
                 )
-        self._workers[place] = self._start()
+        self._workers[index] = self._start()
         if worker.call is not None:
             worker.call.future.set_exception(error)
 
     def _take_waiting(self) -> list[_SubmittedCall]:
-        """Empty the queue of waiting calls."""
+        """Remove and return all waiting calls."""
         with self._lock:
             calls, self._waiting = list(self._waiting), deque()
         return calls
 
 
-def _how_it_ended(worker: _Worker) -> str:
+def _exit_reason(worker: _Worker) -> str:
     code = worker.process.wait()
     if code < 0:
         known = -code in {*signal.Signals}
@@ -247,15 +249,15 @@ def _how_it_ended(worker: _Worker) -> str:
 
 
 def silence() -> None:
-    """Let a worker write nothing to standard error: LMDB prints an assertion before it aborts."""
+    """Discard the standard error of a worker: LMDB prints an assertion before it aborts."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def result_of(future: Future[R]) -> R:
-    """Return the result of a task, as `Future.result`.
+    """Return the result of a task, like `Future.result`.
 
     Raises:
-        WorkerDied: the task killed its worker, or took too long.
+        WorkerDied: the task killed its worker, or exceeded its time limit.
         MachineShort: the system killed the worker by SIGKILL, most likely because memory ran out.
     """
     try:
@@ -273,9 +275,9 @@ def result_of(future: Future[R]) -> R:
 def results_of(
     pool: WorkerPool, seconds: float, task: Callable[[list[T]], R], batches: Iterable[list[T]]
 ) -> Iterator[tuple[list[T], R | WorkerDied]]:
-    """Run a task on batches of items. A batch that kills its worker, or takes too long, is halved until the item is known.
+    """Run a task on batches of items. A batch that kills its worker, or exceeds the time limit, is halved and repeated.
 
-    Yields each batch with its result, or a batch of one item with the error of its worker. Raises MachineShort as `result_of`.
+    Yield each batch with its result, or a batch of one item with its error. Raise MachineShort like `result_of`.
     """
     waiting = deque((batch, pool.submit_within(seconds, task, batch)) for batch in batches)
     while waiting:

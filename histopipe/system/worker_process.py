@@ -1,6 +1,6 @@
 """Main module of a worker process: `python -P -m histopipe.system.worker_process FD PARENT`.
 
-It reads pickled messages from the pipe FD, first a function to prepare with, then tasks, and answers each.
+It reads pickled messages from the pipe FD: first a function that prepares the process, then tasks. It answers each.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Run tasks until the pool closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to workers, too: ignore it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     pipe, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
-    # A worker whose parent was killed must not go on writing.
+    # A worker whose parent was killed must not continue to write.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

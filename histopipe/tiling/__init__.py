@@ -1,1 +1,1 @@
-"""Which cells of a slide become patches: pure functions from a spec, a slide's header and its thumbnail to a plan."""
+"""Plan the patches of a slide. Pure functions compute the plan from a spec, a slide's header and its thumbnail."""

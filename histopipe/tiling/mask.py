@@ -1,7 +1,7 @@
-"""Find the tissue on a thumbnail: `otsu-1`.
+"""Find the tissue on a thumbnail: algorithm `otsu-1`.
 
-The saturation (of HSV) is split by Otsu's threshold. Black is excluded, however saturated JPEG makes it: pen, coverslip
-edges and unscanned areas. Then small specks are removed and small holes filled.
+Otsu's threshold is applied to the saturation (of HSV). Black pixels (pen, coverslip edges, unscanned areas) are
+excluded, since JPEG may give them a high saturation. Then small objects are removed and small holes are filled.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 from histopipe.geometry import Mpp, SquareMicrometres
 
 SATURATION_BOUNDS = (15, 27)
-"""Limits of Otsu's threshold (0 to 255). Below, a blank slide's tinted glass would be tissue (glass measures 0 to 5); above,
-a slide with dark stain would lose pale eosin, which starts near 28. Between the limits, the tissue found on the H&E test
-slides changes by 5 % and 1 %."""
+"""Limits of Otsu's threshold (0 to 255). Below, the tinted glass of a blank slide would count as tissue (glass has 0 to
+5). Above, a slide with dark stain would lose pale eosin, which starts near 28. Between the limits, the tissue found on
+the H&E test slides changes by 5 % and 1 %."""
 BLACK_BELOW = 45
 """A pixel whose brightest channel is below this (0 to 255) is black."""
 SMALLEST_OBJECT = SquareMicrometres(10_000.0)
-"""A square of 0.1 mm: smaller specks are dust or single cells. The core of a needle biopsy is 100 times larger."""
+"""A square of 0.1 mm. Smaller objects are dust or single cells; the core of a needle biopsy is 100 times larger."""
 LARGEST_HOLE = SquareMicrometres(5_000.0)
-"""Smaller holes (fat cells, gland lumina) count as tissue. It is well below the area of a usual patch, of 0.128 mm: a patch of
-bare glass must not count as tissue."""
+"""Smaller holes (fat cells, gland lumina) count as tissue. The area is well below that of a usual patch (0.128 mm
+wide), so that a patch of bare glass does not count as tissue."""
 
 _BAND = 128
 
@@ -56,12 +56,12 @@ def tissue_mask(thumbnail: NDArray[np.uint8], mpp: Mpp) -> TissueMask:
     pixel_um2 = mpp * mpp
     tissue = remove_small_objects(tissue, max_size=int(SMALLEST_OBJECT / pixel_um2))
     tissue = remove_small_holes(tissue, max_size=int(LARGEST_HOLE / pixel_um2))
-    # Filling may reach into pen marks and edges.
+    # Filling holes may have added pen marks and coverslip edges.
     return TissueMask(tissue & ~black, threshold, float(black.mean()) if black.size else 0.0)
 
 
 def load_algorithms() -> tuple[Callable[..., Any], ...]:
-    """Import what `tissue_mask` needs of scikit-image, which takes half a second."""
+    """Import the functions of scikit-image that `tissue_mask` uses, which takes half a second."""
     from skimage.filters import threshold_otsu
     from skimage.morphology import remove_small_holes, remove_small_objects
 
@@ -71,25 +71,25 @@ def load_algorithms() -> tuple[Callable[..., Any], ...]:
 def _smooth_saturation_and_value(
     thumbnail: NDArray[np.uint8],
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return both after a median filter, which drops single pixels of JPEG noise; in bands, to save memory."""
+    """Return both after a median filter, which removes single pixels of JPEG noise; in bands, to save memory."""
     saturation, value = np.empty((2, *thumbnail.shape[:2]), np.uint8)
     for top in range(0, len(thumbnail), _BAND):
         first, bottom = max(0, top - 1), top + _BAND
-        # The median needs one row more on each side.
+        # The median needs one extra row on each side.
         smooth = median3(thumbnail[first : bottom + 1])[top - first :][:_BAND]
         saturation[top:bottom], value[top:bottom] = saturation_and_value(smooth)
     return saturation, value
 
 
 def median3(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the median of 3 by 3 pixels per channel, edges repeated, (H, W, C) uint8.
+    """Return the median of 3 by 3 pixels per channel, with repeated edges, (H, W, C) uint8.
 
-    Equal to Pillow's `MedianFilter(3)` in a sixth of the time: the three pixels of each column are sorted once for the
-    three neighbourhoods that contain them.
+    The result is equal to that of Pillow's `MedianFilter(3)` and takes a sixth of the time: the three pixels of each
+    column are sorted once for the three neighbourhoods that contain them.
 
     Source:
-        A. Smith, "Implementing median filters in XC4000E FPGAs", Xcell 23 (1996): the median of nine is the median of the
-        largest minimum, the median of medians and the smallest maximum of three sorted columns.
+        A. Smith, "Implementing median filters in XC4000E FPGAs", Xcell 23 (1996): the median of nine is the median of
+        the largest minimum, the median of medians and the smallest maximum of three sorted columns.
     """
     padded = np.pad(pixels, ((1, 1), (1, 1), (0, 0)), mode="edge")
     low, middle, high = _ordered(padded[:-2], padded[1:-1], padded[2:])

@@ -1,4 +1,4 @@
-"""The plan of a slide: its level, its grid, and which cells become patches. Decided before their pixels are read."""
+"""Plan a slide: its level, its grid, and the cells that become patches, before their pixels are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import ScaleError
-from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, same_scale
+from histopipe.geometry import SCALE_TOLERANCE, Level, Mpp, Size, same_scale
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.tiling.mask import TissueMask
@@ -21,9 +21,9 @@ _DARK = 0.5
 
 @dataclass(frozen=True, slots=True)
 class LevelChoice:
-    """How patches are read: squares of `read_size` pixels of a level, `stride` pixels apart.
+    """Level and grid of the patches: squares of `read_size` pixels of a level, `stride` pixels apart.
 
-    `resampling` reduces them to the patch size. `mpp` is the scale of the patches as stored; None if unknown.
+    `resampling` reduces them to the patch size. `mpp` is the scale of the stored patches; None if unknown.
     """
 
     level: Level
@@ -36,24 +36,26 @@ class LevelChoice:
 def choose_level(
     name: str, levels: tuple[Level, ...], mpp: Mpp | None, spec: TilingSpec
 ) -> LevelChoice:
-    """Choose the level of the spec, or the coarsest that is not coarser than its scale: pixels are never invented.
+    """Choose the level of the spec, or the coarsest level that is fine enough for its scale. Patches are not enlarged.
 
     `name` is for messages. `mpp` is the level-0 scale; None if unknown, which only `--level` allows.
 
     Raises:
-        ScaleError: every level is coarser than wanted, or the slide has no such level.
+        ScaleError: every level is coarser than the scale of the spec, or the slide does not have its level.
     """
     if spec.level is not None:
         if spec.level >= len(levels):
             raise ScaleError(
                 f"{name} has no level {spec.level}",
                 found=f"{len(levels)} levels, 0 to {len(levels) - 1}",
-                todo="ask for --mpp instead: it finds the level of each slide",
+                todo="use --mpp instead, which chooses the level of each slide",
             )
         level = levels[spec.level]
-        return _as_is(level, None if mpp is None else Mpp(mpp * level.downsample), spec)
+        return _unscaled(level, None if mpp is None else Mpp(mpp * level.downsample), spec)
     if mpp is None or spec.mpp is None:
-        raise ScaleError(f"{name} has no mpp", todo="give one, or use --level")
+        raise ScaleError(
+            f"{name} has no mpp", todo="give one with --mpp-csv or --default-mpp, or use --level"
+        )
     wanted = spec.mpp
     fine = [level for level in levels if mpp * level.downsample <= wanted * (1 + SCALE_TOLERANCE)]
     if not fine:
@@ -61,15 +63,15 @@ def choose_level(
             f"{name} is too coarse",
             found=f"{mpp * levels[0].downsample:g} mpp at its finest",
             expected=f"at most {wanted:g}",
-            todo="leave it out, or ask for a coarser --mpp (pixels are never invented)",
+            todo="leave it out, or use a larger --mpp (patches are never enlarged)",
         )
     level = max(fine, key=lambda level: level.downsample)
     level_mpp = mpp * level.downsample
     reduction = wanted / level_mpp
     if reduction <= 1 + SCALE_TOLERANCE:
-        return _as_is(level, Mpp(level_mpp), spec)
+        return _unscaled(level, Mpp(level_mpp), spec)
     # The same tolerance applies to whole reductions: a "40×" scan of 0.252 mpp needs no filter, and its tiles can be
-    # decoded at half their size.
+    # decoded at half size.
     whole = round(reduction)
     if same_scale(Mpp(level_mpp * whole), wanted):
         reduction = whole
@@ -78,13 +80,13 @@ def choose_level(
         level=level,
         read_size=read_size,
         stride=max(1, round(read_size * (spec.patch_size - spec.overlap) / spec.patch_size)),
-        # Averaging a whole number of pixels is exact; anything else needs a filter.
+        # A mean over a whole number of pixels is exact; other reductions need a filter.
         resampling="area" if read_size % spec.patch_size == 0 else "lanczos",
         mpp=Mpp(level_mpp * read_size / spec.patch_size),
     )
 
 
-def _as_is(level: Level, mpp: Mpp | None, spec: TilingSpec) -> LevelChoice:
+def _unscaled(level: Level, mpp: Mpp | None, spec: TilingSpec) -> LevelChoice:
     return LevelChoice(level, spec.patch_size, spec.patch_size - spec.overlap, "none", mpp)
 
 
@@ -97,7 +99,7 @@ _COLUMNS = {
 class TilingPlan:
     """Top left corners of a slide's patches, (N,) each, row by row. The arrays are read-only copies.
 
-    `x_level` and `y_level` are pixels of the level that is read. `tissue` is a share, 0 to 1, and NaN if not measured.
+    `x_level` and `y_level` are pixels of the level that is read. `tissue` is a share, 0 to 1; NaN if not measured.
     """
 
     choice: LevelChoice
@@ -123,12 +125,12 @@ class TilingPlan:
         return self.choice.read_size * self.choice.level.downsample
 
     def take(self, cells: NDArray[np.bool_] | NDArray[np.int64]) -> TilingPlan:
-        """Return the plan of some of its cells, (N,) bool, or their numbers in the wanted order."""
+        """Return a plan of some of the cells: a mask, (N,) bool, or indices in the wanted order."""
         columns: dict[str, Any] = {name: getattr(self, name)[cells] for name in _COLUMNS}
         return replace(self, **columns)
 
     def only(self, chosen: NDArray[np.bool_], note: str) -> TilingPlan:
-        """Return the plan of some of its cells, (N,) bool; add the note if none of them is chosen."""
+        """Return a plan of the chosen cells, (N,) bool; add the note if no cell is chosen."""
         notes = (*self.notes, note) if len(self) and not chosen.any() else self.notes
         return replace(self.take(chosen), notes=notes)
 
@@ -140,7 +142,7 @@ def plan_tiles(
     thumbnail: Thumbnail,
     mask: TissueMask | None,
 ) -> TilingPlan:
-    """Plan the patches of one slide, by a mask of the thumbnail; None takes every cell."""
+    """Plan the patches of one slide from a tissue mask of its thumbnail; without a mask, use every cell."""
     area = choice.level.inside(info.bounds)
     xs = cell_starts(area.x, area.size.width, choice.read_size, choice.stride)
     ys = cell_starts(area.y, area.size.height, choice.read_size, choice.stride)
@@ -149,21 +151,23 @@ def plan_tiles(
     unmeasured = np.full(len(x_level), np.nan, np.float32)
     plan = TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured)
     if not len(plan):
-        read = f"where one reads {choice.read_size} pixels"
-        return replace(plan, notes=(f"no patch fits: the slide is {area.size} {read}",))
+        needed = Size(choice.read_size, choice.read_size)
+        where = f"level {choice.level.number} has {area.size} scanned pixels"
+        note = f"no patch fits: {where}, a patch needs {needed}"
+        return replace(plan, notes=(note,))
     if mask is None:
         return plan
-    # What could not be read may be tissue: it is planned, and recorded as unreadable if its pixels are, too.
+    # Areas that could not be read may be tissue: they are planned, and recorded as unreadable if reading fails again.
     covered = mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost
     tissue = cell_shares(plan, thumbnail, covered)
-    none = "no tissue found"
+    note = "no tissue found"
     if mask.black_fraction > _DARK:
-        none += " on a dark background, use --tissue none"
-    return replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, none)
+        note += " on a dark background; use --tissue none"
+    return replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
 
 
 def cell_starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.int64]:
-    """Return the left or top edges of all cells that are inside an extent."""
+    """Return the left or top edges of all cells that are completely inside an extent."""
     count = (extent - cell) // stride + 1 if extent >= cell else 0
     return first + stride * np.arange(count, dtype=np.int64)
 
@@ -171,7 +175,7 @@ def cell_starts(first: int, extent: int, cell: int, stride: int) -> NDArray[np.i
 def cell_shares(
     plan: TilingPlan, thumbnail: Thumbnail, mask: NDArray[np.bool_]
 ) -> NDArray[np.float32]:
-    """Return the share, 0 to 1, of each cell of a plan that a mask of the thumbnail covers, (N,)."""
+    """Return the share of each cell of a plan that a mask of the thumbnail covers, (N,) 0 to 1."""
     # Pixels of the plan's level per pixel of the thumbnail's level, and per pixel of the thumbnail.
     step = thumbnail.level.downsample / plan.choice.level.downsample
     scale = step * thumbnail.reduction
@@ -183,14 +187,14 @@ def cell_shares(
 def covered_squares(
     mask: NDArray[np.bool_], x: NDArray[np.floating], y: NDArray[np.floating], side: float
 ) -> NDArray[np.float32]:
-    """Return the share, 0 to 1, of every square that a mask covers, (N,) float32, for squares at any (N,) left and top edges."""
+    """Return the share of each square that a mask covers, (N,) float32; `x`, `y` are (N,) left and top edges."""
     if not mask.any():
         return np.zeros(len(x), np.float32)
     sums = np.zeros((mask.shape[0] + 1, mask.shape[1] + 1), np.int32)
     np.cumsum(np.cumsum(mask, axis=0, dtype=np.int32), axis=1, out=sums[1:, 1:])
 
     def up_to(column: NDArray[np.floating], row: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Count the pixels of the mask above and to the left of points."""
+        """Return the area of the mask above and to the left of points."""
         column, row = np.clip(column, 0, mask.shape[1]), np.clip(row, 0, mask.shape[0])
         left = np.minimum(column.astype(np.int64), mask.shape[1] - 1)
         top = np.minimum(row.astype(np.int64), mask.shape[0] - 1)

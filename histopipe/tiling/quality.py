@@ -1,6 +1,6 @@
-"""Measures of patch quality, as pure functions of pixels: focus, pen, folds and black; `focus-1`, `pen-1`, `dark-1`.
+"""Measures of patch quality as pure functions of pixels: algorithms `focus-1`, `pen-1` and `dark-1` (folds and black).
 
-Colours are measured by their optical densities, -log10((value + 1) / 256), on pixels of about 8 µm: pen lines are wider,
+Colours are measured as optical densities, -log10((value + 1) / 256), on pixels of about 8 µm: pen lines are wider, and
 JPEG noise and single nuclei are averaged out. Focus is measured at 1 µm per pixel, where nuclei have edges.
 """
 
@@ -19,23 +19,23 @@ FOCUS_MPP = Mpp(1.0)
 ALGORITHMS: Mapping[str, str] = {"focus": "focus-1", "pen": "pen-1", "dark": "dark-1"}
 
 _LEAST_DENSITY = 0.6
-"""Sum of the three channels. Ink is denser; glass has 0.1, pale eosin 0.3."""
+"""Least density of ink, as the sum of the three channels. Glass has 0.1, pale eosin 0.3."""
 _BRIGHT = 256 * 10 ** (-_LEAST_DENSITY / 3)
-"""If all channels are brighter than this, their sum is below the least density."""
+"""If all channels are brighter than this, the sum of their densities is below the least density."""
 _FOLD_DENSITY = 2.4
-"""Sum of the three channels at 8 µm. One layer of well-stained tissue has 0.6 to 1.8; two layers have the sum of both."""
+"""Least density of folds, as the sum of channels at 8 µm. A layer of stained tissue has 0.6 to 1.8; layers add up."""
 _DENSITY: NDArray[np.float32] = -np.log10((np.arange(256) + 1) / 256).astype(np.float32)
 
 
 def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """Find blue, green and red felt-tip ink, (H, W) bool, in (H, W, 3) uint8 of about 8 µm per pixel.
 
-    Haematoxylin absorbs red and green light, eosin green; mixtures and blood are between these. Blue ink absorbs far more
-    red than green, green ink absorbs green least, red ink absorbs blue as much as green and hardly any red. A large area of
-    bright blood may be taken for red ink. Black ink is found by `dark_mask`.
+    Haematoxylin absorbs red and green light, eosin green; mixtures and blood are between these. Blue ink absorbs far
+    more red than green. Green ink absorbs green least. Red ink absorbs blue as much as green, and almost no red. A
+    large area of bright blood may be detected as red ink. `dark_mask` finds black ink.
     """
     found = np.zeros(rgb.shape[:2], np.bool_)
-    # Bright pixels, most of a thumbnail, are no ink.
+    # Bright pixels, most of a thumbnail, are not ink.
     darker = np.minimum(np.minimum(rgb[..., 0], rgb[..., 1]), rgb[..., 2]) < _BRIGHT
     pixels = rgb[darker]
     red, green, blue = (_DENSITY[pixels[:, channel]] for channel in range(3))
@@ -48,12 +48,12 @@ def pen_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
 
 
 def dark_mask(rgb: NDArray[np.uint8]) -> NDArray[np.bool_]:
-    """Find folds and black (ink, edges of coverslips, unscanned areas), (H, W) bool, as `pen_mask`."""
+    """Find folds and black (ink, edges of coverslips, unscanned areas); input and output as for `pen_mask`."""
     return np.asarray(_DENSITY[rgb].sum(axis=2) > _FOLD_DENSITY)
 
 
 def focus_of(grey: NDArray[Any]) -> float:
-    """Return the variance of the Laplacian of (H, W) luma, 0 to 255, of about 1 µm per pixel; at least 3 by 3 pixels.
+    """Return the variance of the Laplacian of (H, W) luma, 0 to 255, at about 1 µm per pixel; at least 3 by 3 pixels.
 
     Source:
         J. L. Pech-Pacheco et al., "Diatom autofocusing in brightfield microscopy", ICPR 2000.
@@ -67,8 +67,8 @@ def focus_of(grey: NDArray[Any]) -> float:
 
 
 def reduction_to(wanted: Mpp, mpp: float | None, side: int) -> int:
-    """Return the whole number by which to reduce a picture to about the wanted scale; 1 if its scale is unknown.
+    """Return the whole number by which to reduce an image to about the wanted scale; 1 if its scale is unknown.
 
-    At least four pixels of its side are left.
+    The reduced image keeps a side of at least four pixels.
     """
     return 1 if mpp is None else max(1, min(round(wanted / mpp), side // 4))

@@ -1,4 +1,4 @@
-"""The tiling spec: all settings that determine the patches of a slide."""
+"""Tiling spec: all settings that determine the patches of a slide."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ ALGORITHMS: Mapping[str, str] = {
     "tissue": "otsu-1",
     "resample": "area-lanczos-2",
 }
-"""Versions of the algorithms that determine cells and pixels: another version is another spec."""
+"""Versions of the algorithms that determine cells and pixels. Specs with different versions are not equal."""
 
 MAX_PATCH_SIZE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilingSpec:
-    """How slides are cut into patches and how these are encoded. One store has one spec.
+    """Settings to tile slides and to encode their patches. One store has one spec.
 
-    The settings are those of `ingest`, with `roi_threshold` for `annotation_threshold`. The grid "imported" takes the
+    The settings are those of `ingest`, with `roi_threshold` for `annotation_threshold`. The grid "imported" uses the
     cells that another tool has chosen.
 
     Raises:
@@ -75,19 +75,19 @@ class TilingSpec:
         _one_of("--resample", self.resample, get_args(Resample))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the spec with the versions of its algorithms, as `meta` has it."""
+        """Return the spec with the versions of its algorithms, as stored in `meta`."""
         settings = dataclasses.asdict(self)
-        # Settings of later versions are left out where they are not used, so that old stores stay equal.
-        own = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
+        # Newer settings are left out if they are not used, so that the specs of old stores stay equal.
+        changed = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
         if self.roi is None:
             del settings["roi"], settings["roi_threshold"]
         else:
-            own["roi"] = "cut-1"
-        return {**settings, "algorithms": {**ALGORITHMS, **own}}
+            changed["roi"] = "cut-1"
+        return {**settings, "algorithms": {**ALGORITHMS, **changed}}
 
 
 def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
-    """Return the spec in `meta` for tiling further slides: without imported cells, region of interest and unknown settings.
+    """Return the spec in `meta` for other slides, without imported cells, region of interest and unknown settings.
 
     Raises:
         UsageError: a value is out of range.
@@ -97,16 +97,16 @@ def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
 
 
 def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
-    """Return the spec that makes exactly the patches of a store with this spec in `meta`.
+    """Return the spec that reproduces the patches of a store with this spec in `meta`.
 
     Raises:
-        SpecMismatch: this version makes other patches, or another tool has chosen them.
+        SpecMismatch: this version of histopipe creates other patches, or another tool has chosen them.
     """
     names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
     spec = TilingSpec(**{name: value[name] for name in names & value.keys()})
     if spec.to_json() != value:
         raise SpecMismatch(
-            "the store's patches were made in a way that cannot be repeated here",
+            "the patches of the store cannot be reproduced with this version of histopipe",
             found="; ".join(differences(value, spec.to_json())),
             todo="ingest its slides into a new store",
         )
@@ -117,7 +117,7 @@ def magnification_to_mpp(magnification: float) -> Mpp:
     """Return the scale of a magnification: 20× is 0.5 µm per pixel, 40× is 0.25.
 
     Raises:
-        UsageError: it is not positive.
+        UsageError: the magnification is not positive.
     """
     if not magnification > 0:
         raise UsageError("--mag", found=magnification, expected="a positive number, such as 20")
@@ -125,7 +125,7 @@ def magnification_to_mpp(magnification: float) -> Mpp:
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the differences of two specs, one text each: `mpp: 0.5 in the store, 0.25 asked for`."""
+    """Return the differences of two specs, each as a text: `mpp: 0.5 in the store, 0.25 asked for`."""
     keys = sorted(found.keys() | wanted.keys())
     return [
         f"{key}: {found.get(key)} in the store, {wanted.get(key)} asked for"

@@ -1,1 +1,1 @@
-"""The tiles of a slide file: where they are, what they contain, how they compare with OpenSlide."""
+"""Native tiles of slide files: locate them, read them, and compare them with OpenSlide."""

@@ -1,8 +1,8 @@
 """Find native tiles, and compare them with the pixels that OpenSlide returns.
 
-If the downsample of a level is a whole number, OpenSlide returns the tiles' own pixels, and both must be equal. If it is not
-(8.00045 is common), OpenSlide interpolates, since level-0 coordinates fall between the pixels of the level: then the difference
-must be small, and smallest without a shift of the tiles.
+If the downsample of a level is a whole number, OpenSlide returns the pixels of the tiles, and both must be equal. If it
+is not (8.00045 is common), level-0 coordinates are between the pixels of the level, and OpenSlide interpolates. Then
+the difference must be small, and smallest without a shift of the tiles.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from histopipe.system.files import Closing
 _SAMPLED_TILES = 8
 
 LARGEST_DIFFERENCE = 8.0
-"""Mean absolute difference, of 255, that interpolation may make. Half a pixel's shift of sharp H&E makes 4 to 6."""
+"""Largest mean absolute difference, of 255, by interpolation. A shift of sharp H&E by half a pixel gives 4 to 6."""
 
 LEAST_PSNR = 40.0
-"""Decibels by which scaled decoding must agree with decoding and averaging. JPEG at quality 90 costs 31 to 37."""
+"""Least PSNR of scaled decoding against decoding and averaging, in decibels. Compression at quality 90 has 31 to 37."""
 
 _SHIFTS = [(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)]
 
@@ -41,11 +41,14 @@ class TileCheck:
     def __str__(self) -> str:
         if self.difference == 0:
             return f"{self.tiles} tiles equal to OpenSlide's"
-        return f"approximate: {self.tiles} tiles differ from OpenSlide's, which interpolates here, by {self.difference:.2g}"
+        return (
+            f"approximate: OpenSlide interpolates this level; {self.tiles} tiles differ from it "
+            f"by {self.difference:.2g} of 255"
+        )
 
 
 class NativeLevels(Closing):
-    """Native tiles of the levels of an open slide, given all of its files. Each level is found and checked once."""
+    """Native tiles of the levels of an open slide, from all of its files. Each level is located and checked once."""
 
     def __init__(self, slide: Slide, files: tuple[Path, ...]) -> None:
         self._slide, self._files = slide, files
@@ -69,19 +72,19 @@ class NativeLevels(Closing):
         return known
 
     def close(self) -> None:
-        """Release files and decoded tiles."""
+        """Close the files and free the decoded tiles."""
         for known in self._known.values():
             if not isinstance(known, NotNative):
                 known[0].close()
 
 
 def find_native(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:
-    """Locate the native JPEG tiles of a level, given all files of the slide.
+    """Locate the native JPEG tiles of a level in the files of a slide.
 
     Raises:
-        NotNative: they cannot be used directly; the text gives the reason.
+        NotNative: they cannot be used directly; the text is the reason.
     """
-    # Late: a slide is either, and each import takes a tenth of a second.
+    # Late: a slide needs only one of the two modules, and each import takes 0.1 s.
     if info.vendor == "dicom":
         from histopipe.slides.tiles import dicom
 
@@ -102,12 +105,12 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
     compared = [pair for pair in pairs if pair is not None]
     if not compared:
         raise NotNative(
-            "none of its sampled tiles can be read" if places else "no tile lies wholly inside it"
+            "none of its sampled tiles can be read" if places else "no tile is completely inside it"
         )
     zero = float(np.mean([_difference(a, b) for a, b in compared]))
     if level.downsample.is_integer():
         if zero:
-            raise NotNative(f"its tiles differ from what OpenSlide shows, by {zero:.2g} of 255")
+            raise NotNative(f"its tiles differ from OpenSlide's pixels, by {zero:.2g} of 255")
         return TileCheck(len(compared), 0.0)
     shifted = {
         shift: np.mean([_difference(a[1:-1, 1:-1], _shift(b, *shift)) for a, b in compared])
@@ -116,14 +119,14 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
     best = min(shifted, key=shifted.__getitem__)
     if zero > LARGEST_DIFFERENCE or shifted[best] < shifted[0, 0]:
         raise NotNative(
-            f"its tiles differ from what OpenSlide shows, by {zero:.2g} of 255, "
+            f"its tiles differ from OpenSlide's pixels, by {zero:.2g} of 255, "
             f"least when shifted by {best}"
         )
     return TileCheck(len(compared), zero)
 
 
 def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
-    """Return how well scaled decoding of sampled tiles agrees with decoding and averaging, in decibels."""
+    """Return the PSNR, in decibels, of scaled decoding of sampled tiles against decoding and averaging."""
     squares = []
     for row, column in sampled(tiles.native):
         region = tiles.native.region(row, column)
@@ -139,7 +142,7 @@ def scaled_psnr(tiles: NativeTiles, reduction: int) -> float:
 
 
 def sampled(native: NativeLevel) -> list[tuple[int, int]]:
-    """Return rows and columns of whole tiles from all over the level, of the longer half, which show tissue."""
+    """Return rows and columns of complete tiles spread over the level, from the longer half, which show tissue."""
     rows, columns = native.size.height // native.tile.height, native.size.width // native.tile.width
     lengths = native.lengths[:rows, :columns]
     written = lengths[lengths > 0]
@@ -153,7 +156,7 @@ def sampled(native: NativeLevel) -> list[tuple[int, int]]:
 def _pair(
     slide: Slide, level: Level, tiles: NativeTiles, row: int, column: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
-    """Return a tile and OpenSlide's pixels of it; None if either cannot be read, which the ingest records."""
+    """Return the pixels of a tile and those of OpenSlide; None if either cannot be read, which the ingest records."""
     region = tiles.native.region(row, column)
     x, y = level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
     try:
@@ -165,10 +168,10 @@ def _pair(
 
 
 def _difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
-    return float(np.mean(np.maximum(a, b) - np.minimum(a, b)))  # unsigned: no wrapping, no widening
+    return float(np.mean(np.maximum(a, b) - np.minimum(a, b)))  # a - b would wrap around in uint8
 
 
 def _shift(pixels: NDArray[np.uint8], dx: int, dy: int) -> NDArray[np.uint8]:
-    """Return pixels without a margin of one, shifted by up to one."""
+    """Return pixels without a margin of one pixel, shifted by up to one pixel."""
     height, width = pixels.shape[:2]
     return pixels[1 + dy : height - 1 + dy, 1 + dx : width - 1 + dx]

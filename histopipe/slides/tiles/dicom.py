@@ -1,6 +1,6 @@
-"""DICOM files: values of their headers, and native JPEG tiles, which are the frames of one file of a slide.
+"""DICOM files: read values of their headers, and locate native JPEG tiles, which are the frames of one file of a slide.
 
-Headers may be damaged or hostile: pydicom trusts the lengths in them.
+Headers are untrusted input: they may be damaged, and pydicom does not check the lengths in them.
 
 Source:
     DICOM PS3.3 C.8.12 (whole-slide images) and PS3.5 A.4 (encapsulated frames).
@@ -29,9 +29,9 @@ from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
 _SIZE = ("TotalPixelMatrixColumns", "TotalPixelMatrixRows")
 _FRAMES = ("Columns", "Rows", "PhotometricInterpretation", "DimensionOrganizationType")
 _ELEMENT_HEADER = 12
-"""Bytes of tag, representation and length, in the explicit form that every compressed syntax has."""
+"""Bytes of tag, value representation and length, in the explicit form that every compressed transfer syntax uses."""
 _LONGEST_VALUE = 1 << 16
-"""Bytes of a value that is read. All values that are needed are shorter."""
+"""Most bytes of a value that is read. All values that are needed are shorter."""
 _ITEM_HEADER = struct.Struct("<HHI")
 _COLOURS: dict[str, Colour] = {
     "YBR_FULL_422": "ycbcr", "YBR_FULL": "ycbcr", "RGB": "rgb", "MONOCHROME2": "grey",
@@ -40,9 +40,9 @@ _COLOURS: dict[str, Colour] = {
 
 @contextmanager
 def pydicom_warnings() -> Iterator[list[str]]:
-    """Collect pydicom's warnings about damaged headers in place of printing them.
+    """Collect pydicom's warnings about damaged headers instead of printing them.
 
-    Yields the first line of each warning; the list is complete at the end of the block.
+    Yields a list of the first line of each warning, which is filled at the end of the block.
     """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -55,12 +55,12 @@ def pydicom_warnings() -> Iterator[list[str]]:
 
 
 def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
-    """Read some values of a file's header. An open file is left where its pixel data begins.
+    """Read some values of a file's header. An open file is then positioned at the start of its pixel data.
 
     pydicom warns about damaged values when they are read and when they are used: use `pydicom_warnings` around both.
 
     Raises:
-        ValueError: it is not a DICOM file, or damaged.
+        ValueError: the file is not a DICOM file, or is damaged.
     """
     try:
         return pydicom.dcmread(
@@ -84,14 +84,14 @@ def find_tiles(files: tuple[Path, ...], level: Level) -> NativeLevel:
     """Locate the native JPEG tiles of a level in the files of a series.
 
     Raises:
-        NotNative: they cannot be used directly; the text gives the reason.
+        NotNative: they cannot be used directly; the text is the reason.
     """
     try:
         with pydicom_warnings() as damage:
             found = [path for path in files if _shows(path, level.size)]
             if len(found) != 1:
                 raise NotNative(  # noqa: TRY301
-                    f"{len(found)} of its files are {level.size}, where one should be"
+                    f"{len(found)} of its files have images of {level.size}, expected 1"
                 )
             return with_frame(_native(found[0], level.size))
     except NotNative as error:
@@ -106,13 +106,13 @@ def _with_damage(reason: str, damage: list[str]) -> str:
 
 
 def _shows(path: Path, size: Size) -> bool:
-    """Return whether a file is the image of the slide that has this size."""
+    """Return whether a file contains the image of the slide with this size."""
     try:
         header = read_header(path, "ImageType", *_SIZE)
         width, height = (int(header.get(name, 0)) for name in _SIZE)
         kind = header.get("ImageType", [])
         return Size(width, height) == size and len(kind) > 2 and kind[2] == "VOLUME"
-    except Exception:  # noqa: BLE001 - pydicom looks at values only when they are asked for
+    except Exception:  # noqa: BLE001 - pydicom parses values only when they are used
         return False
 
 
@@ -125,7 +125,7 @@ def _native(path: Path, size: Size) -> NativeLevel:
     if colour is None:
         raise NotNative(f"its pixels are {header.PhotometricInterpretation}")
     if header.get("DimensionOrganizationType") != "TILED_FULL":
-        raise NotNative("its tiles lie in an order of their own (not TILED_FULL)")
+        raise NotNative("its tiles are not in row order (not TILED_FULL)")
     tile = Size(int(header.Columns), int(header.Rows))
     shape = -(-size.height // tile.height), -(-size.width // tile.width)
     offsets, lengths = _frames(path)
@@ -140,7 +140,7 @@ def _frames(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     with path.open("rb") as file:
         read_header(file)
         file.seek(_ELEMENT_HEADER, os.SEEK_CUR)
-        parse_basic_offsets(file)  # skipped: the table may be empty, so fragments are looked up
+        parse_basic_offsets(file)  # skip this table, which may be empty: read the fragments instead
         _, items = parse_fragments(file)
         lengths = []
         for item in items:

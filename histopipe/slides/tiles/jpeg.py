@@ -1,10 +1,10 @@
-"""Make plain JPEG files of native tiles without decoding them.
+"""Convert native tiles to plain JPEG files without decoding them.
 
-A tile in a slide is seldom a complete file. Its tables may be stored once for all tiles, and only the slide's header may say
-whether it is RGB or YCbCr.
+A tile in a slide is rarely a complete file. Its tables may be stored once for all tiles, and its colour space, RGB or
+YCbCr, may only be recorded in the slide's header.
 
 Source:
-    ITU-T T.81 (markers and segments); ITU-T T.872 (the Adobe segment that names the colour transform).
+    ITU-T T.81 (markers and segments); ITU-T T.872 (the Adobe segment with the colour transform).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ SOI, EOI = b"\xff\xd8", b"\xff\xd9"
 _SOS, _SOF, _DHT, _DQT, _DRI = 0xDA, (0xC0, 0xC1, 0xC2), 0xC4, 0xDB, 0xDD
 _KEPT = {_SOS, _DHT, _DQT, _DRI, *_SOF}
 """Segments that decoding needs. Comments and application segments (JFIF, Exif, profiles, Adobe) are left out: they may
-contradict the slide's header, and no property of a slide may be stored unasked."""
+contradict the slide's header, and may contain private data."""
 
 _ADOBE = {
     colour: b"\xff\xee\x00\x0eAdobe\x00\x64\x00\x00\x00\x00" + bytes([transform])
     for colour, transform in (("rgb", 0), ("ycbcr", 1))
 }
 _LONGEST_PADDING = 16
-"""Bytes that may follow the end marker: DICOM pads to even lengths, some TIFF writers to words."""
+"""Most bytes after the end marker: DICOM pads to even lengths, some TIFF writers to words."""
 
 
 class NotPlain(ValueError):
-    """A tile cannot be made a JPEG file; the text gives the reason."""
+    """A tile cannot be converted to a JPEG file; the text is what was found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Size, sampling and bits of a sample in a JPEG header.
+    """Size, sampling and bits per sample in a JPEG header.
 
-    `sampling` has the horizontal and vertical factor of each component: `((2, 2), (1, 1), (1, 1))` for 4:2:0.
+    `sampling` contains the horizontal and vertical factor of each component: `((2, 2), (1, 1), (1, 1))` for 4:2:0.
     """
 
     size: Size
@@ -53,24 +53,24 @@ class Frame:
 
 
 class TileFormat:
-    """Makes plain files of the tiles of an image.
+    """Converts the tiles of an image to plain JPEG files.
 
-    `tables` are those that all tiles share, as in TIFF's `JPEGTables`; empty if each tile has its own. `colour` is from the
-    slide's header. If `frame` is given, tiles with another one are refused.
+    `tables` are those that all tiles share, as in TIFF's `JPEGTables`; empty if each tile contains its tables. `colour`
+    is from the slide's header. If `frame` is given, tiles with another frame are refused.
     """
 
     def __init__(self, tables: bytes, colour: Colour, frame: Frame | None = None) -> None:
         kept = (tables[s:e] for marker, s, e in _segments(tables) if marker in _KEPT)
         self._begin = SOI + _ADOBE.get(colour, b"") + b"".join(kept)
         self._frame = frame
-        # Most tiles of an image begin with the same bytes, which are then parsed only once.
+        # Most tiles of an image begin with the same bytes, so these are parsed only once.
         self._known: tuple[bytes, bytes] | None = None
 
     def plain(self, tile: bytes) -> bytes:
-        """Return a tile as a file; its compressed data is unchanged.
+        """Return a tile as a JPEG file; its compressed data is unchanged.
 
         Raises:
-            NotPlain: it is cut short, no JPEG, or not like the others.
+            NotPlain: the tile is truncated, not a JPEG, or has another frame than `frame`.
         """
         end = _end(tile)
         if self._known is None or not tile.startswith(self._known[0]):
@@ -79,10 +79,10 @@ class TileFormat:
         return b"".join((header, memoryview(tile)[len(raw) : end]))
 
     def _header(self, tile: bytes) -> tuple[bytes, bytes]:
-        """Return the tile's bytes before the compressed data, and those that replace them."""
+        """Return the bytes of a tile before the compressed data, and the bytes that replace them."""
         if tile[:2] != SOI:
             raise NotPlain(
-                f"begins with {tile[:2].hex(' ') or 'nothing'}, not with a JPEG's marker"
+                f"{tile[:2].hex(' ') or 'no bytes'} at its start, not the JPEG start marker"
             )
         kept, stop = [], 0
         for marker, start, stop in _segments(tile):
@@ -91,11 +91,11 @@ class TileFormat:
         header = self._begin + b"".join(kept)
         found = frame_of(header)
         if self._frame is not None and found != self._frame:
-            raise NotPlain(f"is {found}, the others {self._frame}")
+            raise NotPlain(f"{found}, the other tiles are {self._frame}")
         markers = {marker for marker, _, _ in _segments(header)}
         for marker, name in ((_DQT, "quantisation"), (_DHT, "Huffman")):
             if marker not in markers:
-                raise NotPlain(f"has no {name} tables, and the image has none for it")
+                raise NotPlain(f"no {name} tables, neither in the tile nor shared")
         return tile[:stop], header
 
 
@@ -103,7 +103,7 @@ def frame_of(jpeg: bytes) -> Frame:
     """Return the frame of a JPEG header.
 
     Raises:
-        NotPlain: there is none, or it is of a kind that few decoders read.
+        NotPlain: there is no frame, or it has a type that few decoders support.
     """
     for marker, start, stop in _segments(jpeg):
         if marker in _SOF:
@@ -112,19 +112,19 @@ def frame_of(jpeg: bytes) -> Frame:
             factors = body[7 : 6 + 3 * body[5] : 3]
             sampling = tuple((factor >> 4, factor & 15) for factor in factors)
             return Frame(Size(width, height), sampling, body[0])
-    raise NotPlain("has no baseline or progressive frame")
+    raise NotPlain("no baseline or progressive frame")
 
 
 def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield marker, start and end of each segment before the compressed data.
 
     Raises:
-        NotPlain: the header is cut short, or lacks a marker where one should be.
+        NotPlain: the header is truncated, or a marker is missing.
     """
     place = 2
     while place + 4 <= len(jpeg):
         if jpeg[place] != 0xFF:
-            raise NotPlain(f"has {jpeg[place]:02x} where a marker should be, at byte {place}")
+            raise NotPlain(f"{jpeg[place]:02x} where a marker should be, at byte {place}")
         if jpeg[place + 1] == 0xFF:
             place += 1  # fill bytes may precede a marker
             continue
@@ -133,17 +133,17 @@ def _segments(jpeg: bytes) -> Iterator[tuple[int, int, int]]:
             return
         place += 2 + int.from_bytes(jpeg[place + 2 : place + 4])
         if place > len(jpeg):
-            raise NotPlain("ends within its header")
+            raise NotPlain("a truncated header")
         yield marker, start, place
         if marker == _SOS:
             return
 
 
 def _end(tile: bytes) -> int:
-    """Return the end of the end marker."""
+    """Return the position after the end marker."""
     if tile.endswith(EOI):
         return len(tile)
     place = tile.rfind(EOI, max(0, len(tile) - _LONGEST_PADDING))
     if place < 0 or tile[place + 2 :].strip(b"\0\xff"):
-        raise NotPlain("has no end marker: it is cut short")
+        raise NotPlain("no end marker: it is truncated")
     return place + 2

@@ -1,6 +1,6 @@
-"""Native JPEG tiles of a level: their places in the file, as plain JPEG files, and as pixels.
+"""Native JPEG tiles of a level: their positions in the file, and reading them as plain JPEG files or as pixels.
 
-They bypass OpenSlide, which remains the reference: `check` compares both, and tiles that differ are not used.
+Native tiles bypass OpenSlide, which remains the reference: `check` compares both, and tiles that differ are not used.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from histopipe.slides.tiles.jpeg import Colour, Frame, NotPlain, TileFormat, fra
 from histopipe.system.files import Closing
 
 _DECODED_BYTES = 48 << 20
-"""Bytes of tiles kept decoded, for the patches that share them."""
+"""Bytes of decoded tiles that are cached for the patches that share them."""
 _LARGEST_TILE, _LONGEST_TILE = 1 << 26, 1 << 28
-"""Pixels and bytes: a damaged header may claim more, which must not be read into memory."""
+"""Most pixels and bytes of a tile. A damaged header may claim more, which must not be read into memory."""
 
 T = TypeVar("T", int, NDArray[np.int64])
 
 
 class NotNative(ValueError):
-    """Tiles of a level cannot be used directly; the text gives the reason."""
+    """Tiles of a level cannot be used directly; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeLevel:
     """The tiles of one level, row by row from the top left.
 
-    `x_level` and `y_level` are the corner of the first tile, `size` is that of the image that the tiles form. Tiles at the
-    right and lower edge reach beyond it. `colour` is from the slide's header. `tables` are JPEG tables that all tiles share;
-    empty if each has its own. `offsets` and `lengths` are (rows, columns) int64 bytes in the file; the length is 0 for a
-    tile that was never written. `frame` is the JPEG header that all tiles must have.
+    `x_level` and `y_level` are the corner of the first tile. `size` is that of the image that the tiles form; tiles at
+    the right and lower edge extend beyond it. `colour` is from the slide's header. `tables` are JPEG tables that all
+    tiles share; empty if each contains its tables. `offsets` and `lengths` are (rows, columns) int64 bytes in the file;
+    the length is 0 for a tile that was never written. `frame` is the JPEG frame that all tiles must have.
     """
 
     path: Path
@@ -58,11 +58,11 @@ class NativeLevel:
     frame: Frame | None = None
 
     def tile_at(self, x: T, y: T) -> tuple[T, T]:
-        """Return row and column of the tile that shows a pixel of the level, given as numbers or arrays."""
+        """Return row and column of the tile that contains a pixel of the level; `x` and `y` are numbers or arrays."""
         return (y - self.y_level) // self.tile.height, (x - self.x_level) // self.tile.width
 
     def region(self, row: int, column: int) -> RegionLevel:
-        """Return the region of the level that a tile shows."""
+        """Return the region of the level that a tile covers."""
         x, y = column * self.tile.width, row * self.tile.height
         width = min(self.tile.width, self.size.width - x)
         height = min(self.tile.height, self.size.height - y)
@@ -90,7 +90,7 @@ class NativeTiles(Closing):
         """Return a tile as a plain JPEG file with its original compressed data; None if it was never written.
 
         Raises:
-            SlideUnreadable: it is damaged, or not like the others.
+            SlideUnreadable: the tile is damaged, or has another frame than the other tiles.
         """
         native = self.native
         length, offset = int(native.lengths[row, column]), int(native.offsets[row, column])
@@ -102,19 +102,19 @@ class NativeTiles(Closing):
                 return self._format.plain(data)
         except (NotPlain, OSError) as error:
             raise self.unreadable(row, column, str(error)) from error
-        raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is cut short")
+        raise self.unreadable(row, column, f"{len(data)} of {length} bytes: the file is truncated")
 
     def pixels(self, region: RegionLevel, reduction: int = 1) -> NDArray[np.uint8] | None:
         """Return a region of the image as a new (H / reduction, W / reduction, 3) uint8 RGB array.
 
-        `reduction` is 1, 2, 4 or 8, and must divide the tiles and the region; tiles are decoded by scaled DCT. Returns None if
-        part of the region was never written.
+        `reduction` is 1, 2, 4 or 8, and must divide the tiles and the region; tiles are decoded by scaled DCT. Return
+        None if part of the region was never written.
 
         Raises:
-            SlideUnreadable: a tile of it is damaged.
+            SlideUnreadable: a tile in the region is damaged.
         """
         if reduction not in self._decoded:
-            # One scale at a time. A weak reference, as otherwise this object and its decoded tiles keep each other alive.
+            # Only one scale is cached. The weak reference avoids a reference cycle of this object and its cache.
             count = _DECODED_BYTES * reduction**2 // (self.native.tile.area * 3)
             decode = functools.partial(_decode, weakref.proxy(self), reduction)
             self._decoded = {reduction: functools.lru_cache(maxsize=max(4, count))(decode)}
@@ -128,7 +128,7 @@ class NativeTiles(Closing):
                 part = decoded(row, column)
                 if part is None:
                     return None
-                # Corner of the tile, and the part of it within the region, in pixels of the image.
+                # Corner of the tile, and its part inside the region, in pixels of the image.
                 x, y = column * tile.width, row * tile.height
                 x0, x1 = max(left, x), min(right, x + tile.width)
                 y0, y1 = max(top, y), min(bottom, y + tile.height)
@@ -138,7 +138,7 @@ class NativeTiles(Closing):
         return out
 
     def close(self) -> None:
-        """Release the file and the decoded tiles."""
+        """Close the file and free the decoded tiles."""
         self._decoded = {}
         if self._file >= 0:
             os.close(self._file)
@@ -149,10 +149,8 @@ class NativeTiles(Closing):
 
     def unreadable(self, row: int, column: int, why: str) -> SlideUnreadable:
         """Return the error for a tile."""
-        return SlideUnreadable(
-            f"{self.native.path}: the tile in row {row}, column {column} of the {self.native.size} image",
-            found=why,
-        )
+        place = f"row {row}, column {column} of the {self.native.size} image"
+        return SlideUnreadable(f"{self.native.path}: the tile in {place} cannot be read", found=why)
 
 
 def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArray[np.uint8] | None:
@@ -161,7 +159,7 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
         return None
     tile = tiles.native.tile
     try:
-        # simplejpeg decodes at a reduced scale only if it is given the size.
+        # simplejpeg decodes at a reduced scale only if the size is given.
         height, width = tile.height // reduction, tile.width // reduction
         pixels = simplejpeg.decode_jpeg(
             data, colorspace="RGB", min_height=height, min_width=width, min_factor=reduction
@@ -174,15 +172,15 @@ def _decode(tiles: NativeTiles, reduction: int, row: int, column: int) -> NDArra
 def with_frame(native: NativeLevel) -> NativeLevel:
     """Return the level with the frame of its longest tile, which all used tiles must have.
 
-    The slide's header is not reliable: that of CMU-1-Small-Region says 4:2:0, and its tiles are 4:4:4.
+    The slide's header is not reliable: that of CMU-1-Small-Region has 4:2:0, but its tiles are 4:4:4.
 
     Raises:
-        NotNative: that tile cannot be used.
+        NotNative: the longest tile cannot be used.
     """
     place = np.unravel_index(int(native.lengths.argmax()), native.lengths.shape)
     length = int(native.lengths[place])
     if native.tile.area > _LARGEST_TILE or length > _LONGEST_TILE:
-        raise NotNative(f"its tiles are {native.tile}, the longest of {length} bytes")
+        raise NotNative(f"its tiles are too large: {native.tile} pixels, up to {length} bytes")
     try:
         with NativeTiles(native) as tiles:
             longest = tiles.jpeg(int(place[0]), int(place[1]))
@@ -190,12 +188,14 @@ def with_frame(native: NativeLevel) -> NativeLevel:
     except SlideUnreadable as error:
         raise NotNative(str(error)) from error
     except NotPlain as error:
-        raise NotNative(f"its longest tile {error}") from error
+        raise NotNative(f"its longest tile has {error}") from error
     if frame.size != native.tile or frame.bits != 8 or len(frame.sampling) not in (1, 3):
-        raise NotNative(f"its longest tile is {frame}, the header says {native.tile}")
+        raise NotNative(
+            f"its longest tile is {frame}, expected {native.tile} of 8 bits with 1 or 3 components"
+        )
     return dataclasses.replace(native, frame=frame)
 
 
 def reduction_of(native: NativeLevel, factor: int) -> int:
-    """Return the largest reduction of 8, 4, 2 and 1 that divides a factor and the tiles."""
+    """Return the largest of the reductions 8, 4, 2 and 1 that divides a factor and the tile size."""
     return math.gcd(8, factor, native.tile.width, native.tile.height)

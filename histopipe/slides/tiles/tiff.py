@@ -18,18 +18,18 @@ from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
 
 _JPEG = 7
 _COMPRESSIONS = {
-    6: "old-style JPEG (TIFF compression 6), which keeps its tables apart",
+    6: "old-style JPEG (TIFF compression 6), which stores its tables separately",
     **dict.fromkeys((33003, 33005, 34712), "JPEG 2000"),
 }
 _COLOURS: dict[int, Colour] = {1: "grey", 2: "rgb", 6: "ycbcr"}
-"""By photometric interpretation, which OpenSlide uses, too."""
+"""Colour by photometric interpretation, which OpenSlide also uses."""
 
 
 def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> NativeLevel:
     """Locate the native JPEG tiles of a level in the file of a slide.
 
     Raises:
-        NotNative: they cannot be used directly; the text gives the reason.
+        NotNative: they cannot be used directly; the text is the reason.
     """
     path = files[0]
     try:
@@ -43,11 +43,11 @@ def find_tiles(files: tuple[Path, ...], info: SlideInfo, level: Level) -> Native
         raise
     except Exception as error:
         raise NotNative(f"its tiles cannot be found: {error}") from error
-    raise NotNative(f"no image of its file is tiled and {level.size} alone")
+    raise NotNative(f"its file does not contain exactly one tiled image of {level.size}")
 
 
 def _places(info: SlideInfo, level: Level) -> list[tuple[int, int, Size]]:
-    """Return x, y and size of an image of the level: all of it, or only the scanned part."""
+    """Return x, y and size of possible images of the level: all of it, or only the scanned part."""
     places = [(0, 0, level.size)]
     x, y = (v / level.downsample for v in (info.bounds.origin.x, info.bounds.origin.y))
     if (x, y) != (0, 0) and max(abs(x - round(x)), abs(y - round(y))) < 1e-3:
@@ -69,7 +69,7 @@ def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
             f"its pixels are {page.samplesperpixel}×{page.bitspersample} bits, {page.photometric}"
         )
     if page.planarconfig != 1 and page.samplesperpixel > 1:
-        raise NotNative("its colours lie in separate planes")
+        raise NotNative("its colours are in separate planes")
     shape = -(-page.imagelength // page.tilelength), -(-page.imagewidth // page.tilewidth)
     if len(page.dataoffsets) != shape[0] * shape[1]:
         raise NotNative(f"it has {len(page.dataoffsets)} tiles, not {shape[0]} by {shape[1]}")
