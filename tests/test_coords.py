@@ -90,7 +90,7 @@ def test_the_rest_is_an_ingest_like_any_other(made: Path, tmp_path: Path, run: R
     assert first.returncode == 0, first.stderr
     told = json.loads(first.stdout)
     assert [slide["patches"] for slide in told["slides"]] == [2, 2, 2, 0]
-    assert "8 slides have no coordinates: left out" in first.stderr
+    assert "8 slides have no coordinates: skipped" in first.stderr
     again = json.loads(run("import-coords", "co", made, "--json").stdout)
     assert {slide["status"] for slide in again["slides"]} == {"skipped"}
     write_coords(tmp_path / "co" / f"{slides[0].stem}_patches.h5", [(256, 0)], **TRIDENT)
@@ -106,15 +106,15 @@ def test_the_rest_is_an_ingest_like_any_other(made: Path, tmp_path: Path, run: R
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"nobody": ([(0, 0)], TRIDENT)}, "coordinates of slides that are not there: found nobody.h5"),
-        ({"slide-000": ([(0, 0)], {"patch_size": 128})}, "the attributes of its coordinates: found patch_size"),
+        ({"nobody": ([(0, 0)], TRIDENT)}, "coordinate files match no slide: found nobody.h5"),
+        ({"slide-000": ([(0, 0)], {"patch_size": 128})}, "attributes of the dataset 'coords': found patch_size"),
         ({"slide-000": ([(0, 0)], {"patch_size": 128, "patch_level": 0, "custom_downsample": 2})}, "custom_downsample"),
-        ({"slide-000": ([(0, 0)], TRIDENT), "slide-000_patches": ([(0, 0)], TRIDENT)}, "two files of coordinates"),
+        ({"slide-000": ([(0, 0)], TRIDENT), "slide-000_patches": ([(0, 0)], TRIDENT)}, "two coordinate files"),
         (
             {"slide-000": ([(0, 0)], TRIDENT), "slide-001": ([(0, 0)], TRIDENT | {"patch_size": 64})},
-            "coordinates of several kinds",
+            "coordinates with several sizes or scales",
         ),
-        ({}, "holds no coordinates"),
+        ({}, "has no coordinate files"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_told(
@@ -138,7 +138,7 @@ def test_coordinates_of_another_slide_cost_that_slide(made: Path, tmp_path: Path
     assert done.returncode == 3, done.stderr
     assert "are outside the slide: found [90000, 0]" in done.stderr
     invented = run("import-coords", "fine", made, "--out", "f.lmdb")
-    assert "pixels are never invented" in invented.stderr
+    assert "patches are never upsampled" in invented.stderr
     not_h5 = tmp_path / "text" / "slide-000.h5"
     not_h5.parent.mkdir()
     not_h5.write_text("hello")
