@@ -167,7 +167,8 @@ def _move(store: Path, target: Path) -> None:
     except OSError as error:
         if is_full_disk(error):
             raise MachineShort(
-                f"the disk of {target.parent} is full", todo="free disk space, then run the same command again"
+                f"the disk that holds {target.parent} is full",
+                todo="free disk space, then run the same command again",
             ) from error  # fmt: skip
         raise UsageError(
             f"{target} cannot be written from {socket.gethostname()}", found=error.strerror,
