@@ -62,14 +62,14 @@ def export(
     Args:
         stores: one or several stores. Patches can be exported from one store only.
         out: file of the index, or folder of the patches. Files that already exist in the folder are kept.
-        to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar files of
-            `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
+        to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar
+            files of `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
         index: format of the index: "csv" or "parquet".
         shard_patches: number of patches per tar file.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
-        What was written.
+        The files and the number of patches written.
 
     Raises:
         UsageError: both or neither of `to` and `index` are given, or `out` has other content.

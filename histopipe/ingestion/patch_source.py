@@ -132,8 +132,8 @@ class PatchSource(Closing):
     def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
         """Yield neighbours along a row, which can be read together.
 
-        Patches are joined only if the level's pixels are at whole pixels of level 0. Otherwise OpenSlide interpolates
-        from the corner of the region, and a patch's pixels would depend on its neighbours.
+        Patches are joined only if the level's pixels coincide with whole pixels of level 0. Otherwise OpenSlide
+        interpolates from the corner of the region, and a patch's pixels would depend on its neighbours.
         """
         run: list[PatchPlace] = []
         for place in chunk.places():

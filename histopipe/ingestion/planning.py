@@ -110,8 +110,8 @@ def plan_slide(
                 plan, pictures = _planned(slide, info, mpp, spec, thumbnail)
                 plan = _within(plan, regions, spec)
                 imported = slide.coords is not None
-                asked = "openslide" if imported and sticks_out(plan, info) else options.route
-                route = choose_route(slide.id, plan, spec, asked, levels)
+                wanted = "openslide" if imported and sticks_out(plan, info) else options.route
+                route = choose_route(slide.id, plan, spec, wanted, levels)
         recipe = PatchRecipe(file.path, plan.choice, route, spec)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)

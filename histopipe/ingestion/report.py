@@ -37,7 +37,7 @@ class SlideOutcome:
     """Result of one slide.
 
     Attributes:
-        patches, unreadable: number of patches stored, and lost to damage.
+        patches, unreadable: number of stored patches, and of unreadable patches.
         stored_bytes: bytes of the stored patches.
         route, route_reason: route of the patches, and the reason for it; None if the slide failed.
         seconds: wall time from the start of planning; 0 if it was not planned.

@@ -33,14 +33,14 @@ class RouteChoice:
 
 
 def choose_route(
-    name: str, plan: TilingPlan, spec: TilingSpec, asked: AskedRoute, levels: NativeLevels
+    name: str, plan: TilingPlan, spec: TilingSpec, requested: AskedRoute, levels: NativeLevels
 ) -> RouteChoice:
     """Choose the fastest route that yields the same pixels as OpenSlide, or the route that the user requested.
 
     Raises:
         RouteUnfit: the requested route cannot be used.
     """
-    if asked == "openslide":
+    if requested == "openslide":
         return RouteChoice("openslide", "requested")
     try:
         tiles, check = levels.get(plan.choice.level)
@@ -48,22 +48,22 @@ def choose_route(
         if max(native.tile.width, native.tile.height) > _LARGEST_TILE:
             raise NotNative(f"its tiles are {native.tile}, too large to decode for a few patches")  # noqa: TRY301
     except NotNative as error:
-        if asked == "auto":
+        if requested == "auto":
             return RouteChoice("openslide", str(error))
-        raise _unfit(name, asked, str(error)) from error
+        raise _unfit(name, requested, str(error)) from error
     obstacle = _not_copied(plan, spec, native)
-    if obstacle is None and asked != "decode":
+    if obstacle is None and requested != "decode":
         return RouteChoice("copy", f"patches are native tiles; {check}", native)
-    if obstacle is not None and asked == "copy":
-        raise _unfit(name, asked, obstacle)
+    if obstacle is not None and requested == "copy":
+        raise _unfit(name, requested, obstacle)
     reduction, scaling = _scaling(plan, spec, tiles)
     reason = "; ".join(filter(None, [obstacle or "requested", scaling, str(check)]))
     return RouteChoice("decode", reason, native, reduction)
 
 
-def _unfit(name: str, asked: str, why: str) -> RouteUnfit:
+def _unfit(name: str, requested: str, why: str) -> RouteUnfit:
     return RouteUnfit(
-        f"{name} cannot use --route {asked}", found=why, todo="use --route auto for such slides"
+        f"{name} cannot use --route {requested}", found=why, todo="use --route auto for such slides"
     )
 
 
