@@ -144,4 +144,4 @@ def test_coordinates_of_another_slide_cost_that_slide(made: Path, tmp_path: Path
     not_h5.write_text("hello")
     refused = run("import-coords", "text", made, "--out", "t.lmdb")
     assert refused.returncode == 2
-    assert "holds no coordinates" in refused.stderr
+    assert "has no coordinates" in refused.stderr
