@@ -1,6 +1,6 @@
-"""Commands run in the test's own process, with their workers' tasks: no interpreter is started.
+"""Run commands and their workers' tasks in the process of the test, without starting an interpreter.
 
-Tests of what a command does use this. Tests of kills, crashes and signals start the command as a user does.
+Tests of kills, crashes and signals start the command in a new process instead.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class InlineWorkers(Executor):
 def in_process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Run:
-    """Return a function that runs `histopipe ARGUMENTS` in a folder and in this process, with tasks in this process."""
+    """Return a function that runs `histopipe ARGUMENTS` in a folder, with all tasks in this process."""
     for name in WITH_POOLS:
         monkeypatch.setattr(importlib.import_module(name), "WorkerPool", InlineWorkers)
     monkeypatch.chdir(folder)

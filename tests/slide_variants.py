@@ -1,4 +1,4 @@
-"""Slides in every variant of JPEG that scanners write, small enough to compare every pixel."""
+"""Write small slides in every JPEG variant that scanners write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to put tiles into a TIFF. `edit` has the last word on the compressed tiles."""
+    """One way to write tiles into a TIFF file. `edit` changes the compressed tiles before they are written."""
 
     colour: str = "ycbcr"
     mode: str = "RGB"
@@ -31,21 +31,21 @@ class Variant:
 
 
 def strip_application_segments(tiles: list[bytes]) -> list[bytes]:
-    """Without JFIF and Adobe segments, as Aperio writes its tiles."""
+    """Return tiles without JFIF and Adobe segments, as Aperio writes them."""
     out = []
     for tile in tiles:
-        place, kept = 2, [tile[:2]]
-        while tile[place + 1] != 0xDA:
-            end = place + 2 + int.from_bytes(tile[place + 2 : place + 4])
-            if not 0xE0 <= tile[place + 1] <= 0xEF:
-                kept.append(tile[place:end])
-            place = end
-        out.append(b"".join([*kept, tile[place:]]))
+        start, kept = 2, [tile[:2]]
+        while tile[start + 1] != 0xDA:
+            end = start + 2 + int.from_bytes(tile[start + 2 : start + 4])
+            if not 0xE0 <= tile[start + 1] <= 0xEF:
+                kept.append(tile[start:end])
+            start = end
+        out.append(b"".join([*kept, tile[start:]]))
     return out
 
 
 def with_jfif(tiles: list[bytes]) -> list[bytes]:
-    """With a JFIF segment in front, which says YCbCr to every decoder that sees it."""
+    """Return tiles with a JFIF segment at the start, which declares YCbCr colours."""
     jfif = b"\xff\xe0\x00\x10JFIF\x00\x01\x01\x00\x00\x01\x00\x01\x00\x00"
     return [tile[:2] + jfif + tile[2:] for tile in tiles]
 
@@ -68,11 +68,11 @@ COPIED = {
     ),
     "rgb, called YCbCr by JFIF": Variant("rgb", save={"keep_rgb": True}, edit=with_jfif),
 }
-"""What must be copied, and shown by every decoder as by OpenSlide."""
+"""Variants whose tiles must be copied, with the same pixels in every decoder as in OpenSlide."""
 
 
 def picture(size: Size, seed: int = 0) -> Pixels:
-    """Coloured clouds with some noise."""
+    """Return coloured clouds with some noise."""
     rng = np.random.default_rng(seed)
     coarse = rng.integers(0, 256, (size.height // 24 + 2, size.width // 24 + 2, 3), np.uint8)
     clouds = Image.fromarray(coarse).resize((size.width, size.height), Image.Resampling.BICUBIC)
@@ -81,14 +81,14 @@ def picture(size: Size, seed: int = 0) -> Pixels:
 
 
 def aperio(size: Size, mpp: float = 0.5) -> str:
-    """The description that makes OpenSlide take a TIFF for an Aperio slide."""
+    """Return the description with which OpenSlide reads a TIFF file as an Aperio slide."""
     return (
         f"Aperio Image Library v11.2.1 \r\n{size.width}x{size.height} JPEG/RGB Q=80|MPP = {mpp:.5g}"
     )
 
 
 def leica(size: Size, tile: Size, origin: tuple[int, int], mpp: float) -> str:
-    """The description that makes OpenSlide take a TIFF for a Leica slide, lying somewhere on a larger area."""
+    """Return the description with which OpenSlide reads a TIFF file as a Leica slide, at an origin in a larger area."""
     whole = (origin[0] + size.width + 100, origin[1] + size.height + 100)
     return leica_description(
         [size], SlideSettings(mpp=mpp, tile=tile.width, bounds=(*origin, *whole))
@@ -103,9 +103,9 @@ def write_slide(
     mpp: float = 0.5,
     origin: tuple[int, int] = (0, 0),
 ) -> Path:
-    """A slide of these levels: Aperio if its suffix is .svs, Leica if .scn, else a generic TIFF.
+    """Write a slide with the given levels: Aperio if its suffix is .svs, Leica if .scn, else a generic TIFF.
 
-    Only Leica's slides have an origin other than 0.
+    Only Leica slides can have an origin other than 0.
     """
     variant = variant or Variant()
     tables = _file(levels[0][:16, :16], variant, streamtype=1) if variant.shared_tables else b""

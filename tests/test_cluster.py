@@ -1,4 +1,4 @@
-"""Ingesting by a cluster: a real scheduler and three workers on loopback, some of which are lost."""
+"""Ingest on a cluster: a real scheduler and three workers on this machine, some of which are killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENVIRONMENT = {
 
 
 class Machines:
-    """A scheduler and workers, each a process group of its own."""
+    """A scheduler and workers, each in a separate process group."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,14 +43,14 @@ class Machines:
         self.workers = [self._start_worker(number) for number in range(3)]
 
     def restart(self) -> None:
-        """Everything anew, on the same disks."""
+        """Restart all processes, on the same disks."""
         self.close()
         self.scheduler = self._start_scheduler()
         self.workers = [self._start_worker(number) for number in range(3)]
 
     def close(self) -> None:
         for process in (*self.workers, self.scheduler):
-            with_group(process, signal.SIGKILL)
+            signal_group(process, signal.SIGKILL)
             process.wait()
 
     def _start_scheduler(self) -> subprocess.Popen[bytes]:
@@ -77,7 +77,7 @@ class Machines:
     def _start_worker(self, number: int) -> subprocess.Popen[bytes]:
         words = ["worker", self.address, "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1"]
         if number:
-            words.append("--no-nanny")  # one process in place of two
+            words.append("--no-nanny")  # one process instead of two
         return self._start([*words, "--local-directory", str(self.folder / f"dask-{number}")])
 
     def _start(self, words: list[str]) -> subprocess.Popen[bytes]:
@@ -87,22 +87,22 @@ class Machines:
             )
 
 
-def with_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     if process.poll() is None:
         os.killpg(process.pid, number)
 
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    made = Machines(tmp_path)
-    yield made
-    made.close()
+    machines = Machines(tmp_path)
+    yield machines
+    machines.close()
 
 
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cluster") / "slides"
-    make_slides(folder, "--count", "2", "--size", "2048x2048")  # painting takes long
+    make_slides(folder, "--count", "2", "--size", "2048x2048")  # drawing slides is slow
     for number in range(2, SLIDES):
         shutil.copy(folder / f"slide-00{number % 2}.svs", folder / f"slide-00{number}.svs")
     rows = [
@@ -114,7 +114,7 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(slides: Path) -> Path:
-    """The same slides ingested by one machine."""
+    """A store of the same slides, ingested without a cluster."""
     store = slides.with_name("local.lmdb")
     subprocess.run(
         [*COMMAND, "ingest", str(slides), "--out", str(store), *FLAGS],
@@ -130,12 +130,12 @@ from histopipe.ingestion.cluster import dask_cluster
 dask_cluster._SECONDS = 10.0
 main()
 """
-"""The command, which takes a scheduler for lost after 10 seconds, and not after 30."""
+"""The command with a time limit of 10 instead of 30 seconds for a lost scheduler."""
 
 
 @pytest.fixture
 def ingest(machines: Machines, slides: Path, tmp_path: Path) -> Ingest:
-    """Begins an ingest by the cluster, into `parts`."""
+    """Starts an ingest on the cluster into `parts`."""
 
     def begin() -> subprocess.Popen[str]:
         words = ["ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", machines.address]
@@ -148,22 +148,22 @@ def ingest(machines: Machines, slides: Path, tmp_path: Path) -> Ingest:
 
 
 def ended(process: subprocess.Popen[str], code: int = 0) -> tuple[str, str]:
-    told = process.communicate(timeout=240)
-    assert process.returncode == code, told
-    return told
+    output = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
 
 
 def check_all(parts: Path, local: Path, run: Run) -> None:
-    """Every slide is there once, as one machine ingests it, and no part is damaged."""
+    """Check that every slide is in one part, equal to the local ingest, and that no part is damaged."""
     catalog = read_catalog(parts)
     assert catalog is not None and len(catalog.slides) == SLIDES
     expected = contents(local)
     found: dict[str, object] = {}
     for part in catalog.parts:
         assert verify(part).findings == []
-        held = contents(part)
-        assert not found.keys() & held.keys()
-        found |= held
+        slides = contents(part)
+        assert not found.keys() & slides.keys()
+        found |= slides
     assert found == expected
     merged = parts.with_name("merged.lmdb")
     done = run("merge", parts, "--out", merged)
@@ -172,25 +172,25 @@ def check_all(parts: Path, local: Path, run: Run) -> None:
     shutil.rmtree(merged)
 
 
-def wait_for(is_so: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + 120
-    while not is_so():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.02)
 
 
 def begun(scratch: Path, count: int) -> bool:
-    """Whether so many workers have begun parts of some size."""
+    """Return whether at least `count` workers have started parts of some size."""
     files = scratch.glob("*/part-*/*.lmdb/data.mdb")
     return sum(file.stat().st_size > 300_000 for file in files) >= count
 
 
-def test_a_cluster_ingests_what_one_machine_does(
+def test_cluster_ingest_equals_local_ingest(
     ingest: Ingest, local: Path, tmp_path: Path, slides: Path, run: Run
 ) -> None:
-    out, said = ended(ingest())
+    out, stderr = ended(ingest())
     assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     check_all(tmp_path / "parts", local, run)
     assert {path.name for path in (tmp_path / "parts").iterdir()} >= {
         CATALOG,
@@ -205,7 +205,7 @@ def test_a_cluster_ingests_what_one_machine_does(
     store = histopipe.open_store(tmp_path / "parts")
     assert len(store.slides) == SLIDES
     store.close()
-    # Labels that are others now are changed in the parts; no slide is ingested again.
+    # New labels are written into the parts. No slide is ingested again.
     (tmp_path / "labels.csv").write_text(
         "slide,label\n" + "".join(f"slide-00{n},x\n" for n in range(SLIDES))
     )
@@ -216,41 +216,41 @@ def test_a_cluster_ingests_what_one_machine_does(
     assert {record.label for record in recorded(tmp_path / "parts").values()} == {"x"}
 
 
-def test_a_worker_that_is_killed_costs_nothing_but_time(
+def test_killed_worker_loses_no_slides(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
 ) -> None:
     process = ingest()
     wait_for(lambda: begun(tmp_path / "scratch", 2))
-    with_group(machines.workers[0], signal.SIGKILL)
+    signal_group(machines.workers[0], signal.SIGKILL)
     out, _ = ended(process)
     assert {slide["status"] for slide in json.loads(out)["slides"]} == {"complete"}
     check_all(tmp_path / "parts", local, run)
 
 
-def test_a_worker_that_is_paused_is_not_counted_twice(
+def test_paused_worker_adds_no_duplicates(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
 ) -> None:
     process = ingest()
     wait_for(lambda: begun(tmp_path / "scratch", 2))
-    with_group(machines.workers[1], signal.SIGSTOP)
+    signal_group(machines.workers[1], signal.SIGSTOP)
     ended(process)
     check_all(tmp_path / "parts", local, run)
-    with_group(machines.workers[1], signal.SIGCONT)
+    signal_group(machines.workers[1], signal.SIGCONT)
     time.sleep(3)
     out, _ = ended(ingest())
     assert {slide["status"] for slide in json.loads(out)["slides"]} == {"skipped"}
     check_all(tmp_path / "parts", local, run)
 
 
-def test_a_scheduler_that_is_lost(
+def test_lost_scheduler(
     ingest: Ingest, machines: Machines, local: Path, tmp_path: Path, run: Run
 ) -> None:
     process = ingest()
     wait_for(lambda: begun(tmp_path / "scratch", 3))
-    with_group(machines.scheduler, signal.SIGKILL)
-    _, said = ended(process, 6)
-    assert f"the scheduler at {machines.address} is lost" in said
-    assert "Traceback" not in said
+    signal_group(machines.scheduler, signal.SIGKILL)
+    _, stderr = ended(process, 6)
+    assert f"the scheduler at {machines.address} is lost" in stderr
+    assert "Traceback" not in stderr
     machines.restart()
     out, _ = ended(ingest())
     statuses = [slide["status"] for slide in json.loads(out)["slides"]]
@@ -258,7 +258,7 @@ def test_a_scheduler_that_is_lost(
     check_all(tmp_path / "parts", local, run)
 
 
-def test_wrong_clusters_are_told(tmp_path: Path) -> None:
+def test_wrong_cluster_and_output_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="expected tcp://HOST:PORT"), connected("local"):
         pass
     (tmp_path / "s.lmdb").mkdir()
@@ -266,16 +266,16 @@ def test_wrong_clusters_are_told(tmp_path: Path) -> None:
         pass
     with (
         parts_locked(tmp_path / "parts"),
-        pytest.raises(UsageError, match="another run ingests into"),
+        pytest.raises(UsageError, match="another run is ingesting into"),
         parts_locked(tmp_path / "parts"),
     ):
         pass
 
 
-def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("histopipe.ingestion.cluster.dask_cluster._SECONDS", 1.0)
     with (
-        pytest.raises(MachineShort, match=r"no scheduler answers at tcp://127\.0\.0\.1:9"),
+        pytest.raises(MachineShort, match=r"no scheduler responds at tcp://127\.0\.0\.1:9"),
         connected("tcp://127.0.0.1:9"),
     ):
         pass
@@ -293,14 +293,16 @@ def test_no_scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ('{"version": 1, "slides": {}}', DamagedStore),
     ],
 )
-def test_catalogs_are_looked_at(tmp_path: Path, content: str, error: type[Exception]) -> None:
+def test_invalid_catalogs_are_rejected(
+    tmp_path: Path, content: str, error: type[Exception]
+) -> None:
     with appearing(tmp_path / CATALOG) as part:
         part.write_text(content)
     with pytest.raises(error):
         read_catalog(tmp_path)
 
 
-def test_only_the_part_that_the_catalog_names_is_seen(local: Path, tmp_path: Path) -> None:
+def test_part_shows_only_slides_assigned_by_catalog(local: Path, tmp_path: Path) -> None:
     for name in ("part-a", "part-b"):
         shutil.copytree(local, tmp_path / f"{name}.lmdb")
     with Store(local) as store:

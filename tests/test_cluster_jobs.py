@@ -1,4 +1,4 @@
-"""Ingesting by a cluster that is started for it: by Slurm's commands, which are played here, and by processes of this machine."""
+"""Ingest on a cluster that the command starts: Slurm jobs (with substitutes for Slurm's programs), local processes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ distributed.deploy.lost-worker-timeout: 1s
 @pytest.fixture(scope="module")
 def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("jobs") / "slides"
-    make_slides(folder, "--count", "2", "--size", "2048x2048")  # painting takes long
+    make_slides(folder, "--count", "2", "--size", "2048x2048")  # drawing slides is slow
     for number in range(2, SLIDES):
         for suffix in ("svs", "geojson"):
             shutil.copy(
@@ -75,7 +75,7 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment in which `sbatch` starts a process group, and `scancel` ends it."""
+    """Return an environment in which `sbatch` starts a process group, and `scancel` ends it."""
     for name, text in (("sbatch", SBATCH), ("scancel", SCANCEL)):
         path = tmp_path / "bin" / name
         path.parent.mkdir(exist_ok=True)
@@ -124,8 +124,8 @@ planning.plan_slide = plan_slide
 """
 
 
-def holding(folder: Path, environment: dict[str, str]) -> dict[str, str]:
-    """An environment in which the plan of slide-001 waits for the file `released`, however fast the machine is."""
+def with_hold(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which the plan of slide-001 waits for the file `released`."""
     (folder / "hold").mkdir()
     (folder / "hold" / "sitecustomize.py").write_text(HOLD)
     return {
@@ -136,65 +136,65 @@ def holding(folder: Path, environment: dict[str, str]) -> dict[str, str]:
 def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
     assert process.stderr is not None
     while text not in (line := process.stderr.readline()):
-        assert line, "it has ended"
+        assert line, "the process has ended"
 
 
 def check_stopped(process: subprocess.Popen[str], folder: Path) -> None:
-    """What was complete is published once the slide in work ends, and the rest is left."""
-    wait_for_line(process, "complete slides are published first")
+    """Check that complete slides are published when the slide in progress ends, and others are not ingested."""
+    wait_for_line(process, "publishing complete slides")
     (folder / "released").touch()
-    _, told = process.communicate(timeout=240)
-    assert process.returncode == 130, told
-    assert "Traceback" not in told
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
     catalog = read_catalog(folder / "parts")
     assert catalog is not None
     assert 1 <= len(catalog.slides) < SLIDES
 
 
-def test_slurm_is_asked_for_jobs_until_all_slides_are_in(
+def test_ended_slurm_jobs_are_replaced(
     slides: Path, tmp_path: Path, slurm: dict[str, str], run: Run
 ) -> None:
     process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1", "--part-gb", "0.001")
     until = time.monotonic() + 60
-    while not list(tmp_path.glob("parts/part-*.lmdb")):  # parts are published when they are large
+    while not list(tmp_path.glob("parts/part-*.lmdb")):  # large parts are published
         assert time.monotonic() < until
         assert process.poll() is None
         time.sleep(0.02)
     (job,) = [path for path in (tmp_path / "jobs").iterdir() if path.name.isdigit()]
     job.unlink()
-    os.killpg(int(job.name), signal.SIGKILL)  # as at its time limit
-    _, told = process.communicate(timeout=120)
-    assert process.returncode == 0, told
-    assert "Traceback" not in told
+    os.killpg(int(job.name), signal.SIGKILL)  # as Slurm does at the time limit
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stderr
     catalog = read_catalog(tmp_path / "parts")
     assert catalog is not None
     assert len(catalog.slides) == SLIDES
     assert len(catalog.parts) > 1
-    # What wants one store says what this is.
+    # A command that needs one store explains that this is a folder of parts.
     done = run("info", tmp_path / "parts")
     assert done.returncode == 4
     assert "found a folder of parts, expected one store" in done.stderr
     assert "`histopipe merge`" in done.stderr
 
 
-def test_an_ingest_that_is_stopped_publishes_what_is_complete(
+def test_interrupted_ingest_publishes_complete_slides(
     slides: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
-    process = begin(slides, tmp_path, holding(tmp_path, slurm), "--cluster", "slurm:1")
+    process = begin(slides, tmp_path, with_hold(tmp_path, slurm), "--cluster", "slurm:1")
     wait_for_line(process, "complete slide-")
     process.send_signal(signal.SIGINT)
     check_stopped(process, tmp_path)
 
 
-def test_a_slurm_that_refuses_and_one_that_is_not_there(
+def test_rejected_job_and_missing_sbatch(
     slides: Path, tmp_path: Path, slurm: dict[str, str]
 ) -> None:
     configure(tmp_path, "nowhere")
     process = begin(slides, tmp_path, slurm, "--cluster", "slurm:1")
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 2, told
-    assert "sbatch refuses the job" in told
-    assert "invalid partition specified: nowhere" in told
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2, stderr
+    assert "sbatch rejects the job" in stderr
+    assert "invalid partition specified: nowhere" in stderr
     process = begin(
         slides,
         tmp_path,
@@ -202,25 +202,25 @@ def test_a_slurm_that_refuses_and_one_that_is_not_there(
         "--cluster",
         "slurm:1",
     )
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 6, told
-    assert "needs `sbatch`" in told
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 6, stderr
+    assert "needs `sbatch`" in stderr
 
 
-def _dies_of_one(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
+def _run_slide_or_die(settings: ClusterSettings, slide: SlideInput, topic: str) -> IngestedSlide:
     if slide.id == "slide-002":
         os._exit(1)
     return dask_cluster.run_slide(settings, slide, topic)
 
 
-def test_a_slide_that_every_worker_dies_of(
+def test_slide_that_kills_every_worker_fails(
     slides: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import dask
-    import distributed.scheduler  # noqa: F401 - its settings are read when it is loaded
+    import distributed.scheduler  # noqa: F401 - reads its settings at import
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    monkeypatch.setattr(dask_cluster, "run_slide", _dies_of_one)
+    monkeypatch.setattr(dask_cluster, "run_slide", _run_slide_or_die)
     with dask.config.set({"distributed.scheduler.allowed-failures": 1}):
         report = ingest_on_cluster(
             [SlideInput(file) for file in discover([slides])], tmp_path / "parts",
@@ -233,9 +233,7 @@ def test_a_slide_that_every_worker_dies_of(
     assert len(report.of(Status.COMPLETE)) == SLIDES - 1
 
 
-def test_outlines_that_came_later_label_what_is_there(
-    slides: Path, tmp_path: Path, run: Run
-) -> None:
+def test_later_annotations_label_ingested_slides(slides: Path, tmp_path: Path, run: Run) -> None:
     flags = ("--out", "parts", *FLAGS, "--cluster", "local:1")
     assert run("ingest", slides, *flags).returncode == 0
     (tmp_path / "outlines").mkdir()
@@ -243,9 +241,9 @@ def test_outlines_that_came_later_label_what_is_there(
         (tmp_path / "outlines" / path.name).write_bytes(path.read_bytes())
     done = run("ingest", slides, *flags, "--annotations", "outlines")
     assert done.returncode == 0, done.stderr
-    held = recorded(tmp_path / "parts")
-    assert len(held) == SLIDES
-    assert all(sum(record.patch_labels.values()) for record in held.values())
+    records = recorded(tmp_path / "parts")
+    assert len(records) == SLIDES
+    assert all(sum(record.patch_labels.values()) for record in records.values())
 
 
 def local(slides: Path, run: Run, *flags: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -255,8 +253,8 @@ def local(slides: Path, run: Run, *flags: str, code: int = 0) -> subprocess.Comp
     return done
 
 
-def test_parts_that_were_left_behind(slides: Path, tmp_path: Path, run: Run) -> None:
-    """One that was killed as it began, and one when it had been moved but not yet removed."""
+def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> None:
+    """One process was killed when it started a part, another between moving a part and removing it."""
     local(slides, run)
     (part,) = (tmp_path / "parts").glob("part-*.lmdb")
     catalog = read_catalog(tmp_path / "parts")
@@ -272,10 +270,10 @@ def test_parts_that_were_left_behind(slides: Path, tmp_path: Path, run: Run) -> 
     assert [path.name for path in (tmp_path / "parts").glob("part-*")] == [part.name]
 
 
-def test_a_terminals_interrupt_is_the_commands_alone(slides: Path, tmp_path: Path) -> None:
+def test_terminal_interrupt_is_handled_by_command_only(slides: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
         [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
-        cwd=tmp_path, env=holding(tmp_path, {**os.environ}), stderr=subprocess.PIPE, text=True,
+        cwd=tmp_path, env=with_hold(tmp_path, {**os.environ}), stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
     wait_for_line(process, "complete slide-")
@@ -283,14 +281,14 @@ def test_a_terminals_interrupt_is_the_commands_alone(slides: Path, tmp_path: Pat
     check_stopped(process, tmp_path)
 
 
-def test_a_full_scratch_disk_is_told(slides: Path, tmp_path: Path, run: Run) -> None:
+def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -> None:
     (tmp_path / "scratch").mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", tmp_path / "scratch"],
         capture_output=True, check=False,
     )  # fmt: skip
     if mounted.returncode:
-        pytest.skip("mounting a small disk takes root")
+        pytest.skip("mounting a small disk needs root")
     try:
         done = local(slides, run, code=6)
         assert "disk" in done.stderr
@@ -298,7 +296,7 @@ def test_a_full_scratch_disk_is_told(slides: Path, tmp_path: Path, run: Run) -> 
         subprocess.run(["umount", "-l", tmp_path / "scratch"], check=True)
 
 
-def test_what_was_known_of_a_slide_stays(slides: Path, tmp_path: Path, run: Run) -> None:
+def test_forced_ingest_keeps_label_and_patient(slides: Path, tmp_path: Path, run: Run) -> None:
     own = tmp_path / "own"
     shutil.copytree(slides, own)
     (tmp_path / "labels.csv").write_text("slide,label,patient\nslide-000,a,p1\n")
@@ -306,14 +304,12 @@ def test_what_was_known_of_a_slide_stays(slides: Path, tmp_path: Path, run: Run)
     shutil.copy(slides / "slide-001.svs", own / "slide-000.svs")
     (own / "labels.csv").unlink()
     local(own, run, "--force")
-    record = recorded(tmp_path / "parts")
-    held = next(it for it in record.values() if it.id == "slide-000")
-    assert (held.label, held.patient) == ("a", "p1")
+    records = recorded(tmp_path / "parts")
+    record = next(it for it in records.values() if it.id == "slide-000")
+    assert (record.label, record.patient) == ("a", "p1")
 
 
-def test_slides_of_other_scales_are_refused_whoever_ingests_them(
-    slides: Path, tmp_path: Path, run: Run
-) -> None:
+def test_mixed_scales_are_refused_on_cluster(slides: Path, tmp_path: Path, run: Run) -> None:
     own = tmp_path / "own"
     shutil.copytree(slides, own)
     make_slides(own, "--name", "other-", "--count", "1", "--size", "1024x1024", "--mpp", "0.25")
@@ -324,7 +320,7 @@ def test_slides_of_other_scales_are_refused_whoever_ingests_them(
 @pytest.mark.parametrize(
     "address", ["tcp://127.0.0.1", "tcp://127.0.0.1:abc", "ucx://127.0.0.1:1", "tls://127.0.0.1:1"]
 )
-def test_addresses_that_are_none(address: str, slides: Path, run: Run) -> None:
+def test_invalid_addresses_are_errors(address: str, slides: Path, run: Run) -> None:
     done = run("ingest", slides, "--out", "parts", "--cluster", address, timeout=60)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

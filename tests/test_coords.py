@@ -92,7 +92,7 @@ def test_import_coords_skips_forces_and_labels_like_ingest(
     assert first.returncode == 0, first.stderr
     result = json.loads(first.stdout)
     assert [slide["patches"] for slide in result["slides"]] == [2, 2, 2, 0]
-    assert "8 slides have no coordinates: left out" in first.stderr
+    assert "8 slides have no coordinates: skipped" in first.stderr
     again = json.loads(run("import-coords", "co", made, "--json").stdout)
     assert {slide["status"] for slide in again["slides"]} == {"skipped"}
     write_coords(tmp_path / "co" / f"{slides[0].stem}_patches.h5", [(256, 0)], **TRIDENT)
@@ -108,15 +108,15 @@ def test_import_coords_skips_forces_and_labels_like_ingest(
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"nobody": ([(0, 0)], TRIDENT)}, "coordinates of slides that are not there: found nobody.h5"),
-        ({"slide-000": ([(0, 0)], {"patch_size": 128})}, "the attributes of its coordinates: found patch_size"),
+        ({"nobody": ([(0, 0)], TRIDENT)}, "coordinate files match no slide: found nobody.h5"),
+        ({"slide-000": ([(0, 0)], {"patch_size": 128})}, "attributes of the dataset 'coords': found patch_size"),
         ({"slide-000": ([(0, 0)], {"patch_size": 128, "patch_level": 0, "custom_downsample": 2})}, "custom_downsample"),
-        ({"slide-000": ([(0, 0)], TRIDENT), "slide-000_patches": ([(0, 0)], TRIDENT)}, "two files of coordinates"),
+        ({"slide-000": ([(0, 0)], TRIDENT), "slide-000_patches": ([(0, 0)], TRIDENT)}, "two coordinate files"),
         (
             {"slide-000": ([(0, 0)], TRIDENT), "slide-001": ([(0, 0)], TRIDENT | {"patch_size": 64})},
-            "coordinates of several kinds",
+            "coordinates with several sizes or scales",
         ),
-        ({}, "holds no coordinates"),
+        ({}, "has no coordinate files"),
     ],
 )  # fmt: skip
 def test_invalid_coordinates_are_refused(
@@ -140,10 +140,10 @@ def test_invalid_coordinates_fail_only_their_slide(made: Path, tmp_path: Path, r
     assert done.returncode == 3, done.stderr
     assert "are outside the slide: found [90000, 0]" in done.stderr
     enlarged = run("import-coords", "fine", made, "--out", "f.lmdb")
-    assert "pixels are never invented" in enlarged.stderr
+    assert "patches are never upsampled" in enlarged.stderr
     not_h5 = tmp_path / "text" / "slide-000.h5"
     not_h5.parent.mkdir()
     not_h5.write_text("hello")
     refused = run("import-coords", "text", made, "--out", "t.lmdb")
     assert refused.returncode == 2
-    assert "holds no coordinates" in refused.stderr
+    assert "has no coordinates" in refused.stderr

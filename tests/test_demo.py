@@ -1,4 +1,4 @@
-"""The demo's refusals. `make demo`, which CI runs, is the demo itself."""
+"""Wrong arguments of the demo, and its slides. CI runs the whole demo with `make demo`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from histopipe.geometry import PointL0, Size
 from histopipe.slides.slide import Slide
 
 
-def test_a_demo_does_not_touch_what_is_there(tmp_path: Path, run: Run) -> None:
+def test_demo_refuses_nonempty_folder(tmp_path: Path, run: Run) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "mine.txt").write_text("mine")
     done = run("demo")
@@ -25,7 +25,7 @@ def test_a_demo_does_not_touch_what_is_there(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "other").exists()
 
 
-def test_nodules_are_where_their_outlines_are(tmp_path: Path) -> None:
+def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     path = tmp_path / "slide.svs"
     make_slide(path, "normal", 0, SlideSettings(size=Size(2048, 2048), nodules=2))
     outlines = read_annotations(path.with_suffix(".geojson"))
@@ -35,7 +35,7 @@ def test_nodules_are_where_their_outlines_are(tmp_path: Path) -> None:
     with Slide(path) as slide:
         darkness = []
         for area in (tissue.difference(nodules[0]).difference(nodules[1]), *nodules):
-            place = area.representative_point()
-            corner = PointL0(int(place.x) - 48, int(place.y) - 48)
+            point = area.representative_point()
+            corner = PointL0(int(point.x) - 48, int(point.y) - 48)
             darkness.append(255 - float(slide.read_region(corner, 0, Size(96, 96)).mean()))
-    assert min(darkness[1:]) > 1.15 * darkness[0], "more nuclei"
+    assert min(darkness[1:]) > 1.15 * darkness[0], "nodules must have more nuclei"

@@ -1,4 +1,4 @@
-"""What the doctor finds: of this machine, and of machines with something wrong."""
+"""The checks of `doctor` on this machine, and on machines with simulated problems."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SHARED = Path("/dev/shm")  # noqa: S108 - the system's own
 H200 = Driver("580.82.07", ("NVIDIA H200",))
 
 
-def by_name(told: str) -> dict[str, dict[str, object]]:
-    return {check["name"]: check for check in json.loads(told)["checks"]}
+def by_name(text: str) -> dict[str, dict[str, object]]:
+    return {check["name"]: check for check in json.loads(text)["checks"]}
 
 
 def test_this_machine(run: Run) -> None:
@@ -58,62 +58,60 @@ def test_jpeg_is_measured_with_and_without_simd(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("module", "says"),
+    ("module", "message"),
     [
         ("raise ImportError('libcudart.so.12: cannot open')", "libcudart.so.12: cannot open"),
         ("import os; os.kill(os.getpid(), 11)", "killed by SIGSEGV"),
         ("raise AttributeError('numpy has no float')", "numpy has no float"),
     ],
 )
-def test_a_broken_tensorflow_is_told_and_ends_nothing(
-    run: Run, tmp_path: Path, module: str, says: str
-) -> None:
+def test_broken_tensorflow_is_reported(run: Run, tmp_path: Path, module: str, message: str) -> None:
     (tmp_path / "broken" / "tensorflow").mkdir(parents=True)
     (tmp_path / "broken" / "tensorflow" / "__init__.py").write_text(module)
     done = run("doctor", env={**os.environ, "PYTHONPATH": str(tmp_path / "broken")})
     assert done.returncode == 6
-    assert "BAD   TensorFlow     broken: " in done.stdout and says in done.stdout
-    assert "-> install it anew" in done.stdout
-    assert "GPU" in done.stdout  # what comes after it is looked at, too
+    assert "BAD   TensorFlow     broken: " in done.stdout and message in done.stdout
+    assert "-> reinstall it in a separate environment" in done.stdout
+    assert "GPU" in done.stdout  # the checks after TensorFlow still run
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_a_tensorflow_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_tensorflow_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tensorflow").mkdir()
     (tmp_path / "tensorflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(graphics, "_SECONDS", 3.0)
     check, found = graphics.tensorflow()
     assert found is None
-    assert check.state is State.BAD and "not done after 3 s" in check.found
+    assert check.state is State.BAD and "no result after 3 s" in check.found
 
 
 @pytest.mark.parametrize(
-    ("driver", "found", "says", "todo"),
+    ("driver", "found", "message", "todo"),
     [
         (None, BUILT, "no NVIDIA driver", "--gpus all"),
-        (Driver("", ()), BUILT, "none is given", "docker run --gpus all"),
-        (Driver("550.54", (), "Driver/library version mismatch"), BUILT, "version mismatch", "needs a restart"),
+        (Driver("", ()), BUILT, "none is assigned", "docker run --gpus all"),
+        (Driver("550.54", (), "Driver/library version mismatch"), BUILT, "version mismatch", "restart the machine"),
         (Driver("470.82.01", ("Tesla T4",)), BUILT, "CUDA 12.5.1, which needs driver 525.60", "update NVIDIA's driver"),
         (H200, None, "TensorFlow does not work", "histopipe[gpu]"),
         (H200, Probe("2.21.0", "3.15.1", None, (CPU,)), "built without CUDA", "histopipe[gpu]"),
         (H200, BUILT, "no CUDA 12.5.1 libraries", "histopipe[gpu]"),
     ],
 )  # fmt: skip
-def test_what_stands_between_tensorflow_and_a_gpu(
+def test_reasons_for_missing_gpu(
     driver: Driver | None,
     found: Probe | None,
-    says: str,
+    message: str,
     todo: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (check,) = graphics.gpus(driver, found)
-    assert says in check.found and todo in (check.todo or "")
+    assert message in check.found and todo in (check.todo or "")
     assert check.state is (State.WARNING if driver is None else State.BAD)
 
 
-def test_gpus_that_are_hidden_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_and_broken_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (check,) = graphics.gpus(H200, BUILT)
     assert "CUDA_VISIBLE_DEVICES hides" in check.found
@@ -130,7 +128,7 @@ def nvidia_smi(folder: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_find_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     nvidia_smi(tmp_path, "echo '550.54.14, NVIDIA A100'; echo '550.54.14, NVIDIA A100'")
     assert graphics.find_driver() == Driver("550.54.14", ("NVIDIA A100", "NVIDIA A100"))
@@ -141,22 +139,22 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert graphics.find_driver(tmp_path / "missing") is None
 
 
-def test_a_processor_without_avx(tmp_path: Path) -> None:
+def test_processor_without_avx(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor: 0\nflags\t\t: fpu sse4_2\n")
     assert machine.processor(tmp_path / "cpuinfo").state is State.BAD
 
 
 @pytest.mark.parametrize(
-    ("kind", "state", "says"),
+    ("kind", "state", "message"),
     [
         ("ext4", State.GOOD, None),
-        ("tmpfs", State.WARNING, "gone after a restart"),
+        ("tmpfs", State.WARNING, "lost on a restart"),
         ("overlay", State.WARNING, "mount a volume"),
         ("nfs4", State.BAD, "LMDB's locks"),
     ],
 )
 def test_filesystems(
-    kind: str, state: State, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, state: State, message: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts = tmp_path / "mountinfo"
     mounts.write_text(f"1 0 0:1 / / rw - ext4 d rw\n2 1 0:2 / {tmp_path} rw - {kind} d rw\n")
@@ -166,10 +164,10 @@ def test_filesystems(
         monkeypatch.setattr(machine, name, lambda path, real=real: real(path, mounts))
     check = machine.filesystem(tmp_path / "x.lmdb")
     assert check.state is state and f"is on {kind}" in check.found
-    assert says is None or says in (check.todo or "")
+    assert message is None or message in (check.todo or "")
 
 
-def test_an_address_space_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_address_space(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (16 << 30, 16 << 30))
     check = machine.address_space()
     assert check.state is State.BAD

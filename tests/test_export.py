@@ -1,4 +1,4 @@
-"""What a store holds, for other tools: every patch once, as it is, and whole files only."""
+"""Export for other tools: every patch is written once and unchanged, and only complete files become visible."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SLIDES = {"n1": (0, 12), "t1": (12, 7), "dir/t2": (19, 12)}
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    return a_store(tmp_path / "a.lmdb", {name: jpegs(*place) for name, place in SLIDES.items()})
+    return a_store(tmp_path / "a.lmdb", {name: jpegs(*rows) for name, rows in SLIDES.items()})
 
 
 def exported(store: Path, *, out: Path, to: Any, **options: Any) -> ExportResult:
-    """What the export of patches returns."""
+    """Export patches, and return the result."""
     result = export(store, out, to=to, **options)
     assert isinstance(result, ExportResult)
     return result
@@ -49,7 +49,7 @@ def values_of(path: Path) -> dict[tuple[str, int], bytes]:
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_the_index_has_a_row_a_patch(
+def test_index_has_one_row_per_patch(
     store: Path, tmp_path: Path, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("histopipe.exporting.export._GROUP_ROWS", 10)
@@ -80,7 +80,7 @@ def test_the_index_has_a_row_a_patch(
     assert not list(tmp_path.glob("part-*"))
 
 
-def test_tfrecords_have_what_slideflow_looks_for(store: Path, tmp_path: Path) -> None:
+def test_tfrecords_have_features_of_slideflow(store: Path, tmp_path: Path) -> None:
     import tensorflow as tf
 
     result = exported(store, out=tmp_path / "out", to="tfrecord")
@@ -117,10 +117,10 @@ def samples_of(folder: Path) -> dict[tuple[str, int], bytes]:
                 value = archive.extractfile(name)
                 assert value is not None
                 if suffix == "json":
-                    told = json.load(value)
-                    assert f"{told['slide']}/{told['patch']:06d}" == stem
-                    assert told["label"] == told["slide"].split("/")[-1][0] or told["label"] == "d"
-                    assert {"x_l0", "y_l0", "size_l0", "mpp", "tissue", "focus"} <= set(told)
+                    info = json.load(value)
+                    assert f"{info['slide']}/{info['patch']:06d}" == stem
+                    assert info["label"] == info["slide"].split("/")[-1][0] or info["label"] == "d"
+                    assert {"x_l0", "y_l0", "size_l0", "mpp", "tissue", "focus"} <= set(info)
                     assert f"{stem}.jpg" in names
                 else:
                     slide, _, row = stem.rpartition("/")
@@ -128,13 +128,13 @@ def samples_of(folder: Path) -> dict[tuple[str, int], bytes]:
     return found
 
 
-def test_tar_files_hold_each_patch_once(store: Path, tmp_path: Path) -> None:
+def test_tar_files_have_each_patch_once(store: Path, tmp_path: Path) -> None:
     result = exported(store, out=tmp_path / "out", to="webdataset", shard_patches=10)
     assert (result.files, result.patches) == (4, 31)
     assert samples_of(tmp_path / "out") == values_of(store)
 
 
-def test_folders_are_classes(store: Path, tmp_path: Path) -> None:
+def test_folder_names_are_classes(store: Path, tmp_path: Path) -> None:
     exported(store, out=tmp_path / "out", to="folder")
     found = {}
     for path in (tmp_path / "out").rglob("*.jpg"):
@@ -151,7 +151,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("to", ["tfrecord", "webdataset", "folder"])
-def test_stopped_and_gone_on_with_equals_uninterrupted(
+def test_resumed_export_equals_uninterrupted_export(
     store: Path, tmp_path: Path, to: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -170,7 +170,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
         exported(store, out=parts, to=to, shard_patches=10)
     monkeypatch.undo()
     assert not list(parts.rglob("*part-*"))
-    # What a kill leaves, where a file or a folder was under way.
+    # A killed process leaves an incomplete file or folder.
     left = parts / "t" / ".part-t1" if to == "folder" else parts / ".part-t1.tfrecords"
     left.parent.mkdir(exist_ok=True)
     if to == "folder":
@@ -183,7 +183,7 @@ def test_stopped_and_gone_on_with_equals_uninterrupted(
     assert files_of(parts) == files_of(whole)
 
 
-def test_what_is_not_the_same_export_is_refused(store: Path, tmp_path: Path) -> None:
+def test_different_export_into_same_folder_is_refused(store: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     exported(store, out=out, to="folder")
     with pytest.raises(UsageError, match="holds another export: found another to"):
@@ -206,16 +206,16 @@ def test_what_is_not_the_same_export_is_refused(store: Path, tmp_path: Path) -> 
         exported(a_store(tmp_path / "c.lmdb", {}), out=tmp_path / "none", to="folder")
 
 
-def test_damaged_patches_are_left_out_and_told(tmp_path: Path, run: Run) -> None:
+def test_damaged_patches_are_skipped_and_reported(tmp_path: Path, run: Run) -> None:
     a_store(tmp_path / "s.lmdb", {"n1": jpegs(0, 4), "t1": jpegs(4, 4)})
     flip_a_byte(tmp_path / "s.lmdb", 1, 2)
     done = run("export", "s.lmdb", "--to", "folder", "--out", "out")
     assert done.returncode == 3
-    assert "left out: t1: patch 2: it is not what was written" in done.stdout
+    assert "skipped: t1: patch 2: checksum mismatch" in done.stdout
     assert len(list((tmp_path / "out").rglob("*.jpg"))) == 7
 
 
-def test_names_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+def test_slide_ids_cannot_escape_output_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"n/../../../x": jpegs(0, 2)})
     for to in ("tfrecord", "webdataset", "folder"):
         with pytest.raises(DamagedStore, match=r"slide 0: its id.*expected a name"):
@@ -223,7 +223,7 @@ def test_names_do_not_lead_out_of_the_folder(tmp_path: Path) -> None:
         assert not (tmp_path / to).exists()
 
 
-def test_slides_within_slides_keep_theirs(tmp_path: Path) -> None:
+def test_nested_slide_ids_use_separate_files(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a/b": jpegs(0, 3), "a": jpegs(5, 4)})
     for to in ("folder", "tfrecord"):
         result = exported(store, out=tmp_path / to, to=to)
@@ -235,7 +235,7 @@ def test_slides_within_slides_keep_theirs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_keeps_what_is_complete(tmp_path: Path, run: Run) -> None:
+def test_full_disk_leaves_no_partial_files(tmp_path: Path, run: Run) -> None:
     a_store(tmp_path / "s.lmdb", {f"n{i}": jpegs(40 * i, 40, 64) for i in range(4)}, patch_size=64)
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -252,7 +252,7 @@ def test_a_full_disk_keeps_what_is_complete(tmp_path: Path, run: Run) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_wrong_flags_are_told(store: Path, run: Run) -> None:
+def test_wrong_flags_are_errors(store: Path, run: Run) -> None:
     for flags, expected in (
         ([], "found neither"),
         (["--index", "csv", "--to", "folder"], "found both"),

@@ -1,4 +1,4 @@
-"""Faults made for real. Afterwards every complete slide is whole, and a rerun finishes the rest."""
+"""Real faults during an ingest. Afterwards every complete slide is intact, and a second run completes the others."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ ARGUMENTS = ["--patch-size", "64", "--workers", "2"]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs commands in this process: here those that come after a fault."""
+    """Runs commands in this process. These are the commands after a fault."""
     return in_process(tmp_path, monkeypatch, capsys)
 
 
 def check_store(path: Path) -> set[str]:
-    """Every structure, checksum and image of a store; the ids of its complete slides."""
+    """Check every structure, checksum and image of a store, and return the ids of its complete slides."""
     with Store(path) as store:
         for number, record in store.complete.items():
             index = store.index(number)
@@ -52,11 +52,11 @@ def check_store(path: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six slides, by two routes: patches of 64 are cut from tiles of 256, and copied from tiles of 64."""
+    """Six slides with two routes: patches of 64 pixels are cut from tiles of 256, and copied from tiles of 64."""
     folder = tmp_path_factory.mktemp("cohort")
     make_slides(folder, "--size", "2560x2560", "--name", "cut")
     make_slides(folder, "--size", "2560x2560", "--name", "copied", "--tile", "64")
-    for name in ("cut", "copied"):  # painting takes long
+    for name in ("cut", "copied"):  # drawing slides is slow
         for number in (1, 2):
             shutil.copy(folder / f"{name}000.svs", folder / f"{name}00{number}.svs")
     (folder / "labels.csv").unlink()
@@ -65,7 +65,7 @@ def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], float]:
-    """The same in one go, and how long that took."""
+    """Contents of a store after an uninterrupted ingest, and its duration in seconds."""
     store, started = tmp_path_factory.mktemp("whole") / "s.lmdb", time.monotonic()
     subprocess.run(
         [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
@@ -79,7 +79,7 @@ def whole(cohort: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
 
 @pytest.mark.parametrize("victim", ["run", "worker"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_killed_at_a_random_moment(
+def test_kill_at_random_time(
     seed: int,
     victim: str,
     cohort: Path,
@@ -92,14 +92,14 @@ def test_killed_at_a_random_moment(
     store = tmp_path / "s.lmdb"
     while not killed(cohort, store, victim, moment):
         shutil.rmtree(store)
-        moment *= 0.7  # it was done by then: machines differ from hour to hour
+        moment *= 0.7  # the run had ended: the speed of a machine varies
     if store.exists() and (store / "data.mdb").exists() and (store / "data.mdb").stat().st_size:
         try:
             before = check_store(store)
         except NothingToDo:  # killed before the first transaction
             before = set()
         assert victim == "run" or len(before) == 6
-        # LMDB's own checker walks the file without the engine.
+        # This checker of lmdb reads the file without the LMDB library.
         assert lmdb.verify.verify(str(store)) == []  # type: ignore[no-untyped-call]
     again = run("ingest", cohort, "--out", store, *ARGUMENTS)
     assert again.returncode == 0, again.stderr
@@ -107,13 +107,13 @@ def test_killed_at_a_random_moment(
 
 
 def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
-    """Start a run and kill it, or a worker of it, after so many seconds; False if it had ended by then."""
+    """Start a run, and kill it or one of its workers after `moment` seconds; return False if it had ended before."""
     child = subprocess.Popen(
         [*COMMAND, "ingest", str(cohort), "--out", str(store), *ARGUMENTS],
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     time.sleep(moment)
-    while True:  # a worker may not be there yet, and is gone before its run is
+    while True:  # workers start after the run, and end before it
         victims = [child.pid] if victim == "run" else workers_of(child.pid)
         if victims or child.poll() is not None:
             break
@@ -121,7 +121,7 @@ def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
     if hit:
         try:
             os.kill(victims[0], signal.SIGKILL)
-        except ProcessLookupError:  # it ended just now
+        except ProcessLookupError:  # the process has just ended
             hit = False
     _, stderr = child.communicate(timeout=120)
     if victim == "worker":
@@ -132,7 +132,7 @@ def killed(cohort: Path, store: Path, victim: str, moment: float) -> bool:
 
 
 def workers_of(pid: int) -> list[int]:
-    """The worker processes of a run."""
+    """Return the worker processes of a run."""
     found = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -173,7 +173,7 @@ if __name__ == "__main__":
 """
 
 
-def test_segfaults_and_hangs_cost_their_slides_only(
+def test_segfaults_and_hangs_fail_only_their_slides(
     cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
 ) -> None:
     shutil.copytree(cohort, tmp_path / "in")
@@ -191,24 +191,23 @@ def test_segfaults_and_hangs_cost_their_slides_only(
     found = outcomes(done.stdout)
     for name in bad:
         reason = found.pop(name)["reason"]
-        said = "killed by SIGSEGV" if name.startswith("segfault") else "not done after 8 s of work"
-        assert said in reason
+        expected = "killed by SIGSEGV" if name.startswith("segfault") else "not complete after 8 s"
+        assert expected in reason
     assert {slide["status"] for slide in found.values()} == {"complete"}
     store = tmp_path / "patches.lmdb"
     assert check_store(store) == set(found)
     with Store(store) as opened:
         for number, record in opened.records.items():
-            if record.id in bad:  # nothing of it is left
+            if record.id in bad:  # all its patches are removed
                 with pytest.raises(DamagedStore, match="is missing"):
                     opened.value(number, 0)
     kept = run("ingest", "in", "--slide-timeout", 8, "--json", *ARGUMENTS)
-    assert (
-        kept.returncode == 3
-    )  # failed files stay failed, those too of which no more than their name was seen
-    told = {name: slide["reason"] for name, slide in outcomes(kept.stdout).items()}
-    assert all(told[name] for name in bad)
+    # Failed files stay failed, even if they were never opened successfully.
+    assert kept.returncode == 3
+    reasons = {name: slide["reason"] for name, slide in outcomes(kept.stdout).items()}
+    assert all(reasons[name] for name in bad)
     log = (store / "ingest.log").read_text()
-    assert "a worker at segfault-later died: killed by SIGSEGV" in log
+    assert "worker process for segfault-later died: killed by SIGSEGV" in log
     again = run("ingest", "in", "--retry-failed", *ARGUMENTS)
     assert again.returncode == 0, again.stderr
     assert len(check_store(store)) == 10
@@ -216,7 +215,7 @@ def test_segfaults_and_hangs_cost_their_slides_only(
 
 @pytest.mark.parametrize("tenth", range(10))
 def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> None:
-    """A real slide whose directory lies in its middle, and a made one whose directories come last."""
+    """Test a real slide with its TIFF directory in the middle, and a synthetic one with directories at the end."""
     made = make_slides(tmp_path / "in", "--size", "1500x1500", "--levels", "1")
     real = tmp_path / "in" / "real.svs"
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", real)
@@ -240,7 +239,7 @@ def test_truncated_slides(tenth: int, data: Path, tmp_path: Path, run: Run) -> N
 
 
 def scrambled(content: bytes, seed: int) -> bytes:
-    """With a few bytes changed, mostly of the directories and other structures."""
+    """Return the content with a few bytes changed, mostly in directories and other structures."""
     chance = random.Random(seed)
     changed = bytearray(content)
     structures = content.find(b"Aperio") - 2000, content.find(b"Aperio") + 2000
@@ -250,7 +249,7 @@ def scrambled(content: bytes, seed: int) -> bytes:
     return bytes(changed)
 
 
-def test_scrambled_slides_never_end_a_run(data: Path, tmp_path: Path) -> None:
+def test_corrupted_slides_do_not_end_run(data: Path, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     content = (data / "slides" / f"{CMU}.svs").read_bytes()
     for seed in range(30):
@@ -268,21 +267,21 @@ def test_scrambled_slides_never_end_a_run(data: Path, tmp_path: Path) -> None:
     found = outcomes(done.stdout)
     assert len(found) == 61
     assert found["whole"]["status"] == "complete"
-    assert "error of histopipe" not in done.stderr, done.stderr
+    assert "bug in histopipe" not in done.stderr, done.stderr
     complete = {name for name, slide in found.items() if slide["status"] == "complete"}
     assert check_store(tmp_path / "patches.lmdb") == complete
     assert 5 < len(complete) < 61
 
 
 def immutable(path: Path, flag: str) -> bool:
-    """Make a file immutable (`+i`) or not (`-i`), for root too; False where the filesystem has no such thing."""
+    """Make a file immutable (`+i`) or mutable (`-i`), also for root; return False if that is not supported."""
     return (
         subprocess.run(["chattr", flag, str(path)], check=False, capture_output=True).returncode
         == 0
     )
 
 
-def test_a_store_that_becomes_read_only(
+def test_store_becomes_read_only(
     cohort: Path, whole: tuple[dict[str, Any], float], tmp_path: Path, run: Run
 ) -> None:
     store = tmp_path / "s.lmdb"
@@ -297,7 +296,9 @@ def test_a_store_that_becomes_read_only(
         time.sleep(0.01)
     if not immutable(store / "data.mdb", "+i"):
         child.communicate(timeout=120)
-        pytest.skip("files cannot be made immutable here: it needs root, and ext4 or the like")
+        pytest.skip(
+            "files cannot be made immutable: this needs root, and a filesystem such as ext4"
+        )
     try:
         _, stderr = child.communicate(timeout=120)
         assert child.returncode in (2, 6), stderr

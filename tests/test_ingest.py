@@ -1,4 +1,4 @@
-"""Ingest as a user runs it, on real slides and on made ones, with everything that can go wrong."""
+"""The command `ingest` on real and synthetic slides, with wrong input, interrupts, damaged slides and full disks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 @pytest.fixture
 def command(tmp_path: Path) -> Run:
-    """Runs commands as a user does, where this process must not be hit by a full disk."""
+    """Runs commands in a new process, so that a full disk does not affect this process."""
 
     def call(*arguments: object) -> subprocess.CompletedProcess[str]:
         words = [*COMMAND, *map(str, arguments)]
@@ -65,7 +65,7 @@ def outcomes(stdout: str) -> dict[str, dict[str, Any]]:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """All that a store says of its complete slides, value by value; times and uuid left out."""
+    """Return all values of a store's complete slides, without times and uuid."""
     with Store(path) as store:
         return {
             record.id: (
@@ -87,7 +87,7 @@ def mpps(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> None:
+def test_ingest_of_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> None:
     done = run("ingest", data / "slides", "--json")
     assert done.returncode == 3
     found = outcomes(done.stdout)
@@ -120,7 +120,7 @@ def test_the_real_slides(run: Run, data: Path, tmp_path: Path, mpps: Path) -> No
     assert set(after) == {CMU, TCGA, "small"}
 
 
-def test_bad_files(run: Run, data: Path) -> None:
+def test_invalid_files_fail(run: Run, data: Path) -> None:
     done = run("ingest", data / "bad")
     assert done.returncode == 4
     assert "Traceback" not in done.stderr
@@ -128,10 +128,8 @@ def test_bad_files(run: Run, data: Path) -> None:
         assert name in done.stderr
 
 
-def test_stored_patches_are_the_slides_pixels(
-    run: Run, data: Path, tmp_path: Path, mpps: Path
-) -> None:
-    """Every patch of the two real H&E slides, against OpenSlide at its coordinates, with Pillow alone."""
+def test_stored_patches_match_openslide(run: Run, data: Path, tmp_path: Path, mpps: Path) -> None:
+    """Compare every patch of two real H&E slides, decoded by Pillow, with OpenSlide at its coordinates."""
     arguments = [data / "slides" / f"{name}.svs" for name in (CMU, TCGA)]
     assert run("ingest", *arguments, "--mpp-csv", mpps).returncode == 0
     differences = []
@@ -147,17 +145,17 @@ def test_stored_patches_are_the_slides_pixels(
                 image = Image.open(io.BytesIO(value))
                 assert image.size == (256, 256)
                 assert image.mode == "RGB"
-                place = int(index["x_l0"][row]), int(index["y_l0"][row])
-                truth = slide.read_region(place, 0, (256, 256)).convert("RGB")
+                corner = int(index["x_l0"][row]), int(index["y_l0"][row])
+                truth = slide.read_region(corner, 0, (256, 256)).convert("RGB")
                 difference = np.asarray(image).astype(int) - np.asarray(truth)
                 differences.append(abs(difference).mean())
                 assert len(value) == index["length"][row]
-    # Quality 90 alone: 2.2 on average, 3.1 at most, when this was written.
+    # JPEG of quality 90 causes differences of 2.2 on average and 3.1 at most.
     assert np.mean(differences) < 2.5
     assert np.max(differences) < 5
 
 
-def test_png_is_lossless_and_reduced_as_it_says(run: Run, data: Path, tmp_path: Path) -> None:
+def test_png_patches_equal_reduced_regions(run: Run, data: Path, tmp_path: Path) -> None:
     slide = data / "slides" / f"{CMU}.svs"
     assert (
         run(
@@ -170,12 +168,12 @@ def test_png_is_lossless_and_reduced_as_it_says(run: Run, data: Path, tmp_path: 
         index, record = store.index(0), store.records[0]
         assert (record.read_size, record.stride, record.resampling) == (128, 96, "area")
         for row in range(0, record.planned, 7):
-            place = int(index["x_l0"][row]), int(index["y_l0"][row])
-            truth = handle.read_region(place, 0, (128, 128)).convert("RGB").reduce(2)
+            corner = int(index["x_l0"][row]), int(index["y_l0"][row])
+            truth = handle.read_region(corner, 0, (128, 128)).convert("RGB").reduce(2)
             assert (store.read(CMU, row) == np.asarray(truth)).all()
 
 
-def test_bounds_move_the_grid(run: Run, tmp_path: Path) -> None:
+def test_grid_starts_at_slide_bounds(run: Run, tmp_path: Path) -> None:
     make_slides(
         tmp_path / "in", "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
     )
@@ -188,7 +186,9 @@ def test_bounds_move_the_grid(run: Run, tmp_path: Path) -> None:
     assert sorted(set(index["y_l0"].tolist())) == [320 + 250 * i for i in range(4)]
 
 
-def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path, run: Run) -> None:
+def test_resume_after_three_kills_equals_uninterrupted_ingest(
+    made: Path, tmp_path: Path, run: Run
+) -> None:
     whole, killed = tmp_path / "whole.lmdb", tmp_path / "killed.lmdb"
     arguments = ["--patch-size", "64", "--workers", "2"]
     assert run("ingest", made, "--out", whole, *arguments).returncode == 0
@@ -201,14 +201,14 @@ def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path, ru
         )
         assert child.stderr is not None
         for _ in range(int(12 * part) - sum(complete[-1:]) or 1):
-            child.stderr.readline()  # a line a slide
+            child.stderr.readline()  # one line per slide
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stderr.close()
         with Store(killed) as store:
             complete.append(len(store.complete))
     assert complete == sorted(complete)
-    assert 0 < complete[-1] < 12, "the kills came too late to show anything"
+    assert 0 < complete[-1] < 12, "the ingest was complete before the last kill"
     assert run("ingest", made, "--out", killed, *arguments).returncode == 0
     assert contents(killed) == contents(whole)
     with Store(killed) as store:
@@ -219,7 +219,7 @@ def test_killed_three_times_equals_made_in_one_go(made: Path, tmp_path: Path, ru
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_a_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
+def test_interrupt_leaves_usable_store(tmp_path: Path, sent: signal.Signals) -> None:
     make_slides(tmp_path / "in", "--count", "3", "--size", "5000x5000")
     child = subprocess.Popen(
         [
@@ -242,14 +242,14 @@ def test_an_interrupt_leaves_a_usable_store(tmp_path: Path, sent: signal.Signals
     while not (store / "ingest.lock").exists():
         time.sleep(0.05)
     time.sleep(1)
-    family = _children(child.pid)
-    os.killpg(child.pid, sent)  # a terminal sends it to all
+    children = _children(child.pid)
+    os.killpg(child.pid, sent)  # a terminal sends the signal to all processes
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "interrupted" in stderr
     assert "Traceback" not in stderr
-    assert family
-    _wait_for_the_end_of(family)
+    assert children
+    _wait_for_end(children)
     with Store(store) as opened:
         assert len(opened.slides) == 3
 
@@ -259,9 +259,9 @@ def _children(pid: int) -> list[int]:
     return [int(child) for thread in threads for child in thread.read_text().split()]
 
 
-def _wait_for_the_end_of(family: list[int]) -> None:
+def _wait_for_end(pids: list[int]) -> None:
     deadline = time.monotonic() + 10
-    while any(_alive(pid) for pid in family):
+    while any(_alive(pid) for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -273,7 +273,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
+def test_workers_end_when_parent_is_killed(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "6000x6000")
     child = subprocess.Popen(
         [*COMMAND, "ingest", "in", "--patch-size", "32", "--codec", "png", "--tissue", "none"],
@@ -283,14 +283,14 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     while not (tmp_path / "patches.lmdb" / "ingest.lock").exists():
         time.sleep(0.05)
     time.sleep(1)
-    family = _children(child.pid)
+    children = _children(child.pid)
     child.kill()
     child.wait()
-    assert len(family) >= 2
-    _wait_for_the_end_of(family)
+    assert len(children) >= 2
+    _wait_for_end(children)
 
 
-def test_two_ingests_at_once_share_the_work(made: Path, tmp_path: Path) -> None:
+def test_parallel_ingests_share_slides(made: Path, tmp_path: Path) -> None:
     store = tmp_path / "s.lmdb"
     command = [*COMMAND, "ingest", str(made), "--out", str(store), "--patch-size", "64", "--json"]
     children = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -302,7 +302,7 @@ def test_two_ingests_at_once_share_the_work(made: Path, tmp_path: Path) -> None:
     assert len(contents(store)) == 12
 
 
-def test_a_truncated_slide_is_passed_over(run: Run, tmp_path: Path) -> None:
+def test_damaged_slides_fail_and_others_complete(run: Run, tmp_path: Path) -> None:
     paths = make_slides(
         tmp_path / "in", "--count", "3", "--size", "3000x3000", "--levels", "1", "--format", "tiff"
     )
@@ -328,7 +328,7 @@ def test_unreadable_patches_keep_their_number(run: Run, tmp_path: Path) -> None:
     with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
         for tile in (7, 8, 30):
             file.seek(tiff.pages.first.dataoffsets[tile])
-            file.write(bytes(16))  # no JPEG any more
+            file.write(bytes(16))  # no longer a JPEG file
     failed = run("ingest", "in", "--tissue", "none", "--json")
     assert failed.returncode == 4
     (slide,) = json.loads(failed.stdout)["slides"]
@@ -350,8 +350,8 @@ def test_unreadable_patches_keep_their_number(run: Run, tmp_path: Path) -> None:
         assert all(store.value(0, row) == b"" for row in lost.tolist())
 
 
-def test_a_limit_that_was_hit_is_looked_at_again_when_it_changes(run: Run, tmp_path: Path) -> None:
-    """The file is as it was, but another `--max-unreadable` or `--slide-timeout` may do."""
+def test_slide_over_limit_is_retried_when_limit_changes(run: Run, tmp_path: Path) -> None:
+    """The file is unchanged, but another `--max-unreadable` or `--slide-timeout` may accept it."""
     (path,) = make_slides(tmp_path / "in", "--size", "2560x2560", "--levels", "1")
     with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
         for tile in range(30, 50):
@@ -364,7 +364,7 @@ def test_a_limit_that_was_hit_is_looked_at_again_when_it_changes(run: Run, tmp_p
     assert "allows 1.00%" in again.stderr
     slow = run("ingest", *everything, "--max-unreadable", "50%", "--slide-timeout", 0.001)
     assert slow.returncode == 4
-    assert "not done after 0 s of work" in slow.stderr
+    assert "not complete after 0 s of worker time" in slow.stderr
     log = (tmp_path / "patches.lmdb" / "ingest.log").read_text()
     same = run("ingest", *everything, "--max-unreadable", "40%", "--slide-timeout", 0.001)
     assert same.returncode == 4
@@ -374,7 +374,7 @@ def test_a_limit_that_was_hit_is_looked_at_again_when_it_changes(run: Run, tmp_p
 
 
 @pytest.mark.parametrize("scale", [["--level", 0], ["--mpp", 0.5]])
-def test_a_pipe_is_no_slide(run: Run, tmp_path: Path, scale: list[Any]) -> None:
+def test_named_pipe_is_ignored(run: Run, tmp_path: Path, scale: list[Any]) -> None:
     make_slides(tmp_path / "in", "--size", "600x600")
     os.mkfifo(tmp_path / "in" / "pipe.svs")
     done = run("ingest", "in", *scale, "--json")
@@ -382,7 +382,7 @@ def test_a_pipe_is_no_slide(run: Run, tmp_path: Path, scale: list[Any]) -> None:
     assert set(outcomes(done.stdout)) == {"slide-000"}
 
 
-def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> None:
+def test_replaced_slide_fails_without_force(run: Run, tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     assert run("ingest", "in").returncode == 0
     before = contents(tmp_path / "patches.lmdb")
@@ -396,15 +396,15 @@ def test_a_replaced_slide_is_refused_without_force(run: Run, tmp_path: Path) -> 
     assert after[path.stem][3] != before[path.stem][3]
 
 
-class Meddling:
-    """Runs everything at once in this process, and does something to a slide before its first patch is read."""
+class ChangingPool:
+    """Runs each task in this process when it is submitted, and changes the slide before patches are read."""
 
-    def __init__(self, meddle: Callable[[], None]) -> None:
-        self._meddle = meddle
+    def __init__(self, change: Callable[[], None]) -> None:
+        self._change = change
 
     def submit_within(self, seconds: float, fn: Any, /, *args: Any) -> Future[Any]:
         if fn is store_chunk:
-            self._meddle()
+            self._change()
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args))
@@ -415,15 +415,15 @@ class Meddling:
 
 @pytest.mark.parametrize("route", ["copy", "openslide"])
 @pytest.mark.parametrize(
-    ("meddle", "says"),
+    ("change", "message"),
     [
         (lambda path: os.utime(path, ns=(7, 7)), "changed while it was being read"),
         (lambda path: path.unlink(missing_ok=True), "No such file"),
         (lambda path: os.truncate(path, 1000), "cannot be read|changed while"),
     ],
 )
-def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
-    tmp_path: Path, meddle: Callable[[Path], None], says: str, route: AskedRoute
+def test_slide_changed_during_ingest_fails(
+    tmp_path: Path, change: Callable[[Path], None], message: str, route: AskedRoute
 ) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     store, spec = tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))
@@ -432,17 +432,17 @@ def test_a_slide_that_changes_or_goes_while_it_is_read_fails(
         slide = SlideInput(SlideFile("a", path, (path,)))
         claims = Claims(store)
         pipeline = Pipeline(
-            writer=writer, submit_within=Meddling(lambda: meddle(path)).submit_within, spec=spec,
+            writer=writer, submit_within=ChangingPool(lambda: change(path)).submit_within, spec=spec,
             options=IngestOptions(route=route, workers=1), claims=claims,
             progress=IngestProgress(1, SilentProgress()),
         )  # fmt: skip
         (outcome,) = pipeline.run([PendingSlide(writer.register([record])["a"], slide, record)])
         claims.close()
         assert outcome.status is Status.FAILED
-        assert re.search(says, outcome.reason)
+        assert re.search(message, outcome.reason)
         assert writer.record(0).state is SlideState.FAILED
         with Store(store) as opened, pytest.raises(DamagedStore):
-            opened.value(0, 0)  # nothing of it is left
+            opened.value(0, 0)  # all patches of the slide are removed
     close_all()
 
 
@@ -460,7 +460,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_what_does_not_fit_is_not_begun(command: Run, tmp_path: Path, disk: Path) -> None:
+def test_slide_too_large_for_disk_is_not_started(command: Run, tmp_path: Path, disk: Path) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
     make_slides(tmp_path / "in", "--size", "6000x6000", "--name", "b")
     (disk / "other").write_bytes(bytes(24_000_000))
@@ -475,7 +475,7 @@ def test_what_does_not_fit_is_not_begun(command: Run, tmp_path: Path, disk: Path
 
 
 @pytest.mark.parametrize("route", ["copy", "openslide"])
-def test_a_disk_that_fills_midway_keeps_what_is_complete(
+def test_full_disk_keeps_complete_slides(
     command: Run, tmp_path: Path, disk: Path, route: str
 ) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--name", "a")
@@ -483,7 +483,7 @@ def test_a_disk_that_fills_midway_keeps_what_is_complete(
     out = disk / "s.lmdb"
     assert command("ingest", "in/a000.svs", "--out", out, "--route", route).returncode == 0
     before = contents(out)
-    # Nobody else writes meanwhile: the estimate itself is made to miss, as a file that grows would make it.
+    # Make the check of free space pass, although the disk is almost full.
     code = (
         "from histopipe.ingestion import pipeline as p\n"
         "p.free_bytes = lambda path: 1 << 40\n"
@@ -506,7 +506,7 @@ def test_a_disk_that_fills_midway_keeps_what_is_complete(
     assert set(contents(out)) == {"a000", "b000"}
 
 
-def test_copies_are_stored_and_told(run: Run, tmp_path: Path) -> None:
+def test_copies_are_stored_with_warning(run: Run, tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path / "in", "--size", "1000x1000")
     shutil.copy(path, tmp_path / "in" / "copy.svs")
     done = run("ingest", "in")
@@ -514,7 +514,7 @@ def test_copies_are_stored_and_told(run: Run, tmp_path: Path) -> None:
     assert "copy, slide-000 are copies of one slide" in done.stderr
 
 
-def test_the_same_slide_by_another_way_is_known_again(run: Run, tmp_path: Path) -> None:
+def test_slide_is_recognised_from_subfolder(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "in" / "sub", "--size", "1000x1000")
     assert run("ingest", "in").returncode == 0
     done = run("ingest", "in/sub", "--json")
@@ -522,7 +522,7 @@ def test_the_same_slide_by_another_way_is_known_again(run: Run, tmp_path: Path) 
     assert outcomes(done.stdout)["sub/slide-000"]["status"] == "skipped"
 
 
-def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
+def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
     make_slides(
         tmp_path / "in", "--size", "1000x1000", "--count", "2", "--classes", "normal,tumour"
     )
@@ -534,7 +534,7 @@ def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (["none"], 2, "none cannot be read: found No such file"),
         (["empty"], 4, "no slide in empty"),
@@ -554,8 +554,8 @@ def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
         ([], 2, "Missing argument"),
     ],
 )
-def test_wrong_input_is_one_message_and_nothing_is_written(
-    run: Run, tmp_path: Path, arguments: list[str], code: int, says: str
+def test_wrong_input_prints_error_and_writes_nothing(
+    run: Run, tmp_path: Path, arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "empty").mkdir()
     make_slides(tmp_path / "in", "--size", "600x600")
@@ -563,13 +563,13 @@ def test_wrong_input_is_one_message_and_nothing_is_written(
     (tmp_path / "extra.csv").write_text("slide,label\nslide-000,x\nnobody,y\n")
     done = run("ingest", *arguments)
     assert done.returncode == code
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
     assert not (tmp_path / "patches.lmdb").exists()
 
 
-def test_a_rerun_keeps_labels_it_is_not_told_of(run: Run, tmp_path: Path) -> None:
+def test_rerun_without_labels_keeps_labels(run: Run, tmp_path: Path) -> None:
     make_slides(
         tmp_path / "in", "--size", "1000x1000", "--count", "2", "--classes", "normal,tumour"
     )
@@ -581,8 +581,8 @@ def test_a_rerun_keeps_labels_it_is_not_told_of(run: Run, tmp_path: Path) -> Non
         assert [record.label for record in store.slides] == ["normal", "tumour"]
 
 
-def test_labels_lie_beside_the_slides_however_these_are_named(run: Run, tmp_path: Path) -> None:
-    for name in ("p", "q"):  # the same file names in both, and a labels.csv each
+def test_labels_csv_in_slide_folders_is_used(run: Run, tmp_path: Path) -> None:
+    for name in ("p", "q"):  # the same file names in both folders, each with a labels.csv
         make_slides(
             tmp_path / name, "--size", "600x600", "--count", "2", "--classes", "normal,tumour"
         )
@@ -594,7 +594,7 @@ def test_labels_lie_beside_the_slides_however_these_are_named(run: Run, tmp_path
             assert [record.label for record in store.slides] == ["normal", "tumour"] * (count // 2)
 
 
-def test_a_slide_keeps_its_id_when_it_is_reached_by_another_way(run: Run, tmp_path: Path) -> None:
+def test_slide_keeps_id_with_other_arguments(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "p", "--size", "600x600", "--name", "one")
     make_slides(tmp_path / "q", "--size", "600x600", "--name", "two", "--seed", "2")
     assert run("ingest", "p").returncode == 0
@@ -604,7 +604,7 @@ def test_a_slide_keeps_its_id_when_it_is_reached_by_another_way(run: Run, tmp_pa
         assert [(r.id, r.label) for r in store.slides] == [("one000", "x"), ("q/two000", "y")]
 
 
-def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Path) -> None:
+def test_other_slide_with_same_id_fails(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "p", "--size", "600x600")
     make_slides(tmp_path / "q", "--size", "600x600", "--seed", "2")
     assert run("ingest", "p").returncode == 0
@@ -614,7 +614,7 @@ def test_another_slide_of_the_same_name_is_no_replacement(run: Run, tmp_path: Pa
     assert "another slide, p/slide-000.svs, has the id 'slide-000' in the store" in done.stderr
     assert contents(tmp_path / "patches.lmdb") == before
     (tmp_path / "p" / "slide-000.svs").replace(tmp_path / "q" / "slide-000.svs")
-    assert run("ingest", "q").returncode == 0  # the first one, moved
+    assert run("ingest", "q").returncode == 0  # the first slide was moved
 
 
 CRASHING = """
@@ -634,8 +634,8 @@ def store_chunk(store, number, recipe, chunk):
 """
 
 
-def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None:
-    """A real abort in a real worker, in the place of a decoder's."""
+def test_slide_that_kills_worker_fails_alone(tmp_path: Path) -> None:
+    """Simulate the crash of a decoder by a real abort in a worker process."""
     make_slides(tmp_path / "in", "--size", "1500x1500", "--count", "4")
     for name in ("evil.svs", "late.svs"):
         shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / name)
@@ -658,12 +658,12 @@ def test_a_slide_that_kills_its_worker_costs_itself_only(tmp_path: Path) -> None
     assert done.returncode == 3, done.stderr
     found = outcomes(done.stdout)
     for name in ("evil", "late"):
-        assert "worker processes that read it died" in found.pop(name)["reason"]
+        assert "worker processes died while reading it" in found.pop(name)["reason"]
     assert [slide["status"] for slide in found.values()] == ["complete"] * 4
 
 
-def test_a_damaged_overview_costs_its_tile_only(run: Run, tmp_path: Path) -> None:
-    """One level, so the thumbnail is made of the very tiles that are damaged."""
+def test_damaged_tile_in_thumbnail_level_loses_one_patch(run: Run, tmp_path: Path) -> None:
+    """The slide has one level, so that the thumbnail is read from the damaged tiles."""
     (path,) = make_slides(tmp_path / "in", "--size", "2560x2560", "--levels", "1")
     with tifffile.TiffFile(path) as tiff, path.open("r+b") as file:
         file.seek(tiff.pages.first.dataoffsets[44])  # row 4, column 4: in the tissue
@@ -678,7 +678,7 @@ def test_a_damaged_overview_costs_its_tile_only(run: Run, tmp_path: Path) -> Non
     assert (index["x_l0"][lost].tolist(), index["y_l0"][lost].tolist()) == ([1024], [1024])
 
 
-def test_a_full_disk_at_the_start_is_told_and_leaves_nothing(command: Run, tmp_path: Path) -> None:
+def test_full_disk_at_start_leaves_no_files(command: Run, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small filesystem needs root")
     make_slides(tmp_path / "in", "--size", "600x600")
@@ -695,7 +695,7 @@ def test_a_full_disk_at_the_start_is_told_and_leaves_nothing(command: Run, tmp_p
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_folder_that_may_not_be_read_is_told(run: Run, tmp_path: Path) -> None:
+def test_unreadable_folder_is_reported(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "in" / "locked", "--size", "600x600")
     (tmp_path / "in" / "locked").chmod(0)
     drop = "-dac_override,-dac_read_search"
@@ -715,7 +715,7 @@ def test_a_folder_that_may_not_be_read_is_told(run: Run, tmp_path: Path) -> None
     (tmp_path / "in" / "locked").chmod(0o700)
 
 
-def test_levels_do_not_mix_scales_unasked(run: Run, tmp_path: Path) -> None:
+def test_level_refuses_mixed_scales(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600", "--name", "a")
     make_slides(tmp_path / "in", "--size", "600x600", "--name", "b", "--mpp", "0.25")
     done = run("ingest", "in", "--level", 0)
@@ -725,13 +725,13 @@ def test_levels_do_not_mix_scales_unasked(run: Run, tmp_path: Path) -> None:
     assert run("ingest", "in", "--level", 0, "--allow-mixed-mpp").returncode == 0
 
 
-def test_no_tensorflow_is_needed(tmp_path: Path) -> None:
+def test_ingest_runs_without_tensorflow(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600")
     for name in ("tensorflow", "keras", "sklearn"):
         (tmp_path / "blocked" / name).mkdir(parents=True)
         (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('not here')")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "blocked")}
-    environment.pop("HISTOPIPE_FORK_SERVER", None)  # it has loaded TensorFlow
+    environment.pop("HISTOPIPE_FORK_SERVER", None)  # the fork server has loaded TensorFlow
     done = subprocess.run(
         [*COMMAND, "ingest", "in"],
         cwd=tmp_path,
@@ -765,7 +765,7 @@ def test_info(run: Run, made_store: Path) -> None:
     assert run("info", "none").returncode == 4
 
 
-def test_claims_exclude_and_end_with_their_owner(tmp_path: Path) -> None:
+def test_claims_are_exclusive_and_end_with_owner(tmp_path: Path) -> None:
     ours, theirs = Claims(tmp_path), Claims(tmp_path)
     assert ours.take(3)
     assert not theirs.take(3)
@@ -776,9 +776,9 @@ def test_claims_exclude_and_end_with_their_owner(tmp_path: Path) -> None:
 
 
 def record(state: SlideState, **fields: Any) -> SlideRecord:
-    at = {"size_bytes": 100, "mtime_ns": 5}
+    file = {"size_bytes": 100, "mtime_ns": 5}
     return SlideRecord(
-        id="a", path="a.svs", resolved_path="/a.svs", state=state, **{**at, **fields}
+        id="a", path="a.svs", resolved_path="/a.svs", state=state, **{**file, **fields}
     )
 
 
@@ -826,7 +826,7 @@ def record(state: SlideState, **fields: Any) -> SlideRecord:
         (record(SlideState.FAILED, error_kind=FailureKind.FILE, mtime_ns=4), {}, None),
     ],
 )
-def test_decisions(
+def test_outcome_without_ingest(
     tmp_path: Path, record: SlideRecord, options: dict[str, Any], status: Status | None
 ) -> None:
     path = tmp_path / "a.svs"

@@ -1,4 +1,4 @@
-"""The functions behind the commands that fill and measure a store: their names, options and results."""
+"""The Python functions of the commands that fill and measure a store: names, options and results."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         ("stains", stains, None),
     ],
 )
-def test_functions_have_the_options_of_their_commands(
-    command: str, function: Any, settings: Any
-) -> None:
+def test_functions_have_options_of_commands(command: str, function: Any, settings: Any) -> None:
     assert command in COMMANDS
     module = importlib.import_module(f"histopipe.cli.{COMMANDS[command][0]}")
     parameters = getattr(module, command.replace("-", "_")).params
@@ -61,7 +59,7 @@ def test_functions_have_the_options_of_their_commands(
         assert all(name in (function.__doc__ or "") for name in flags)
 
 
-def test_defaults_of_functions_are_those_of_the_commands() -> None:
+def test_functions_have_defaults_of_commands() -> None:
     flags = {parameter.name: parameter for parameter in ingest_command.params}
     compared = 0
     for options in (TilingSpec(mpp=Mpp(0.5)), IngestOptions()):
@@ -76,7 +74,7 @@ def test_defaults_of_functions_are_those_of_the_commands() -> None:
     assert inspect.signature(ingest).parameters["part_gb"].default == flags["part_gb"].default
 
 
-def test_one_store_by_functions_alone(tmp_path: Path, run: Run) -> None:
+def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
     make_slides(tmp_path / "in", "--size", "1000x1000", "--count", "2")
     (tmp_path / "in" / "bad.svs").write_bytes(b"no slide")
     store = tmp_path / "s.lmdb"
@@ -105,7 +103,7 @@ def test_one_store_by_functions_alone(tmp_path: Path, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"patchsize": 7}, "unknown options: found patchsize"),
         ({"route": "teleport"}, "--route: found 'teleport'"),
@@ -115,9 +113,9 @@ def test_one_store_by_functions_alone(tmp_path: Path, run: Run) -> None:
         ({"workers": 0}, "--workers: found 0"),
     ],
 )
-def test_wrong_options_are_errors(tmp_path: Path, settings: Any, says: str) -> None:
+def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message: str) -> None:
     make_slides(tmp_path / "in", "--size", "600x600")
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=message):
         ingest(tmp_path / "in", tmp_path / "s.lmdb", progress=SILENT, **settings)
     assert not (tmp_path / "s.lmdb").exists()
 
@@ -130,7 +128,7 @@ print(len(report.slides), report.exit_code)
 """
 
 
-def test_a_script_without_a_guard_ingests(tmp_path: Path) -> None:
+def test_script_without_main_guard(tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600")
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(

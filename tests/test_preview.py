@@ -1,4 +1,4 @@
-"""`--plan`, the table at the end, the log, and where a store may not lie."""
+"""`ingest --plan`, the summary table, ingest.csv, the log, and refused network filesystems."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return in_process(tmp_path, monkeypatch, capsys)
 
 
-def test_a_plan_writes_nothing_and_tells_what_then_happens(
-    run: Run, data: Path, tmp_path: Path
-) -> None:
+def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "3000x3000", "--count", "2")
     shutil.copy(tmp_path / "in" / "slide-000.svs", tmp_path / "in" / "twin.svs")
     shutil.copy(data / "slides" / f"{CMU}.svs", tmp_path / "in")
@@ -56,9 +54,9 @@ def test_a_plan_writes_nothing_and_tells_what_then_happens(
                 for n, r in store.complete.items()
                 if r.id == record.id
             )
-            # A sum over its tiles where they are copied; from eight patches else.
-            near = 0.02 if record.route == "copy" else 0.15
-            assert planned["stored_bytes"] == pytest.approx(stored, rel=near)
+            # For copied tiles, the estimate is the sum of their sizes. Otherwise it is based on eight patches.
+            tolerance = 0.02 if record.route == "copy" else 0.15
+            assert planned["stored_bytes"] == pytest.approx(stored, rel=tolerance)
         total = sum(slide["stored_bytes"] for slide in slides.values())
         assert total == preview["stored_bytes"] < preview["free_bytes"]
     again = run("ingest", "in", "--plan")
@@ -67,7 +65,7 @@ def test_a_plan_writes_nothing_and_tells_what_then_happens(
     assert "patches.lmdb: 0 patches" in again.stdout
 
 
-def test_a_plan_for_a_store_of_another_spec_is_refused(run: Run, tmp_path: Path) -> None:
+def test_plan_refuses_store_with_other_spec(run: Run, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "600x600")
     assert run("ingest", "in").returncode == 0
     done = run("ingest", "in", "--plan", "--patch-size", 128)
@@ -75,7 +73,7 @@ def test_a_plan_for_a_store_of_another_spec_is_refused(run: Run, tmp_path: Path)
     assert "patch_size: 256 in the store, 128 asked for" in done.stderr
 
 
-def test_a_run_ends_with_a_table_a_csv_and_a_log(run: Run, data: Path, tmp_path: Path) -> None:
+def test_ingest_writes_table_csv_and_log(run: Run, data: Path, tmp_path: Path) -> None:
     make_slides(tmp_path / "in", "--size", "1500x1500")
     for name in (CMU, TCGA):
         shutil.copy(data / "slides" / f"{name}.svs", tmp_path / "in")
@@ -132,14 +130,14 @@ MOUNTS = """\
         ("/over/s.lmdb", "cifs"),
     ],
 )
-def test_network_filesystems_are_told_by_their_mounts(
+def test_network_filesystems_are_found_in_mounts(
     tmp_path: Path, path: str, kind: str | None
 ) -> None:
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert network_filesystem(Path(path), tmp_path / "mountinfo") == kind
 
 
-def test_a_store_on_a_network_filesystem_is_refused(
+def test_store_on_network_filesystem_is_refused(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingest_slides, "network_filesystem", lambda _: "nfs4")

@@ -1,4 +1,4 @@
-"""The three routes: what is copied, what is decoded, what is left to OpenSlide, and that all of them show the same."""
+"""The routes copy, decode and openslide: when each is used, and that all of them yield the same pixels."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan(path: Path, route: AskedRoute = "auto", **spec: Any) -> PlannedSlide | 
 def patches(
     path: Path, route: AskedRoute = "auto", **spec: Any
 ) -> tuple[PlannedSlide, list[PatchFile]]:
-    """A slide's plan and all of its patches, in the order of their numbers."""
+    """Return a slide's plan and all its patches, in the order of their numbers."""
     planned = plan(path, route, **spec)
     assert isinstance(planned, PlannedSlide), planned
     recipe = planned.recipe
@@ -68,7 +68,7 @@ def pillow(value: PatchFile) -> Pixels:
 
 
 def truth(path: Path, planned: PlannedSlide) -> list[Pixels]:
-    """What OpenSlide shows where the patches are, one by one."""
+    """Return the region of each patch as read by OpenSlide."""
     choice, side = planned.plan.choice, planned.plan.choice.read_size
     with Slide(path) as slide:
         return [
@@ -79,8 +79,8 @@ def truth(path: Path, planned: PlannedSlide) -> list[Pixels]:
 
 @pytest.mark.parametrize("suffix", [".svs", ".tiff"])
 @pytest.mark.parametrize("name", COPIED)
-def test_copied_patches_show_what_openslide_shows(tmp_path: Path, name: str, suffix: str) -> None:
-    """Every pixel, by three decoders, partial tiles at the edges left out."""
+def test_copied_patches_equal_openslide(tmp_path: Path, name: str, suffix: str) -> None:
+    """Compare every pixel with three decoders. Partial tiles at the edges have no patches."""
     import tensorflow as tf
 
     path = write_slide(
@@ -102,8 +102,8 @@ def test_copied_patches_show_what_openslide_shows(tmp_path: Path, name: str, suf
         assert (shown.numpy() == expected).all()
 
 
-def test_a_real_slide_is_copied_pixel_by_pixel(run: Run, data: Path, tmp_path: Path) -> None:
-    """RGB tiles with shared tables and no marker, under a header that says 4:2:0 of what is 4:4:4."""
+def test_copied_patches_of_real_slide_equal_openslide(run: Run, data: Path, tmp_path: Path) -> None:
+    """The slide has RGB tiles with shared tables and no marker. They are 4:4:4, but the header declares 4:2:0."""
     path = data / "slides" / "CMU-1-Small-Region.svs"
     done = run("ingest", path, "--patch-size", 240, "--level", 0)
     assert done.returncode == 0, done.stderr
@@ -113,8 +113,8 @@ def test_a_real_slide_is_copied_pixel_by_pixel(run: Run, data: Path, tmp_path: P
         assert record.route == "copy"
         assert len(store) > 30
         for row in range(len(store)):
-            place = PointL0(int(index["x_l0"][row]), int(index["y_l0"][row]))
-            expected = slide.read_region(place, 0, Size(240, 240))
+            corner = PointL0(int(index["x_l0"][row]), int(index["y_l0"][row]))
+            expected = slide.read_region(corner, 0, Size(240, 240))
             assert (store.read(record.id, row) == expected).all()
     assert "1 copy" in run("info", "patches.lmdb").stdout
 
@@ -128,7 +128,7 @@ def test_dicom_frames_are_copied(data: Path) -> None:
         assert (pillow(value) == expected).all()
 
 
-def test_tiles_of_an_area_within_a_larger_one_are_copied(tmp_path: Path) -> None:
+def test_tiles_of_slide_with_bounds_are_copied(tmp_path: Path) -> None:
     (path,) = make_slides(
         tmp_path, "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
     )
@@ -144,13 +144,13 @@ def test_tiles_of_an_area_within_a_larger_one_are_copied(tmp_path: Path) -> None
     [
         (Variant("grey", "L"), {}, "decode", "native tiles are grey, patches RGB"),
         (Variant(), {"patch_size": 48}, "decode", "patches are 48 pixels, native tiles 64×64"),
-        (Variant(), {"overlap": 16}, "decode", "patches lie across native tiles"),
-        (Variant(), {"codec": "jpeg"}, "decode", "--codec jpeg encodes anew"),
+        (Variant(), {"overlap": 16}, "decode", "patches are not aligned with native tiles"),
+        (Variant(), {"codec": "jpeg"}, "decode", "--codec jpeg re-encodes patches"),
         (Variant(), {"level": None, "mpp": 1.0}, "decode", "reduced from 128 to 64 pixels"),
         (Variant(edit=lambda tiles: [b""] * len(tiles)), {}, "openslide", "its longest tile"),
     ],
 )
-def test_what_cannot_be_copied_says_why(
+def test_route_reason_if_patches_cannot_be_copied(
     tmp_path: Path, variant: Variant, spec: Spec, route: str, why: str
 ) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), variant)
@@ -161,19 +161,19 @@ def test_what_cannot_be_copied_says_why(
     assert all(isinstance(value, bytes) for value in values)
 
 
-def test_a_route_asked_for_that_cannot_be_is_a_failure_of_the_option(tmp_path: Path) -> None:
+def test_impossible_route_is_failure_of_option(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64))
     failed = plan(path, "copy", patch_size=48)
     assert isinstance(failed, SlideFailure)
     assert failed.kind is FailureKind.OPTION
-    assert "cannot go by --route copy: found patches are 48 pixels" in failed.reason
+    assert "cannot use --route copy: found patches are 48 pixels" in failed.reason
     for route in ROUTES[1:]:
         planned, _ = patches(path, route, patch_size=64)
         assert planned.record.route == route
-        assert str(planned.record.route_reason).startswith("asked for")
+        assert str(planned.record.route_reason).startswith("requested")
 
 
-def test_jpeg_2000_is_left_to_openslide(data: Path) -> None:
+def test_jpeg_2000_uses_openslide(data: Path) -> None:
     planned = plan(data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs", patch_size=256)
     assert isinstance(planned, PlannedSlide)
     assert (planned.record.route, planned.record.route_reason) == (
@@ -182,9 +182,9 @@ def test_jpeg_2000_is_left_to_openslide(data: Path) -> None:
     )
 
 
-def test_tiles_never_written_are_what_openslide_makes_of_them(tmp_path: Path) -> None:
+def test_missing_tiles_are_read_through_openslide(tmp_path: Path) -> None:
     def drop(tiles: list[bytes]) -> list[bytes]:
-        return [b"" if place == 6 else tile for place, tile in enumerate(tiles)]
+        return [b"" if number == 6 else tile for number, tile in enumerate(tiles)]
 
     path = write_slide(
         tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), Variant(edit=drop)
@@ -205,27 +205,27 @@ def test_tiles_never_written_are_what_openslide_makes_of_them(tmp_path: Path) ->
     ],
 )
 @pytest.mark.parametrize("route", ["copy", "decode"])
-def test_a_damaged_tile_is_lost_alone(
+def test_damaged_tile_loses_only_its_patch(
     tmp_path: Path, damage: Callable[[bytes], bytes], route: AskedRoute
 ) -> None:
     def break_one(tiles: list[bytes]) -> list[bytes]:
-        return [damage(tile) if place == 6 else tile for place, tile in enumerate(tiles)]
+        return [damage(tile) if number == 6 else tile for number, tile in enumerate(tiles)]
 
     path = write_slide(
         tmp_path / "a.svs", [picture(Size(300, 220))], Size(64, 64), Variant(edit=break_one)
     )
     _, values = patches(path, route, patch_size=64)
-    lost = [place for place, value in enumerate(values) if isinstance(value, SlideUnreadable)]
+    lost = [number for number, value in enumerate(values) if isinstance(value, SlideUnreadable)]
     assert lost == [5]
     assert "row 1, column 1" in str(values[5])
 
 
-def test_a_tile_unlike_the_others_is_not_copied(tmp_path: Path) -> None:
+def test_tile_with_other_format_is_not_copied(tmp_path: Path) -> None:
     other = io.BytesIO()
     Image.fromarray(picture(Size(64, 64))).save(other, "JPEG", subsampling=0)
 
     def swap(tiles: list[bytes]) -> list[bytes]:
-        return [other.getvalue() if place == 6 else tile for place, tile in enumerate(tiles)]
+        return [other.getvalue() if number == 6 else tile for number, tile in enumerate(tiles)]
 
     path = write_slide(
         tmp_path / "a.svs",
@@ -244,16 +244,16 @@ def moved(level: NativeLevel) -> NativeLevel:
     )
 
 
-def of_another_colour(level: NativeLevel) -> NativeLevel:
+def with_other_colour(level: NativeLevel) -> NativeLevel:
     return dataclasses.replace(level, colour="rgb")
 
 
-@pytest.mark.parametrize("wrong", [moved, of_another_colour])
+@pytest.mark.parametrize("wrong", [moved, with_other_colour])
 @pytest.mark.parametrize("size", [Size(300, 220), Size(301, 223)])
-def test_a_shortcut_that_differs_is_not_taken(
+def test_wrong_native_tiles_are_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Any, size: Size
 ) -> None:
-    """At level 0, where pixels must be equal, and at a level that OpenSlide interpolates."""
+    """Test level 0, where pixels must be equal, and a level that OpenSlide interpolates."""
     pixels = picture(size)
     half = np.asarray(Image.fromarray(pixels).resize((size.width // 2, size.height // 2)))
     path = write_slide(tmp_path / "a.svs", [pixels, half], Size(32, 32))
@@ -272,7 +272,7 @@ def test_a_shortcut_that_differs_is_not_taken(
         assert abs(pillow(values[0]) - expected).mean() < 8
 
 
-def test_a_shift_by_one_pixel_is_found_where_openslide_interpolates(
+def test_shift_by_one_pixel_is_detected_on_interpolated_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels = picture(Size(1027, 823))
@@ -305,10 +305,10 @@ def test_scaled_decoding_agrees_with_averaging(data: Path, factor: int, tmp_path
         errors = [
             abs(pillow(v).astype(int) - e).mean() for v, e in zip(values, expected, strict=True)
         ]
-        assert np.mean(errors) < limit  # what quality 90 alone makes
+        assert np.mean(errors) < limit  # the error of JPEG encoding at quality 90
 
 
-def test_exact_means_equal_to_the_bit(tmp_path: Path) -> None:
+def test_exact_resampling_is_identical_on_both_routes(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(600, 500))], Size(64, 64), mpp=0.25)
     for wanted in (0.5, 0.6):  # averaged, filtered
         spec: Spec = {"patch_size": 48, "level": None, "mpp": Mpp(wanted), "codec": "png"}
@@ -326,8 +326,8 @@ Settings40 = settings(
 
 @Settings40
 @given(data=st.data())
-def test_routes_agree_whatever_the_slide(data: st.DataObject) -> None:
-    """Any size, place, tile, patch, overlap and scale: inside the slide, each cell once, the same pixels by every route."""
+def test_routes_agree_on_random_slides(data: st.DataObject) -> None:
+    """For any size, origin, tile, patch, overlap and scale, cells are valid and all routes yield the same pixels."""
     size = Size(data.draw(st.integers(40, 330)), data.draw(st.integers(40, 330)))
     tile = Size(*(16 * data.draw(st.integers(1, 6)) for _ in range(2)))
     patch = data.draw(st.one_of(st.integers(8, 100), st.just(tile.width)))
@@ -354,7 +354,7 @@ def test_routes_agree_whatever_the_slide(data: st.DataObject) -> None:
 
 
 def check_cells(size: Size, origin: tuple[int, int], planned: PlannedSlide, overlap: int) -> None:
-    """Cells lie inside; without overlap every pixel of their area is covered once."""
+    """Check that cells are inside the slide, and without overlap cover every pixel of their area once."""
     cells, choice = planned.plan, planned.plan.choice
     covered = np.zeros((size.height, size.width), int)
     xs, ys = cells.x_level - origin[0], cells.y_level - origin[1]
@@ -369,7 +369,7 @@ def check_cells(size: Size, origin: tuple[int, int], planned: PlannedSlide, over
         assert len(cells) == rows * columns
 
 
-def test_chunks_hold_every_patch_once(tmp_path: Path) -> None:
+def test_chunks_have_every_patch_once(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
     for route, overlap in (("copy", 0), ("decode", 7), ("openslide", 3)):
         planned = plan(path, patch_size=16, overlap=overlap)
@@ -382,7 +382,7 @@ def test_chunks_hold_every_patch_once(tmp_path: Path) -> None:
         assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
-def test_neighbours_read_together_are_what_they_are_alone(tmp_path: Path) -> None:
+def test_patches_read_together_equal_patches_read_alone(tmp_path: Path) -> None:
     path = write_slide(tmp_path / "a.svs", [picture(Size(900, 700))], Size(64, 64))
     planned, together = patches(path, "openslide", patch_size=50, overlap=13, codec="png")
     with PatchSource(planned.recipe) as source:
@@ -420,6 +420,6 @@ def test_frames_are_read_from_headers() -> None:
         (jpeg().replace(b"\xff\xdb", b"\x00\xdb", 1), "where a marker should be"),
     ],
 )
-def test_what_is_no_plain_jpeg_says_why(tile: bytes, why: str) -> None:
+def test_reason_if_tile_is_not_plain_jpeg(tile: bytes, why: str) -> None:
     with pytest.raises(NotPlain, match=why):
         TileFormat(b"", "ycbcr").plain(tile)

@@ -1,4 +1,4 @@
-"""How long outlines take to become labels: a million patches against five thousand outlines, sparse and dense.
+"""Benchmark the labelling of a million patches from five thousand outlines, sparse and dense.
 
 python tools/bench_annotations.py [--patches 1000000] [--outlines 5000]
 """
@@ -19,14 +19,14 @@ from histopipe.annotations.regions import AnnotationRules, Regions, read_regions
 from histopipe.geometry import PointL0, RegionL0, Size
 
 SIDE = 100
-"""Of a patch, level-0 pixels."""
+"""Side of a patch in level-0 pixels."""
 DENSITIES = {"sparse": (100, 900), "dense": (200, 2500)}
-"""Radii of the outlines; dense ones overlap three deep on average."""
+"""Minimum and maximum radius of the outlines. Where they are dense, three overlap on average."""
 CLASSES = "abcdef"
 
 
 def write_outlines(path: Path, count: int, side: int, radii: tuple[int, int]) -> int:
-    """Random star-shaped outlines of 20 to 400 points; how many points in all."""
+    """Write random star-shaped outlines of 20 to 400 points, and return the total number of points."""
     rng = np.random.default_rng(1)
     features, points = [], 0
     for number in range(count):
@@ -46,7 +46,7 @@ def write_outlines(path: Path, count: int, side: int, radii: tuple[int, int]) ->
 
 
 def labelled(regions: Regions, count: int) -> float:
-    """Seconds for a square of so many patches."""
+    """Return the seconds to label a square grid of about `count` patches."""
     across = round(count**0.5)
     x, y = (grid.ravel() * SIDE for grid in np.meshgrid(np.arange(across), np.arange(across)))
     started = time.monotonic()
@@ -55,7 +55,7 @@ def labelled(regions: Regions, count: int) -> float:
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Run the benchmark, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

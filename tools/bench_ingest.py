@@ -1,18 +1,18 @@
-"""How fast an ingest is, as ratios to what people write today and to copying the file.
+"""Benchmark ingest: its speed relative to a common script and to copying the file.
 
-    python tools/bench_ingest.py FOLDER                  everything: about 25 minutes and 4 GB in FOLDER
-    python tools/bench_ingest.py FOLDER copy decode      some of it
+    python tools/bench_ingest.py FOLDER                  all benchmarks: about 25 minutes and 4 GB in FOLDER
+    python tools/bench_ingest.py FOLDER copy decode      only these benchmarks
 
-The baseline is written out below: OpenSlide, Pillow and LMDB in a pool of two processes, given the same patches. Each pair
-is measured in one run, taking turns, and compared by medians, since machines drift.
+The baseline is the script below: OpenSlide, Pillow and LMDB in a pool of two processes, for the same patches. Both
+sides of a comparison run alternately, and their medians are compared, because the speed of a machine varies.
 
-    copy       the copy stage alone, plan in hand to committed, against the baseline and against `cp` and sync
-    decode     patches of 224 on native tiles of 256, against the baseline
-    dct        0.5 mpp from a 0.25-mpp level by scaled decoding, against a baseline that reads and reduces
-    openslide  the openslide route against the baseline
-    threads    the decode route by two threads of one process against two processes
-    whole      the whole command over eight slides against the baseline, and where its time goes
-    scale      time and memory of the whole command by slides of 0.1 to 3 gigapixels
+    copy       copy stage, from the plan to the last commit, compared with the baseline and with `cp` and sync
+    decode     patches of 224 on native tiles of 256, compared with the baseline
+    dct        0.5 mpp from a 0.25-mpp level by scaled decoding, compared with a baseline that reads and reduces
+    openslide  the openslide route, compared with the baseline
+    threads    two processes, compared with two threads of one process
+    whole      the whole command on eight slides, compared with the baseline, and the time of its parts
+    scale      time and memory of the whole command for slides of 0.1 to 3 gigapixels
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ GIGAPIXEL_SIZES = {
 }
 LARGE = "35520x35604"  # 1.26 gigapixels
 
-Places = list[tuple[int, int]]
-Way = Callable[[Path], float]
+Corners = list[tuple[int, int]]
+Run = Callable[[Path], float]
+"""Writes to a path, and returns the seconds that it took."""
 
 
 # --- the baseline -----------------------------------------------------------------------------------------------------------
@@ -78,15 +79,17 @@ _open: dict[str, openslide.OpenSlide] = {}
 _stores: dict[str, lmdb.Environment] = {}
 
 
-def baseline_chunk(path: str, store: str, first: int, places: Places, read: int, patch: int) -> int:
-    """What one process of the baseline does with 256 patches: read, reduce if need be, encode, put."""
+def baseline_chunk(
+    path: str, store: str, first: int, corners: Corners, read: int, patch: int
+) -> int:
+    """Read, reduce (if needed), encode and store 256 patches in one process of the baseline."""
     if path not in _open:
         _open[path] = openslide.OpenSlide(path)
     if store not in _stores:
         _stores[store] = lmdb.open(store, map_size=1 << 40)
     items = []
-    for number, place in enumerate(places, start=first):
-        image = _open[path].read_region(place, 0, (read, read)).convert("RGB")
+    for number, corner in enumerate(corners, start=first):
+        image = _open[path].read_region(corner, 0, (read, read)).convert("RGB")
         if read != patch:
             image = image.reduce(read // patch)
         buffer = io.BytesIO()
@@ -98,13 +101,13 @@ def baseline_chunk(path: str, store: str, first: int, places: Places, read: int,
 
 
 def baseline(slides: list[tuple[Path, PlannedSlide]], spec: TilingSpec, out: Path) -> float:
-    """Seconds that the baseline takes for all patches of some slides; its processes are new and warm."""
+    """Return the seconds of the baseline for all patches of some slides. Starting its processes is not included."""
     tasks, first = [], 0
     for path, planned in slides:
         plan = planned.plan
-        places = list(zip(plan.x_l0.tolist(), plan.y_l0.tolist(), strict=True))
-        for begin in range(0, len(places), 256):
-            part = places[begin : begin + 256]
+        corners = list(zip(plan.x_l0.tolist(), plan.y_l0.tolist(), strict=True))
+        for begin in range(0, len(corners), 256):
+            part = corners[begin : begin + 256]
             read = plan.choice.read_size
             tasks.append((str(path), str(out), first, part, read, spec.patch_size))
             first += len(part)
@@ -114,17 +117,17 @@ def baseline(slides: list[tuple[Path, PlannedSlide]], spec: TilingSpec, out: Pat
         return timed(functools.partial(processes.starmap, baseline_chunk, tasks, chunksize=1))
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------------
+# --- the measured functions -------------------------------------------------------------------------------------------------
 
 
 def pending_of(path: Path) -> PendingSlide:
-    """A slide as an ingest would number it."""
+    """Return a slide as the first one of an ingest."""
     record = SlideRecord(id=path.stem, path=str(path), resolved_path=str(path))
     return PendingSlide(0, SlideInput(SlideFile(path.stem, path, (path,))), record)
 
 
 def planned(path: Path, spec: TilingSpec, route: AskedRoute = "auto") -> PlannedSlide:
-    """A slide's plan."""
+    """Return the plan of a slide."""
     pending = pending_of(path)
     result = plan_slide(pending.slide, pending.record, spec, IngestOptions(route=route))
     if isinstance(result, SlideFailure):
@@ -133,10 +136,10 @@ def planned(path: Path, spec: TilingSpec, route: AskedRoute = "auto") -> Planned
 
 
 def stage(workers: Executor, path: Path, plan: PlannedSlide, spec: TilingSpec, out: Path) -> float:
-    """Seconds that a planned slide's chunks take, from nothing to committed.
+    """Return the seconds to store all chunks of a planned slide.
 
-    The workers are new and warm, and are ended outside of the time: they would hold the store of the time before open, and
-    giving back the pages of a removed file takes as long as writing it.
+    Starting and ending the workers is not included. New workers are needed: old ones would keep the previous store
+    open, and freeing the pages of a removed file takes as long as writing it.
     """
     with workers:
         wait([workers.submit(time.sleep, 0.01) for _ in range(WORKERS)])
@@ -160,20 +163,20 @@ def stage(workers: Executor, path: Path, plan: PlannedSlide, spec: TilingSpec, o
 
 
 def timed(work: Callable[..., object], *arguments: object) -> float:
-    """Seconds that a call takes."""
+    """Return the seconds that a call takes."""
     started = time.perf_counter()
     work(*arguments)
     return time.perf_counter() - started
 
 
 def copy_file(path: Path, out: Path) -> None:
-    """`cp` and sync of the slide."""
+    """Copy a slide with `cp`, and sync the copy."""
     subprocess.run(["/bin/cp", str(path), str(out)], check=True)
     subprocess.run(["/bin/sync", str(out)], check=True)
 
 
 class Bench:
-    """Slides that are made once, and a folder to write to."""
+    """Synthetic slides, which are kept between runs, and a scratch folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -183,11 +186,11 @@ class Bench:
         self.number = itertools.count()
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the scratch folder."""
         shutil.rmtree(self.scratch)
 
     def slide(self, name: str, size: str, *arguments: str) -> Path:
-        """A made slide; kept for the next run."""
+        """Return a synthetic slide. It is kept for the next run."""
         path = self.folder / f"{name}-000.svs"
         if not path.exists():
             make = [
@@ -200,33 +203,33 @@ class Bench:
             subprocess.run([*make, "--size", size, *arguments], check=True)
         return path
 
-    def compare(self, *ways: tuple[str, Way], repeats: int = REPEATS) -> dict[str, float]:
-        """Median seconds of each way, taking turns. Each gets a path to write to that is gone afterwards."""
-        seconds: dict[str, list[float]] = {name: [] for name, _ in ways}
+    def compare(self, *runs: tuple[str, Run], repeats: int = REPEATS) -> dict[str, float]:
+        """Return the median seconds of several functions, run alternately. Their output is removed after each run."""
+        seconds: dict[str, list[float]] = {name: [] for name, _ in runs}
         for _ in range(repeats):
-            for name, way in ways:
+            for name, run in runs:
                 out = self.scratch / f"{next(self.number)}"
                 os.sync()
-                seconds[name].append(way(out))
+                seconds[name].append(run(out))
                 shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
         return {name: statistics.median(values) for name, values in seconds.items()}
 
 
 def pool() -> WorkerPool:
-    """Workers as an ingest has them."""
+    """Return a pool of workers, the same as in an ingest."""
     return WorkerPool(WORKERS, prepare)
 
 
-def say(text: str) -> None:
-    """A line of the result."""
+def show(text: str) -> None:
+    """Print a line of the result at once."""
     print(text, flush=True)
 
 
-def ratio(what: str, patches: int, ours: float, theirs: float, wanted: str) -> None:
-    """A line that compares two times for the same patches."""
-    say(
-        f"{what}: {theirs / ours:.2f}× ({patches} patches, {patches / ours:,.0f}/s against {patches / theirs:,.0f}/s; "
-        f"wanted {wanted})"
+def show_ratio(what: str, patches: int, ours: float, theirs: float, target: str) -> None:
+    """Print a line that compares two times for the same patches."""
+    show(
+        f"{what}: {theirs / ours:.2f}× ({patches} patches, {patches / ours:,.0f}/s and {patches / theirs:,.0f}/s; "
+        f"target: {target})"
     )
 
 
@@ -236,12 +239,12 @@ def against_baseline(
     path: Path,
     spec: TilingSpec,
     route: AskedRoute,
-    wanted: str,
-    **more: Way,
+    target: str,
+    **more: Run,
 ) -> dict[str, float]:
-    """One slide by a route and by the baseline."""
+    """Compare a route with the baseline on one slide, and return the median seconds."""
     plan = planned(path, spec, route)
-    say(
+    show(
         f"{what}: {path.name}, {plan.record.width}×{plan.record.height}, route {plan.recipe.route.name} ({plan.recipe.route.reason})"
     )
     times = bench.compare(
@@ -252,25 +255,25 @@ def against_baseline(
         ),
         *more.items(),
     )
-    ratio(what, len(plan.plan), times["ours"], times["baseline"], wanted)
+    show_ratio(what, len(plan.plan), times["ours"], times["baseline"], target)
     return times
 
 
 def bench_copy(bench: Bench) -> None:
-    """The copy stage alone."""
+    """Benchmark the copy stage."""
     path = bench.slide("large", LARGE)
     times = against_baseline(
         bench, "copy stage", path, TilingSpec(mpp=Mpp(0.5)), "copy", "25×",
         cp=functools.partial(timed, copy_file, path),
     )  # fmt: skip
-    say(
-        f"copy stage against cp and sync of the slide ({path.stat().st_size / 1e6:.0f} MB): "
-        f"{times['ours'] / times['cp']:.2f} of its time (wanted 3 at most)"
+    show(
+        f"copy stage, relative to cp and sync of the slide ({path.stat().st_size / 1e6:.0f} MB): "
+        f"{times['ours'] / times['cp']:.2f} of the time (target: at most 3)"
     )
 
 
 def bench_decode(bench: Bench) -> None:
-    """Patches that lie across native tiles."""
+    """Benchmark patches that are not aligned with native tiles."""
     spec = TilingSpec(mpp=Mpp(0.5), patch_size=224)
     against_baseline(
         bench, "decode, 224 on 256", bench.slide("large", LARGE), spec, "decode", "2.5×"
@@ -278,15 +281,15 @@ def bench_decode(bench: Bench) -> None:
 
 
 def bench_dct(bench: Bench) -> None:
-    """Half the scale of the finest level, of a slide with levels 1, 4 and 16."""
+    """Benchmark patches at half the scale of level 0, on a slide with levels 1, 4 and 16."""
     path = bench.slide("fine", LARGE, "--mpp", "0.25")
     against_baseline(bench, "decode at 1/2", path, TilingSpec(mpp=Mpp(0.5)), "decode", "4×")
     spec = TilingSpec(mpp=Mpp(0.5), resample="exact")
-    against_baseline(bench, "decode in full, then half", path, spec, "decode", "nothing said")
+    against_baseline(bench, "decode in full, then reduce", path, spec, "decode", "none")
 
 
 def bench_openslide(bench: Bench) -> None:
-    """What has no shortcut; as it is, and with chroma at half the size, which is what the baseline writes."""
+    """Benchmark the route openslide with 4:4:4, and with 4:2:0, which the baseline writes."""
     path = bench.slide("large", LARGE)
     for patch_size in (256, 224):
         spec = TilingSpec(mpp=Mpp(0.5), patch_size=patch_size)
@@ -296,7 +299,7 @@ def bench_openslide(bench: Bench) -> None:
 
 
 def by_threads(path: Path, plan: PlannedSlide, spec: TilingSpec, out: Path) -> float:
-    """The same stage by threads of this process."""
+    """Return the seconds of the same stage with threads of this process."""
     try:
         return stage(ThreadPoolExecutor(WORKERS), path, plan, spec, out)
     finally:
@@ -304,7 +307,7 @@ def by_threads(path: Path, plan: PlannedSlide, spec: TilingSpec, out: Path) -> f
 
 
 def bench_threads(bench: Bench) -> None:
-    """Whether threads would do where the libraries release Python's lock."""
+    """Compare processes with threads, since the libraries release Python's lock."""
     path = bench.slide("large", LARGE)
     for spec in (TilingSpec(mpp=Mpp(0.5)), TilingSpec(mpp=Mpp(0.5), patch_size=224)):
         plan = planned(path, spec)
@@ -312,8 +315,8 @@ def bench_threads(bench: Bench) -> None:
             ("processes", lambda out: stage(pool(), path, plan, spec, out)),  # noqa: B023
             ("threads", lambda out: by_threads(path, plan, spec, out)),  # noqa: B023
         )
-        ratio(
-            f"processes against threads, {plan.recipe.route.name}",
+        show_ratio(
+            f"processes compared with threads, {plan.recipe.route.name}",
             len(plan.plan),
             times["processes"],
             times["threads"],
@@ -322,7 +325,7 @@ def bench_threads(bench: Bench) -> None:
 
 
 def bench_whole(bench: Bench) -> None:
-    """The whole command, with all that is around the copying."""
+    """Benchmark the whole command, and show the time of its parts."""
     paths = [bench.slide(f"cohort{n}", LARGE, "--seed", str(n)) for n in range(SLIDES)]
     spec = TilingSpec(mpp=Mpp(0.5))
     slides = [(path, planned(path, spec)) for path in paths]
@@ -333,8 +336,8 @@ def bench_whole(bench: Bench) -> None:
         ("baseline", lambda out: baseline(slides, spec, out)),
     )
     ours = times["ours"] - start
-    ratio(
-        f"whole command over {SLIDES} slides, start of Python ({start:.2f} s) taken off",
+    show_ratio(
+        f"whole command on {SLIDES} slides, without the start of Python ({start:.2f} s)",
         patches,
         ours,
         times["baseline"],
@@ -345,11 +348,13 @@ def bench_whole(bench: Bench) -> None:
     parts["copy"] = SLIDES * stages["copy"]
     parts["pool"] = bench.compare(("pool", lambda _: timed(start_pool)))["pool"]
     for name, seconds in parts.items():
-        say(f"  {name}: {seconds:.2f} s of {ours:.2f} s, {seconds / ours:.0%} (measured by itself)")
+        show(
+            f"  {name}: {seconds:.2f} s of {ours:.2f} s, {seconds / ours:.0%} (measured separately)"
+        )
 
 
 def plan_parts(path: Path) -> dict[str, float]:
-    """Seconds of one process for each part of one slide's plan; medians."""
+    """Return the median seconds of one process for each part of planning a slide."""
     seconds: dict[str, list[float]] = {}
     last = 0.0
 
@@ -379,24 +384,24 @@ def plan_parts(path: Path) -> dict[str, float]:
 
 
 def start_pool() -> None:
-    """Start workers and wait until each can work."""
+    """Start workers, wait until all are ready, and end them."""
     pool = WorkerPool(WORKERS, prepare)
     wait([pool.submit(time.sleep, 0.01) for _ in range(WORKERS)])
     pool.shutdown()
 
 
 def command(*arguments: str) -> None:
-    """The command as a user runs it."""
+    """Run the command line."""
     subprocess.run([COMMAND, *arguments], check=True, capture_output=True)
 
 
 def ingest_to(arguments: list[str], out: Path) -> float:
-    """Seconds of an ingest by the command."""
+    """Return the seconds of an ingest by the command line."""
     return timed(command, "ingest", *arguments, "--out", str(out))
 
 
 def bench_scale(bench: Bench) -> None:
-    """How time and memory grow with a slide."""
+    """Benchmark time and memory for slides of increasing size."""
     for flags in ([], ["--patch-size", "224"], ["--route", "openslide"]):
         for gigapixels, size in GIGAPIXEL_SIZES.items():
             path = bench.slide(f"scale{gigapixels}", size)
@@ -410,7 +415,7 @@ def bench_scale(bench: Bench) -> None:
             out = bench.scratch / "memory"
             _, peaks = peaks_of([COMMAND, "ingest", *run, "--out", str(out)], quiet=True)
             shutil.rmtree(out)
-            say(
+            show(
                 f"{' '.join(flags) or 'auto'}, {gigapixels} gigapixels, {len(plan.plan)} patches: {times['ours']:.2f} s, largest "
                 f"anonymous memory of a process {max(kilobytes for kilobytes, _ in peaks.values()) / 1024:.0f} MB"
             )
@@ -428,15 +433,15 @@ BENCHES = {
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Run the chosen benchmarks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="slides are made and kept here")
-    parser.add_argument("which", nargs="*", choices=[*BENCHES, []], help="all if none is named")
+    parser.add_argument("folder", type=Path, help="folder in which synthetic slides are kept")
+    parser.add_argument("which", nargs="*", choices=[*BENCHES, []], help="benchmarks; default: all")
     options = parser.parse_args()
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    say(
+    show(
         f"{os.cpu_count()} × {cpu[1] if cpu else 'unknown'}, Linux {platform.release()}, "
         f"Python {platform.python_version()}"
     )

@@ -1,7 +1,7 @@
-"""A model of ingesting a cohort on a cluster: which resource is busy for how long, given what a slide costs each of them.
+"""A model of ingest on a cluster: how long each resource is busy, from the costs of a slide.
 
-Every resource works beside the others, so the one that is busy for longest sets the time; then what lies on scratch disks is
-published. Reading is counted by what storage and network can carry, not by how long a single read takes to come back.
+All resources work in parallel, so the slowest one determines the time. Afterwards the parts on scratch disks are
+published. Reading is limited by the bandwidth of storage and network. The latency of single reads is not included.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 PART = 16e9
-"""Bytes of a part, as `histopipe ingest --part-gb` has it if not told otherwise."""
+"""Bytes of a part: the default of `histopipe ingest --part-gb`."""
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Slides, by how many patches each has."""
+    """Slides, as their numbers of patches."""
 
     patches: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a slide costs.
+    """Costs of a slide.
 
     Attributes:
         start: seconds before the first slide and after the last.
-        slide_seconds, patch_seconds: of a worker: of each slide, and of each patch of it.
-        busy: processor time in that, as a share.
-        task_seconds: of a worker, for what Dask does around each slide; all of it processor time.
-        command, scheduler: processor seconds of a slide, in `histopipe ingest` and in Dask's scheduler.
-        slide_read, patch_read: bytes.
-        patch_stored: bytes.
-        publish_speed: bytes a second, of one worker that moves its part.
+        slide_seconds, patch_seconds: seconds of a worker per slide, and per patch.
+        busy: fraction of these seconds that is CPU time.
+        task_seconds: seconds of a worker per slide for Dask; all of it is CPU time.
+        command, scheduler: CPU seconds per slide, in `histopipe ingest` and in Dask's scheduler.
+        slide_read, patch_read: bytes read per slide, and per patch.
+        patch_stored: bytes stored per patch.
+        publish_speed: bytes per second of one worker that moves its part.
     """
 
     start: float
@@ -52,28 +52,28 @@ class Costs:
     publish_speed: float
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the costs as lines of text."""
         return [
-            f"start           {self.start:.1f} s",
-            f"a worker        {1e3 * self.slide_seconds:.1f} ms a slide and {1e3 * self.patch_seconds:.3f} ms a patch, "
-            f"{self.busy:.0%} of it processor time; {1e3 * self.task_seconds:.1f} ms a slide for Dask",
-            f"the command     {1e3 * self.command:.2f} ms a slide",
-            f"the scheduler   {1e3 * self.scheduler:.2f} ms a slide",
-            f"read            {self.slide_read / 1e3:.0f} kB a slide and {self.patch_read / 1e3:.1f} kB a patch",
-            f"stored          {self.patch_stored / 1e3:.1f} kB a patch",
-            f"published       {self.publish_speed / 1e6:.0f} MB/s",
+            f"start        {self.start:.1f} s",
+            f"worker       {1e3 * self.slide_seconds:.1f} ms per slide and {1e3 * self.patch_seconds:.3f} ms per patch, "
+            f"{self.busy:.0%} of it CPU time; {1e3 * self.task_seconds:.1f} ms per slide for Dask",
+            f"command      {1e3 * self.command:.2f} ms per slide",
+            f"scheduler    {1e3 * self.scheduler:.2f} ms per slide",
+            f"read         {self.slide_read / 1e3:.0f} kB per slide and {self.patch_read / 1e3:.1f} kB per patch",
+            f"stored       {self.patch_stored / 1e3:.1f} kB per patch",
+            f"published    {self.publish_speed / 1e6:.0f} MB/s",
         ]
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where.
+    """Machines on which a cohort is ingested.
 
     Attributes:
-        nodes: that have workers.
-        workers, cores: of a node.
-        network: bytes a second of a node.
-        storage: bytes a second of the storage that all share.
+        nodes: number of nodes with workers.
+        workers, cores: number of workers and cores per node.
+        network: bytes per second of a node.
+        storage: bytes per second of the shared storage.
         shared: the command and the scheduler run on the cores of the workers, and parts are published on one disk.
     """
 
@@ -85,25 +85,25 @@ class Site:
     shared: bool = False
 
     def of(self, nodes: int) -> Site:
-        """The same with so many nodes."""
+        """Return the same site with another number of nodes."""
         return replace(self, nodes=nodes)
 
     def __str__(self) -> str:
         return (
-            f"{self.workers} workers on {self.cores} cores and {self.network / 1e9:.3g} GB/s a node, "
+            f"{self.workers} workers, {self.cores} cores and {self.network / 1e9:.3g} GB/s per node, "
             f"storage {self.storage / 1e9:.3g} GB/s"
         )
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What it takes.
+    """Predicted time and bytes of an ingest.
 
     Attributes:
-        seconds: in all.
+        seconds: total time.
         demands: seconds that each resource is busy.
-        read, stored: bytes.
-        scratch: bytes on each node's disk at most.
+        read, stored: bytes read and stored.
+        scratch: maximum bytes on each node's disk.
     """
 
     seconds: float
@@ -114,12 +114,12 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """The resource that is busy for longest."""
+        """Name of the resource that is busy for the longest time."""
         return max(self.demands, key=self.demands.__getitem__)
 
 
 def predict(costs: Costs, cohort: Cohort, site: Site) -> Prediction:
-    """How long ingesting a cohort takes at a site."""
+    """Return the predicted time and bytes of ingesting a cohort at a site."""
     slides, patches = len(cohort.patches), float(cohort.patches.sum())
     workers = site.nodes * site.workers
     each = (costs.slide_seconds + costs.patch_seconds * cohort.patches).astype(np.float64)
@@ -147,7 +147,7 @@ def predict(costs: Costs, cohort: Cohort, site: Site) -> Prediction:
 
 
 def makespan(seconds: NDArray[np.float64], workers: int) -> float:
-    """When the last worker is done, each taking the next slide as soon as it is free."""
+    """Return the time at which the last worker ends, if free workers always take the next slide."""
     free = [0.0] * min(workers, len(seconds))
     for each in seconds.tolist():
         heapq.heapreplace(free, free[0] + each)

@@ -1,11 +1,11 @@
-"""Make whole-slide images to try things on: any size, real or synthetic texture, without holding a slide in memory.
+"""Make synthetic whole-slide images of any size, with real or synthetic texture. A slide is never held in memory.
 
     python tools/make_slides.py OUT --count 12 --size 4096x4096          a small labelled cohort
     python tools/make_slides.py OUT --size 35520x35604 --levels 1,4,16   a 1.2-gigapixel Aperio SVS
 
-Synthetic tissue is drawn inside smooth random outlines on glass; `NAME.geojson` beside each slide holds these outlines in
-level-0 pixels. With `--classes` the slides take turns in a class, which decides how dense and large their nuclei are, and
-`labels.csv` names it. `--nodules` draws tumour within the tissue.
+Synthetic tissue is drawn inside smooth random outlines on glass. `NAME.geojson` next to each slide has these outlines
+in level-0 pixels. With `--classes`, the slides alternate between classes with different density and size of nuclei,
+and `labels.csv` has the class of each slide. `--nodules` draws tumour within the tissue.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from histopipe.slides.slide import Slide
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse, and make the slides one after another."""
+    """Parse the arguments, and make the slides one by one."""
     options = _parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     if options.texture:
@@ -45,7 +45,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _texture(path: Path) -> Pixels:
-    """Return the most colourful square of a real slide, mirrored to the side of textures if it is smaller."""
+    """Return the most colourful square of a real slide, mirrored to the size of a texture if it is smaller."""
     with Slide(path) as slide:
         size = slide.info.size
         side = min(BANK, size.width, size.height)
@@ -75,24 +75,26 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--count", type=int, default=1, help="slides to make (1)")
-    parser.add_argument("--name", default="slide-", help="file names begin so (slide-)")
+    parser.add_argument("--count", type=int, default=1, help="number of slides (1)")
+    parser.add_argument("--name", default="slide-", help="prefix of file names (slide-)")
     parser.add_argument("--format", choices=["svs", "tiff", "scn"], default="svs")
-    parser.add_argument("--size", type=_size, default=Size(4096, 4096), help="level 0 (4096x4096)")
-    parser.add_argument("--mpp", type=float, default=0.499, help="level 0 (0.499)")
+    parser.add_argument(
+        "--size", type=_size, default=Size(4096, 4096), help="size of level 0 (4096x4096)"
+    )
+    parser.add_argument("--mpp", type=float, default=0.499, help="mpp of level 0 (0.499)")
     parser.add_argument("--levels", type=_numbers, default=[1, 4, 16], help="downsamples (1,4,16)")
-    parser.add_argument("--tile", type=int, default=256, help="native tile (256)")
+    parser.add_argument("--tile", type=int, default=256, help="side of native tiles (256)")
     parser.add_argument("--quality", type=int, default=90)
     parser.add_argument("--subsampling", choices=["444", "422", "420"], default="420")
     parser.add_argument(
-        "--bounds", type=_numbers, help="scn only: x,y,width,height of the area it lies on"
+        "--bounds", type=_numbers, help="scn only: x,y,width,height of the area around the slide"
     )
     parser.add_argument("--pieces", type=int, default=1, help="pieces of tissue (1)")
-    parser.add_argument("--nodules", type=int, default=0, help="of tumour in each piece (0)")
+    parser.add_argument("--nodules", type=int, default=0, help="nodules of tumour per piece (0)")
     parser.add_argument(
         "--classes", type=lambda t: t.split(","), default=["tumour"], help="normal,tumour"
     )
-    parser.add_argument("--texture", type=Path, help="take the texture from this real slide")
+    parser.add_argument("--texture", type=Path, help="real slide whose texture is used")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     wrong = _wrong(options)
@@ -102,17 +104,17 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _wrong(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options, if anything."""
+    """Return the error in the options; None if there is none."""
     size, coarsest = options.size, max(options.levels)
     checks = {
         "--tile: a multiple of 16": options.tile > 0 and options.tile % 16 == 0,
         "--mpp: more than 0": options.mpp > 0,
-        "--levels: 1 first, then rising powers of 2 that divide the tile": options.levels[0] == 1
+        "--levels: 1, then increasing powers of 2 that divide the tile": options.levels[0] == 1
         and options.levels == sorted(set(options.levels))
         and all(d > 0 and d & (d - 1) == 0 and options.tile % d == 0 for d in options.levels),
         "--size: at least one pixel of the coarsest level": min(size.width, size.height)
         >= coarsest,
-        f"--classes: of {', '.join(NUCLEI)}": set(options.classes) <= set(NUCLEI),
+        f"--classes: only {', '.join(NUCLEI)}": set(options.classes) <= set(NUCLEI),
         "--bounds: x,y,width,height for --format scn": options.bounds is None
         or (options.format == "scn" and len(options.bounds) == 4),
         "--count and --pieces: 1 or more": options.count > 0 and options.pieces > 0,

@@ -1,11 +1,13 @@
-"""How an ingest by a cluster grows with slides and nodes: stage costs are measured, larger cohorts predicted from them.
+"""Predict how ingest on a cluster scales with slides and nodes, from measured costs of its stages.
 
 python tools/simulate_cohort.py --work /scratch [--slides 1000] [--sample 100] [--workers 1,2,3]
 
-A cohort of small slides is made, of which a sample is ingested: slide by slide in this process, as a worker does it, and by a
-cluster of one worker, for what the command and the scheduler spend on a slide. From these costs alone follows how long the
-whole cohort takes; that is measured on clusters of 1, 2 and 3 workers of one thread, and compared. Then cohorts of 10,000 and
-100,000 slides are predicted for sites of up to 64 nodes: the made slides, and scans of `--patches` patches.
+1. Make a cohort of small synthetic slides.
+2. Ingest a sample slide by slide in this process, for the costs of a worker, and on a cluster of one worker, for the
+   costs of the command and the scheduler.
+3. Predict the time of the whole cohort from these costs, and measure it on clusters of 1, 2 and 3 workers.
+4. Predict cohorts of 10,000 and 100,000 slides on up to 64 nodes: slides as in the cohort, and scans of `--patches`
+   patches.
 """
 
 from __future__ import annotations
@@ -52,13 +54,13 @@ HISTOPIPE = str(Path(sys.executable).with_name("histopipe"))
 NODES = (1, 2, 4, 8, 16, 64)
 
 
-def say(text: str) -> None:
-    """Print at once."""
+def show(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)
 
 
 def make_cohort(folder: Path, count: int) -> None:
-    """Slides of 1,024 to 6,144 pixels a side, most of them about 2,000, by all processors."""
+    """Make slides with sides of 1,024 to 6,144 pixels, most of about 2,000, on all cores."""
     sides = 256 * np.clip(np.random.default_rng(0).lognormal(2.0, 0.4, count), 4, 24).astype(int)
     with ProcessPoolExecutor() as pool:
         list(pool.map(_make, [folder] * count, range(count), sides.tolist(), chunksize=8))
@@ -71,7 +73,7 @@ def _make(folder: Path, number: int, side: int) -> None:
 
 
 def linear(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """What y is at 0, and what it grows by with x; neither below 0."""
+    """Return intercept and slope of a linear fit of y; neither is negative."""
     slope, start = np.polyfit(x, y, 1)
     if slope < 0:
         return float(y.mean()), 0.0
@@ -79,24 +81,24 @@ def linear(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """A process and its children."""
+    """Return a process and its children."""
     return [process, *process.children(recursive=True)]
 
 
-def computed(process: psutil.Process) -> float:
-    """Processor seconds so far of a process and its children."""
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process and its children up to now."""
     return float(sum(sum(one.cpu_times()[:2]) for one in family(process)))
 
 
-def read_from_disk() -> int:
-    """Bytes so far, by this process and its children."""
+def bytes_read() -> int:
+    """Return the bytes that this process and its children have read from disk up to now."""
     return sum(one.io_counters().read_bytes for one in family(psutil.Process()))
 
 
-def forget(path: Path) -> None:
-    """Have a file read from disk next time."""
+def drop_from_cache(path: Path) -> None:
+    """Remove a file from the page cache."""
     file = os.open(path, os.O_RDONLY)
-    os.fsync(file)  # what is not written yet is not forgotten
+    os.fsync(file)  # pages that are not written yet stay in the cache
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(file)
 
@@ -104,7 +106,7 @@ def forget(path: Path) -> None:
 def measure_worker(
     slides: Path, sample: list[str], work: Path
 ) -> tuple[dict[str, float], NDArray[np.int64]]:
-    """What a slide costs the worker that ingests it: parts of `Costs` by name; and how many patches each has."""
+    """Return the costs of a worker, as fields of `Costs` by name, and the number of patches per slide."""
     out = work / "stage"
     out.mkdir()
     files = {slide.id: slide for slide in discover([slides])}
@@ -119,18 +121,19 @@ def measure_worker(
     settings = settings_of("cold")
     read = []
     for name in sample:
-        forget(slides / f"{name}.svs")
-        already = read_from_disk()
+        drop_from_cache(slides / f"{name}.svs")
+        before = bytes_read()
         ingested(settings, name)
-        read.append(read_from_disk() - already)
+        read.append(bytes_read() - before)
     settings = settings_of("warm")
     rows = []
     for name in sample:
-        before, started = computed(psutil.Process()), time.perf_counter()
+        busy_before, started = cpu_seconds(psutil.Process()), time.perf_counter()
         done = ingested(settings, name)
         took = time.perf_counter() - started
-        rows.append((done.patches, took, computed(psutil.Process()) - before, done.stored_bytes))
-    # The first one of either starts processes.
+        spent = cpu_seconds(psutil.Process()) - busy_before
+        rows.append((done.patches, took, spent, done.stored_bytes))
+    # The first slide of each round starts processes.
     patches, seconds, busy, stored = np.array(rows[1:], dtype=float).T
     started = time.perf_counter()
     publish(settings)
@@ -149,7 +152,7 @@ def measure_worker(
 
 @contextmanager
 def cluster(workers: int, work: Path) -> Iterator[tuple[str, list[psutil.Process]]]:
-    """A scheduler and workers of one thread: their address, and the processes, the scheduler's first."""
+    """Start a scheduler and workers of one thread. Yield the address and the processes, the scheduler first."""
     file = work / "scheduler.json"
     file.unlink(missing_ok=True)
     local = ["--no-dashboard", "--host", "127.0.0.1"]
@@ -163,7 +166,7 @@ def cluster(workers: int, work: Path) -> Iterator[tuple[str, list[psutil.Process
     try:
         while not (file.exists() and file.read_text().strip()):
             time.sleep(0.1)
-        time.sleep(5 + workers)  # until the workers are there
+        time.sleep(5 + workers)  # until the workers are connected
         yield json.loads(file.read_text())["address"], [psutil.Process(it.pid) for it in started]
     finally:
         for process in started:
@@ -174,7 +177,7 @@ def cluster(workers: int, work: Path) -> Iterator[tuple[str, list[psutil.Process
 
 @dataclass(frozen=True)
 class Spent:
-    """What an ingest by a cluster took: seconds, and processor seconds of each side."""
+    """Cost of an ingest on a cluster: wall time, and CPU seconds of the command, the scheduler and the workers."""
 
     seconds: float
     command: float
@@ -183,11 +186,11 @@ class Spent:
 
 
 def ingest_by(workers: int, slides: list[Path], work: Path) -> Spent:
-    """Ingest by a cluster into an empty folder."""
+    """Ingest on a cluster into an empty folder, and return the cost."""
     for name in ("parts", "scratch"):
         shutil.rmtree(work / name, ignore_errors=True)
     with cluster(workers, work) as (address, processes):
-        before, started = [computed(it) for it in processes], time.perf_counter()
+        before, started = [cpu_seconds(it) for it in processes], time.perf_counter()
         process = subprocess.Popen(
             [HISTOPIPE, "ingest", *map(str, slides), "--out", "parts", "--cluster", address, "--scratch", "scratch"],
             cwd=work, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -195,15 +198,15 @@ def ingest_by(workers: int, slides: list[Path], work: Path) -> Spent:
         _, status, usage = os.wait4(process.pid, 0)
         took = time.perf_counter() - started
         if status:
-            raise SystemExit(f"ingest by {workers} workers ended with {status}")
+            raise SystemExit(f"ingest on {workers} workers failed with wait status {status}")
         scheduler, *each = [
-            computed(it) - already for it, already in zip(processes, before, strict=True)
+            cpu_seconds(it) - start for it, start in zip(processes, before, strict=True)
         ]
     return Spent(took, usage.ru_utime + usage.ru_stime, scheduler, sum(each))
 
 
 def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, NDArray[np.int64]]:
-    """What each stage costs, from a sample of slides; and how many patches each of these has."""
+    """Return the costs of each stage, measured on a sample of slides, and the number of patches per slide."""
     worker, patches = measure_worker(slides, names, work)
     sample = work / "sample"
     sample.mkdir()
@@ -213,7 +216,7 @@ def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, ND
     many = ingest_by(1, [sample], work)
 
     def each(what: str) -> float:
-        """Processor seconds of each slide but the first."""
+        """Return the CPU seconds per slide, without the first slide."""
         more = float(getattr(many, what) - getattr(one, what))
         return max(0.0, more / (len(names) - 1))
 
@@ -229,56 +232,60 @@ def measure_costs(slides: Path, names: list[str], work: Path) -> tuple[Costs, ND
 def check(
     costs: Costs, cohort: Cohort, counts: list[int], rounds: int, slides: Path, work: Path
 ) -> None:
-    """Predict the cohort on this machine, and measure it, in turns."""
+    """Predict and measure the time of the cohort on this machine, and print both."""
     cores = len(os.sched_getaffinity(0))
     took = [[ingest_by(n, [slides], work).seconds for n in counts] for _ in range(rounds)]
-    say(f"\n{len(cohort.patches):,} slides on {cores} cores, workers, command and scheduler together; {rounds} rounds")  # fmt: skip
-    say("workers  predicted s  measured s (median, least to most)  ratio  by")
+    show(
+        f"\n{len(cohort.patches):,} slides; workers, command and scheduler share {cores} cores; {rounds} rounds"
+    )
+    show("workers  predicted s  measured s (median, min to max)  ratio  bottleneck")
     for workers, measured in zip(counts, np.array(took).T, strict=True):
         expected = predict(costs, cohort, Site(1, workers, cores, shared=True))
-        median, least, most = np.median(measured), measured.min(), measured.max()
-        say(
-            f"{workers:7}  {expected.seconds:11.1f}  {median:10.1f} ({least:.1f} to {most:.1f})"
-            f"            {median / expected.seconds:5.2f}  {expected.bottleneck}"
+        median, low, high = np.median(measured), measured.min(), measured.max()
+        show(
+            f"{workers:7}  {expected.seconds:11.1f}  {median:10.1f} ({low:.1f} to {high:.1f})"
+            f"         {median / expected.seconds:5.2f}  {expected.bottleneck}"
         )
 
 
-def tell(costs: Costs, cohort: Cohort, name: str, site: Site) -> None:
-    """Print what a cohort takes on 1 to 64 nodes."""
+def show_prediction(costs: Costs, cohort: Cohort, name: str, site: Site) -> None:
+    """Print the predicted time of a cohort on 1 to 64 nodes."""
     first = predict(costs, cohort, site)
-    say(f"\n{name}: {first.read / 1e12:.3g} TB read, {first.stored / 1e12:.3g} TB stored; {site}")
-    say("nodes     minutes  scratch  bottleneck  " + "  ".join(f"{it:>10}" for it in first.demands))
+    show(f"\n{name}: {first.read / 1e12:.3g} TB read, {first.stored / 1e12:.3g} TB stored; {site}")
+    show(
+        "nodes     minutes  scratch  bottleneck  " + "  ".join(f"{it:>10}" for it in first.demands)
+    )
     for nodes in NODES:
         it = predict(costs, cohort, site.of(nodes))
         shares = "  ".join(f"{value / it.seconds:10.0%}" for value in it.demands.values())
-        say(
+        show(
             f"{nodes:5}  {it.seconds / 60:10.1f}  {it.scratch / 1e12:4.2f} TB  {it.bottleneck:10}  {shares}"
         )
 
 
 def main() -> None:
-    """Make, measure, check, predict."""
+    """Make the cohort, measure the costs, compare the model with measurements, and print predictions."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--work", type=Path, required=True, help="a folder on a local disk; slides in it are kept"
+        "--work", type=Path, required=True, help="folder on a local disk; its slides are kept"
     )
     parser.add_argument("--slides", type=int, default=1000)
     parser.add_argument("--sample", type=int, default=100)
     parser.add_argument(
         "--workers", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 3]
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of measuring the cohort (3)")
-    parser.add_argument("--patches", type=int, default=5000, help="of a scan (5000)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of the cohort (3)")
+    parser.add_argument("--patches", type=int, default=5000, help="patches per scan (5000)")
     parser.add_argument(
-        "--node-workers", type=int, default=32, help="workers and cores of a node (32)"
+        "--node-workers", type=int, default=32, help="workers and cores per node (32)"
     )
     parser.add_argument(
-        "--network", type=float, default=1.25e9, help="bytes a second of a node (1.25e9)"
+        "--network", type=float, default=1.25e9, help="bytes per second per node (1.25e9)"
     )
     parser.add_argument(
-        "--storage", type=float, default=5e9, help="bytes a second of the shared storage (5e9)"
+        "--storage", type=float, default=5e9, help="bytes per second of the shared storage (5e9)"
     )
     options = parser.parse_args()
     work, slides = options.work.resolve(), options.work.resolve() / "slides"
@@ -289,8 +296,8 @@ def main() -> None:
     names = [f"slide-{number:05}" for number in range(options.slides)]
     sample = np.random.default_rng(1).choice(names, options.sample, replace=False).tolist()
     costs, drawn = measure_costs(slides, sample, work)
-    say("\n".join(costs.lines()))
-    # How many patches the others have is known only once they are ingested.
+    show("\n".join(costs.lines()))
+    # The patches of the other slides are not known before they are ingested: draw them from the sample.
     rng = np.random.default_rng(2)
     check(
         costs,
@@ -302,9 +309,11 @@ def main() -> None:
     )
     site = Site(1, options.node_workers, options.node_workers, options.network, options.storage)
     for count in (10_000, 100_000):
-        tell(costs, Cohort(rng.choice(drawn, count)), f"{count:,} slides as these", site)
+        slides_text = f"{count:,} slides as in the cohort"
+        show_prediction(costs, Cohort(rng.choice(drawn, count)), slides_text, site)
         scans = np.full(count, options.patches)
-        tell(costs, Cohort(scans), f"{count:,} scans of {options.patches:,} patches", site)
+        scans_text = f"{count:,} scans of {options.patches:,} patches"
+        show_prediction(costs, Cohort(scans), scans_text, site)
 
 
 if __name__ == "__main__":

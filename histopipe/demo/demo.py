@@ -1,4 +1,4 @@
-"""Run the full pipeline on synthetic slides: from slides with outlines to a trained model, heatmaps and reports."""
+"""Run the full pipeline on synthetic slides with outlines: ingest, training, prediction, heatmaps and reports."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _LEAST_SLIDES = 6
 class DemoResult:
     """Results of `demo`.
 
-    `slides` have outlines, `new_slides` have none and are not used for training; `reports` are of the store and of the run;
-    `pictures` is a folder with the tiles of a slide, the ROC curve, and a heatmap.
+    `slides` have outlines. `new_slides` have none and are not used for training. `reports` are those of the store and
+    of the run. `pictures` is a folder with images of the patch grid of a slide, the ROC curve and a heatmap.
     """
 
     slides: Path
@@ -78,8 +78,8 @@ def demo(
     """Make synthetic slides, ingest them, train on their outlines, predict new slides, and write reports.
 
     Args:
-        out: folder for all results; it must not exist, or be empty.
-        slides: number of slides to train on, 6 or more.
+        out: folder for all results. It must be empty or missing.
+        slides: number of slides for training, 6 or more.
         progress: shows the progress; `default_progress()` if None.
 
     Raises:
@@ -93,7 +93,7 @@ def demo(
         expected = f"{_LEAST_SLIDES} or more: two for each side of the split"
         raise UsageError("--slides", found=slides, expected=expected)
     if importlib.util.find_spec("tensorflow") is None:
-        needs = "the demo trains a model, which needs TensorFlow"
+        needs = "the demo needs TensorFlow to train a model"
         raise MachineShort(needs, todo="pip install 'histopipe[train]'")
     out, shown = Path(out), progress or default_progress()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -106,9 +106,9 @@ def demo(
     def step(number: int, text: str) -> None:
         shown.message(f"{number}/6 {text}")
 
-    step(1, f"make {slides} slides, and {_NEW_SLIDES} that are not used for training")
+    step(1, f"make {slides} synthetic slides for training, and {_NEW_SLIDES} new slides")
     _make(labelled, new, slides)
-    step(2, "ingest them, with patch labels from their outlines")
+    step(2, "ingest the slides, with patch labels from their outlines")
     ingested = ingest(
         labelled, store, patch_size=128, mpp=0.5, annotations=labelled, progress=shown
     )
@@ -120,7 +120,7 @@ def demo(
     result = train(
         store, out=run, labels_from="annotation", split_by="slide", epochs=6, max_per_slide=300
     )
-    step(5, "predict the new slides from their files")
+    step(5, "predict the new slides, and draw heatmaps")
     predict(run, new, out=predictions)
     heatmap(predictions, out=heatmaps, slides=[new], formats=["png", "tiff", "geojson"])
     step(6, "write reports")
@@ -141,7 +141,7 @@ def _make(labelled: Path, new: Path, count: int) -> None:
 
 
 def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
-    """Write three small pictures of the results."""
+    """Write three small images of the results."""
     folder.mkdir(exist_ok=True)
     with Store(store) as opened:
         number, record = next(iter(opened.complete.items()))
@@ -153,9 +153,9 @@ def _pictures(folder: Path, store: Path, run: Path, heatmaps: Path) -> None:
     picture = plan_image(thumbnail, tissue, corners, side, record.bounds)
     _write_png(folder / "ingest.png", Image.fromarray(picture))
     with ExitStack() as stack:
-        facts = read_run(run, [], stack)
+        run_data = read_run(run, [], stack)
         curves: dict[str, Roc] = {}
-        for name, patches in facts.predictions.items():
+        for name, patches in run_data.predictions.items():
             scores = scores_of(patches, "patch", "mean", top_k=1, positive=1)
             roc = roc_of(scores, 1, patients=len(patches.patients), seed=1)
             if roc is not None:

@@ -1,4 +1,4 @@
-"""Draw synthetic slides: smooth outlines of tissue on glass, nodules of tumour in them, and their textures."""
+"""Draw synthetic slides: pieces of tissue with smooth outlines on glass, nodules of tumour, and textures."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from histopipe.geometry import Size
 Pixels = NDArray[np.uint8]
 
 BANK = 2048
-"""Side of textures."""
+"""Side of a texture in pixels."""
 
 GLASS = (243, 242, 244)
 STROMA = np.array([222, 160, 196], np.float32)
 NUCLEUS = np.array([96, 62, 138], np.float32)
 
 NUCLEI = {"normal": (60.0, 5.5), "tumour": (220.0, 8.0)}
-"""Nuclei per 256² pixels at 0.5 mpp, and their radius in pixels, by class."""
+"""Number of nuclei per 256² pixels at 0.5 mpp, and their radius in pixels, by class."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PaintedOutline:
         return float(self.radii(np.array([np.arctan2(dy, dx)]))[0] - np.hypot(dx, dy))
 
     def inside(self, xs: NDArray[np.floating], ys: NDArray[np.floating]) -> NDArray[np.bool_]:
-        """Return (len(ys), len(xs)) bool: which points are inside."""
+        """Return which points are inside, (len(ys), len(xs)) bool."""
         dx, dy = xs[None, :] - self.x, ys[:, None] - self.y
         return np.asarray(np.hypot(dx, dy) < self.radii(np.arctan2(dy, dx)))
 
@@ -80,7 +80,7 @@ def random_outlines(rng: np.random.Generator, size: Size, count: int) -> list[Pa
 def random_nodules(
     rng: np.random.Generator, tissue: PaintedOutline, count: int
 ) -> list[PaintedOutline]:
-    """Return round areas within a piece of tissue, each about a third as wide."""
+    """Return round areas in a piece of tissue, each about a third of its width."""
     return [
         PaintedOutline(
             x=float(tissue.x + 0.45 * tissue.radius * np.cos(turn)),
@@ -123,7 +123,7 @@ class Area:
 
 
 def endless(texture: Pixels, tile: int) -> Pixels:
-    """Return a texture mirrored so that it repeats without a seam, and a tile larger, so that no tile is wrapped."""
+    """Return a texture that is mirrored, to repeat without a seam, and larger by a tile, so that no tile is wrapped."""
     return np.pad(texture, ((0, BANK + tile), (0, BANK + tile), (0, 0)), "symmetric")
 
 
@@ -142,14 +142,14 @@ class Painter:
         for left in range(0, self.size.width, self.tile):
             tile = self.glass
             for area in self.areas:
-                tile = self._laid_on(tile, area, left, top)
+                tile = self._with_area(tile, area, left, top)
             tiles.append(tile)
         return np.hstack(tiles)
 
-    def _laid_on(self, below: Pixels, area: Area, left: int, top: int) -> Pixels:
+    def _with_area(self, below: Pixels, area: Area, left: int, top: int) -> Pixels:
         t = self.tile
         depths = [o.depth(left + t / 2, top + t / 2) for o in area.outlines]
-        # Most tiles are far from every edge, so that pixels need not be tested.
+        # Most tiles are far from every outline. Their pixels need not be tested.
         clear = 2.0 * t
         if max(depths, default=-np.inf) < -clear:
             return below

@@ -1,7 +1,7 @@
 """Write pyramidal TIFF files of compressed JPEG tiles, with one tile in memory at a time.
 
-tifffile would need imagecodecs for that, although the tiles are already compressed. The tags are those of TIFF 6.0 and of
-BigTIFF, which has 64-bit offsets.
+tifffile needs imagecodecs to write such files, although the tiles are already compressed. The tags are those of
+TIFF 6.0 and of BigTIFF, which has 64-bit offsets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from histopipe.geometry import Size
 from histopipe.system.files import appearing
 
 _KINDS = {"H": 3, "I": 4, "Q": 16}
-"""Types of TIFF, by the letter of `struct`."""
+"""TIFF types by format character of `struct`."""
 _ASCII, _RATIONAL, _UNDEFINED = 2, 5, 7
 _JPEG, _CENTIMETRE = 7, 3
 _PHOTOMETRIC = {"grey": 1, "rgb": 2, "ycbcr": 6}
@@ -25,12 +25,12 @@ _FACTORS = {"444": (1, 1), "422": (2, 1), "420": (2, 2), "440": (1, 2)}
 
 @dataclass(frozen=True)
 class TiffPage:
-    """An image of the pyramid, with sizes of the image and of a tile.
+    """An image of the pyramid, with the sizes of the image and of a tile.
 
     Attributes:
-        tiles: JPEG files row by row; an empty one is a tile that was never written.
-        subsampling, colour: for the header, such as "420", and `ycbcr`, `rgb` or `grey`.
-        tables: JPEG tables that the tiles leave out.
+        tiles: JPEG files in row order. Empty bytes are a missing tile.
+        subsampling, colour: values for the header, such as "420", and `ycbcr`, `rgb` or `grey`.
+        tables: JPEG tables that are missing in the tiles.
     """
 
     size: Size
@@ -44,10 +44,10 @@ class TiffPage:
 
 
 def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
-    """Write the pages in order, as BigTIFF, by one rename."""
+    """Write the pages in order as BigTIFF. The file becomes visible by one rename."""
     with appearing(path, hidden=True) as part, part.open("wb") as file:
         file.write(struct.pack("<2sHHHQ", b"II", 43, 8, 0, 0))
-        link = 8  # where the offset of the next directory is to be written
+        link = 8  # position of the offset of the next directory
         for page in pages:
             directory = _write_page(file, page)
             end = file.tell()
@@ -58,7 +58,7 @@ def write_pyramid(path: Path, pages: Iterable[TiffPage]) -> None:
 
 
 def _write_page(file: BinaryIO, page: TiffPage) -> int:
-    """Write tiles and directory, and return the offset of the directory."""
+    """Write tiles and a directory, and return the offset of the directory."""
     offsets, counts = [], []
     for tile in page.tiles:
         offsets.append(file.tell() if tile else 0)
@@ -104,7 +104,7 @@ def _tag(number: int, letter: str, *values: int) -> tuple[int, int, int, bytes]:
 
 
 def _append(file: BinaryIO, data: bytes) -> int:
-    """Write at the next even offset, as TIFF requires, and return it."""
+    """Write data at the next even offset, as TIFF requires, and return the offset."""
     if file.tell() % 2:
         file.write(b"\0")
     start = file.tell()

@@ -1,4 +1,4 @@
-"""Make synthetic slides: pyramids in the TIFF formats of scanners, with one row of tiles in memory."""
+"""Make synthetic slides: pyramids in the TIFF formats of scanners, with only one row of tiles in memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class SlideSettings:
     """Settings of a synthetic slide.
 
     Attributes:
-        size, mpp: of level 0.
-        levels: downsamples, 1 first.
-        tile: side of the native tiles.
-        quality, subsampling: of the JPEG tiles.
+        size, mpp: size and scale of level 0.
+        levels: downsamples, starting with 1.
+        tile: side of the native tiles in pixels.
+        quality, subsampling: quality and chroma subsampling of the JPEG tiles.
         bounds: for scn only, x, y, width and height of the area around the slide.
-        pieces, nodules: number of pieces of tissue, and of nodules of tumour in each.
-        texture: of the tissue, as `synthetic_texture` returns it; None for a synthetic one.
-        seed: seed of all that is drawn.
+        pieces, nodules: number of pieces of tissue, and number of nodules of tumour in each piece.
+        texture: texture of the tissue, as returned by `synthetic_texture`; None draws one.
+        seed: random seed.
     """
 
     size: Size = field(default_factory=lambda: Size(4096, 4096))
@@ -56,7 +56,7 @@ class SlideSettings:
 def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> None:
     """Write a slide in the format of its suffix, and `NAME.geojson` with its outlines in level-0 pixels.
 
-    `kind` is that of its tissue; each `number` gives another slide.
+    `kind` is the class of its tissue. Each `number` yields a different slide.
     """
     rng = np.random.default_rng((settings.seed, number))
     texture = settings.texture
@@ -77,7 +77,7 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
 def _pyramid(painter: Painter, options: SlideSettings) -> Iterator[Iterable[bytes]]:
     """Yield the compressed tiles of every level.
 
-    Level 0 is drawn while it is consumed; coarser levels are averaged from it meanwhile, and kept as compressed tiles.
+    Level 0 is drawn while its tiles are read. Coarser levels are averaged from it, and kept as compressed tiles.
     """
     tile = options.tile
     coarse: dict[int, list[bytes]] = {d: [] for d in options.levels[1:]}
@@ -143,9 +143,9 @@ def _aperio_description(levels: list[Size], options: SlideSettings) -> str:
 
 
 def leica_description(levels: list[Size], options: SlideSettings) -> str:
-    """Return Leica's XML, which can place the slide on a larger area."""
+    """Return Leica's XML description, which can place the slide in a larger area."""
     nm = options.mpp * 1000
-    # OpenSlide takes an image that fills its whole area for the macro, so the area is a tile larger.
+    # OpenSlide treats an image that fills its whole area as the macro image, so the area is larger by a tile.
     whole = levels[0].width + options.tile, levels[0].height + options.tile
     x, y, width, height = options.bounds or (0, 0, *whole)
     dimensions = "".join(

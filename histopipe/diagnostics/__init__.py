@@ -1,1 +1,1 @@
-"""Checks of the machine and the installation. Each is measured or tried, not looked up."""
+"""Checks of the machine and the installation, by measurement or test."""

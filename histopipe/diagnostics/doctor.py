@@ -40,7 +40,7 @@ def doctor(store: str | Path = "patches.lmdb", *, progress: Progress | None = No
     """Check this machine and installation, and the disk of a store.
 
     Args:
-        store: a store, or the path where it will be.
+        store: path of a store, which need not exist.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:

@@ -21,7 +21,7 @@ from histopipe.system.worker_pool import TookTooLong, WorkerDied, WorkerPool
 
 _SECONDS = 180.0
 _LEAST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-"""The oldest driver for each major version of CUDA.
+"""Minimum driver version for each major version of CUDA.
 
 Source: NVIDIA's CUDA compatibility guide, minor version compatibility.
 """
@@ -29,12 +29,12 @@ _INSTALL_CPU, _INSTALL_GPU = "pip install 'histopipe[train]'", "pip install 'his
 
 _SIDE = 1024
 _TOLERANCE = 1e-2
-"""Share of the largest entry: GPUs multiply float32 as TF32, with ten bits."""
+"""Maximum error relative to the largest entry. GPUs multiply float32 as TF32, with ten bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device, such as "/GPU:0", and the seconds or the problem of a product of two 1024² matrices on it."""
+    """A device, such as "/GPU:0", and the seconds that a product of two 1024² matrices takes on it, or the error."""
 
     name: str
     model: str = ""
@@ -44,7 +44,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Versions of TensorFlow, of Keras, and of the CUDA that it was built for, if any; its devices, the CPU first."""
+    """Versions of TensorFlow, Keras and CUDA (None if built without CUDA), and the devices, with the CPU first."""
 
     version: str
     keras: str
@@ -54,9 +54,9 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """NVIDIA's driver, with the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails.
+    """NVIDIA's driver, the models of the GPUs that this process may use, and the output of `nvidia-smi` if it fails.
 
-    The version is like "550.54.14"; "" if unknown.
+    The version is, for example, "550.54.14"; "" if unknown.
     """
 
     version: str
@@ -65,11 +65,11 @@ class Driver:
 
 
 def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | None:
-    """Return the driver that is loaded; None if there is none."""
-    asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    """Return the loaded driver; None if there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     problem = None
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         rows = [row.split(", ", 1) for row in done.stdout.splitlines() if ", " in row]
         if done.returncode == 0 and rows:
             return Driver(rows[0][0], tuple(name for _, name in rows))
@@ -81,7 +81,7 @@ def find_driver(proc: Path = Path("/proc/driver/nvidia/version")) -> Driver | No
 
 
 def tensorflow() -> tuple[Check, Probe | None]:
-    """Load TensorFlow in its own process, and test every device."""
+    """Load TensorFlow in a separate process, and test every device."""
     if importlib.util.find_spec("tensorflow") is None:
         todo = f"to train: {_INSTALL_CPU}, or with a GPU {_INSTALL_GPU}"
         return Check("TensorFlow", "not installed", State.WARNING, todo), None
@@ -89,10 +89,10 @@ def tensorflow() -> tuple[Check, Probe | None]:
         with WorkerPool(1) as pool:
             found = pool.submit_within(_SECONDS, probe).result()
     except TookTooLong:
-        problem = f"it is not done after {_SECONDS:.0f} s"
+        problem = f"no result after {_SECONDS:.0f} s"
     except WorkerDied as error:
-        problem = f"the process that loaded it was {error}"
-    except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise anything
+        problem = f"its process was {error}"
+    except Exception as error:  # noqa: BLE001 - a broken TensorFlow may raise any error
         problem = str(error)
     else:
         return _devices(found), found
@@ -102,7 +102,7 @@ def tensorflow() -> tuple[Check, Probe | None]:
         for name in ("tensorflow", "keras", "numpy")
         for package in packages.get(name, ())
     )
-    todo = f"install it anew, into an environment of its own: {_INSTALL_CPU} or {_INSTALL_GPU}"
+    todo = f"reinstall it in a separate environment: {_INSTALL_CPU} or {_INSTALL_GPU}"
     return Check("TensorFlow", f"broken: {problem} ({versions})", State.BAD, todo), None
 
 
@@ -117,12 +117,12 @@ def _devices(found: Probe) -> Check:
 
 
 def gpus(driver: Driver | None, found: Probe | None) -> list[Check]:
-    """Return the speed or the problem of each GPU, or the reason why TensorFlow has none."""
+    """Return a check of each GPU, or one check with the reason why TensorFlow has no GPU."""
     checks = []
     for device in found.devices[1:] if found else ():
         name, text = device.name[1:], f"{device.model}: "
         if device.problem:
-            todo = "see `nvidia-smi`: it may be full, or broken; CUDA_VISIBLE_DEVICES leaves it out"
+            todo = "run `nvidia-smi`: it may be full or broken; CUDA_VISIBLE_DEVICES can exclude it"
             checks.append(Check(name, text + device.problem, State.BAD, todo))
         else:
             checks.append(Check(name, text + _speed(device)))
@@ -130,10 +130,10 @@ def gpus(driver: Driver | None, found: Probe | None) -> list[Check]:
 
 
 def _none(driver: Driver | None, found: Probe | None) -> Check:
-    """Return the first reason that applies for TensorFlow to have no GPU."""
+    """Return a check with the first reason that applies why TensorFlow has no GPU."""
     if driver is None:
         todo = (
-            "trainings use the processor. If there is an NVIDIA GPU: install its driver; in a container: docker run --gpus "
+            "training uses the CPU. To use an NVIDIA GPU, install its driver; in a container: docker run --gpus "
             "all, with NVIDIA's container toolkit on the host"
         )
         return Check("GPU", "none: no NVIDIA driver is loaded", State.WARNING, todo)
@@ -144,10 +144,10 @@ def _none(driver: Driver | None, found: Probe | None) -> Check:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if driver.problem:
         why = f"nvidia-smi: {driver.problem}"
-        todo = "a driver that was updated needs a restart; in a container: docker run --gpus all"
+        todo = "restart the machine after a driver update; in a container: docker run --gpus all"
     elif not driver.gpus:
-        why = "none is given to it"
-        todo = "in a container: docker run --gpus all; on a cluster: ask the scheduler for one"
+        why = "none is assigned"
+        todo = "in a container: docker run --gpus all; on a cluster: request one from the scheduler"
     elif found is None:
         why, todo = "TensorFlow does not work", _INSTALL_GPU
     elif hidden:
@@ -160,7 +160,7 @@ def _none(driver: Driver | None, found: Probe | None) -> Check:
         todo = "update NVIDIA's driver on the host"
     else:
         why = f"TensorFlow finds no CUDA {cuda} libraries that it can load"
-        todo = f"{_INSTALL_GPU}, which brings them; LD_LIBRARY_PATH should name no other CUDA"
+        todo = f"{_INSTALL_GPU} installs them; LD_LIBRARY_PATH must not contain another CUDA"
     return Check("GPU", f"{text}: {why}", State.BAD, todo)
 
 
@@ -169,7 +169,7 @@ def _speed(device: Device) -> str:
 
 
 def probe() -> Probe:
-    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise anything."""
+    """Load TensorFlow and multiply matrices on every device. A broken TensorFlow may raise any error."""
     tf, keras = load_quietly("tensorflow"), load_quietly("keras")
     gpus = tf.config.list_physical_devices("GPU")
     for gpu in gpus:

@@ -1,4 +1,4 @@
-"""Check processor, memory, limits, the disk of a store, and the libraries: their versions, and the speed of JPEG."""
+"""Check the processor, memory, limits, the disk of a store, the library versions and the speed of JPEG decoding."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from histopipe.system.filesystems import filesystem_of, free_bytes, network_file
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
 
 _NEEDED, _USED = ("avx",), ("avx2", "fma", "avx512f")
-"""Features of the processor: TensorFlow's wheels crash without the first, and are faster with the others."""
+"""Processor features. TensorFlow's wheels crash without the needed ones, and are faster with the others."""
 _LEAST_MEMORY, _LEAST_DISK, _LEAST_SHARED = 8 << 30, 10 << 30, 1 << 30
 _OLDEST, _NEWEST = (3, 11), (3, 13)
 _CGROUP = Path("/sys/fs/cgroup")
-_MEMORY = "it is memory: what is there takes from it, and is gone after a restart; use a disk"
+_MEMORY = "it is in memory: files there use memory, and are lost on a restart; use a disk"
 _WARNINGS = {
     "tmpfs": _MEMORY,
     "ramfs": _MEMORY,
-    "overlay": "it goes with the container: mount a volume (docker run -v) for stores and runs",
+    "overlay": "it is removed with the container: mount a volume (docker run -v) for stores and runs",
 }
-"""What to do about the filesystem of a store."""
+"""Advice on filesystems that should not hold a store."""
 _IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
-"""Names of modules that differ from the package's."""
+"""Module names that differ from the package name."""
 _DECODINGS = 9
 _FASTER = 1.15
-"""With SIMD, libjpeg-turbo decodes 1.5 to 4 times as fast."""
+"""Minimum speed-up by SIMD. libjpeg-turbo usually decodes 1.5 to 4 times as fast with it."""
 
 
 class State(StrEnum):
@@ -52,7 +52,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check: what was checked and found, what to do if anything, and details for programs."""
+    """Result of one check: its name, what was found, what to do (if anything), and details for programs."""
 
     name: str
     found: str
@@ -62,7 +62,7 @@ class Check:
 
 
 def _advised(name: str, found: str, todo: str | None, facts: dict[str, Any] | None = None) -> Check:
-    """Return a check that warns if there is something to do."""
+    """Return a check that is a warning if `todo` is given."""
     return Check(name, found, State.WARNING if todo else State.GOOD, todo, facts)
 
 
@@ -75,16 +75,16 @@ def python() -> Check:
 
 
 def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> Check:
-    """Check the cores that may be used, and the processor's features."""
+    """Check the number of usable cores and the processor features."""
     cores = len(os.sched_getaffinity(0))
     quota = _quota()
-    text = f"{cores} cores" + (f", of which a limit leaves {quota:g}" if quota else "")
+    text = f"{cores} cores" + (f", limited to {quota:g}" if quota else "")
     flags = _flags(cpuinfo)
     if platform.machine() != "x86_64" or not flags:
         return Check("processor", f"{text}, {platform.machine()}")
-    there = [name for name in (*_NEEDED, *_USED) if name in flags]
-    found = f"{text}, {' '.join(there) or 'no AVX'}"
-    facts = {"cores": cores, "quota": quota, "features": there}
+    present = [name for name in (*_NEEDED, *_USED) if name in flags]
+    found = f"{text}, {' '.join(present) or 'no AVX'}"
+    facts = {"cores": cores, "quota": quota, "features": present}
     if not set(_NEEDED) <= flags:
         todo = "TensorFlow's wheels need AVX: train on another machine; ingest works here"
         return Check("processor", found, State.BAD, todo, facts)
@@ -96,20 +96,18 @@ def memory() -> Check:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = min([total, *_limits("memory.max", "memory/memory.limit_in_bytes")])
     found = f"{limit / 2**30:.0f} GiB"
-    found += f", of the machine's {total / 2**30:.0f}" if limit < total else ""
+    found += f" of {total / 2**30:.0f} GiB in the machine" if limit < total else ""
     facts = {"bytes": limit, "machine_bytes": total}
-    todo = "a training takes 3 GB and more: expect --accumulate and small batches"
+    todo = "training takes 3 GB or more: you may need --accumulate and small batches"
     return _advised("memory", found, todo if limit < _LEAST_MEMORY else None, facts)
 
 
 def address_space() -> Check:
-    """Check the limit of address space: stores are mapped into memory."""
+    """Check the address space limit, since stores are mapped into memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return Check("address space", "no limit")
-    todo = (
-        "stores are mapped into memory, 16 TiB for a writer: `ulimit -v unlimited` before histopipe"
-    )
+    todo = "stores are mapped into memory, 16 TiB for a writer: run `ulimit -v unlimited` first"
     return Check("address space", f"{limit / 2**30:.1f} GiB", State.BAD, todo)
 
 
@@ -117,19 +115,17 @@ def shared_memory(gpus: int, path: Path = Path("/dev/shm")) -> Check:  # noqa: S
     """Check the shared memory, through which several GPUs exchange gradients."""
     size = os.statvfs(path).f_blocks * os.statvfs(path).f_frsize if path.is_dir() else 0
     found = f"{size / 2**20:,.0f} MiB in {path}"
-    todo = (
-        "NCCL needs more with several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
-    )
+    todo = "NCCL needs more for several GPUs: docker run --shm-size 8g, or shm_size in compose.yaml"
     short = gpus > 1 and size < _LEAST_SHARED
     return _advised("shared memory", found, todo if short else None)
 
 
 def disk(folder: Path) -> Check:
     """Check the free space for a store."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = free_bytes(there)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = free_bytes(existing)
     found = f"{free / 1e9:,.0f} GB free for {folder}"
-    todo = "a slide takes 0.3 to 2 GB in a store: make room, or put it elsewhere"
+    todo = "a slide takes 0.3 to 2 GB in a store: free disk space, or use another disk"
     return _advised("disk", found, todo if free < _LEAST_DISK else None)
 
 
@@ -138,7 +134,7 @@ def filesystem(folder: Path) -> Check:
     kind = filesystem_of(folder)
     found = f"{folder} is on {kind}"
     if network_filesystem(folder):
-        todo = "LMDB's locks do not hold between machines: write on a local disk, then copy"
+        todo = "LMDB's locks do not work between machines: write to a local disk, then copy"
         return Check("filesystem", found, State.BAD, todo)
     return _advised("filesystem", found, _WARNINGS.get(kind))
 
@@ -152,7 +148,7 @@ def _flags(cpuinfo: Path) -> set[str]:
 
 
 def _quota() -> float | None:
-    """Return the cores that a control group allows; None if it has no limit."""
+    """Return the number of cores that a control group allows; None if there is no limit."""
     with contextlib.suppress(OSError, ValueError):
         quota, period = (_CGROUP / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
@@ -164,7 +160,7 @@ def _quota() -> float | None:
 
 
 def _limits(*names: str) -> list[int]:
-    """Return the limits of memory by control groups, of either version."""
+    """Return the memory limits of control groups of version 1 and 2."""
     found = []
     for name in names:
         with contextlib.suppress(OSError, ValueError):
@@ -173,29 +169,29 @@ def _limits(*names: str) -> list[int]:
 
 
 def libraries() -> Check:
-    """Check that every library that ingest needs can be loaded, in a supported version."""
+    """Check that every library that ingest needs can be imported and has a supported version."""
     versions, wrong = {}, []
     for requirement in map(Requirement, metadata.requires("histopipe") or []):
         if requirement.marker is not None:
-            continue  # of an extra
+            continue  # it belongs to an extra
         name = requirement.name
         try:
             versions[name] = metadata.version(name)
-            if name != "openslide-bin":  # has no module
+            if name != "openslide-bin":  # it has no module
                 importlib.import_module(_IMPORTS.get(name, name))
-        except Exception as error:  # noqa: BLE001 - a broken library may raise anything
+        except Exception as error:  # noqa: BLE001 - a broken library may raise any error
             wrong.append(f"{name}: {error}")
             continue
         if not requirement.specifier.contains(versions[name], prereleases=True):
-            wrong.append(f"{name} {versions[name]}, where {requirement} is wanted")
+            wrong.append(f"{name} {versions[name]}, expected {requirement}")
     if wrong:
-        todo = "install histopipe anew, into an environment of its own"
+        todo = "reinstall histopipe in a separate environment"
         return Check("libraries", "; ".join(wrong), State.BAD, todo, versions)
-    return Check("libraries", f"all {len(versions)} are there", facts=versions)
+    return Check("libraries", f"all {len(versions)} are installed", facts=versions)
 
 
 def openslide() -> Check:
-    """Check which slides OpenSlide can open."""
+    """Check which slide formats OpenSlide can open."""
     try:
         from histopipe.slides.slide import openslide_formats  # late: the library may be broken
 
@@ -208,25 +204,25 @@ def openslide() -> Check:
 
 
 def jpeg() -> Check:
-    """Check whether the JPEG library uses SIMD, by measuring its speed with and without."""
+    """Check whether the JPEG library uses SIMD, by measuring its speed with and without SIMD."""
     try:
         used, plain = _seconds(None), _seconds(_without_simd)
     except (WorkerDied, MachineShort, ImportError) as error:
-        return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "install simplejpeg anew")
+        return Check("JPEG", f"cannot be decoded: {error}", State.BAD, "reinstall simplejpeg")
     facts = {"megapixels_per_second": round(1 / used), "without_simd": round(1 / plain)}
-    found = f"{1 / used:.0f} megapixels a second on one core, {plain / used:.1f} times as fast as without SIMD"
+    found = f"{1 / used:.0f} megapixels per second on one core, {plain / used:.1f} times as fast as without SIMD"
     todo = "its libjpeg-turbo was built without SIMD: install simplejpeg from its wheel"
     return _advised("JPEG", found, todo if plain < used * _FASTER else None, facts)
 
 
 def _seconds(prepare: object) -> float:
-    """Return the seconds to decode a megapixel, in a new process: the library chooses its instructions once."""
+    """Return the seconds to decode a megapixel. A new process is needed: the library chooses its instructions once."""
     with WorkerPool(1, prepare) as pool:  # type: ignore[arg-type]
         return pool.submit_within(60.0, _decode).result()
 
 
 def _without_simd() -> None:
-    os.environ["JSIMD_FORCENONE"] = "1"  # libjpeg-turbo's own switch
+    os.environ["JSIMD_FORCENONE"] = "1"  # a switch of libjpeg-turbo
 
 
 def _decode() -> float:

@@ -1,1 +1,1 @@
-"""Export stores to the formats of other tools: tables of patches, and the patches themselves."""
+"""Export stores to the formats of other tools: tables of patches, and patch images."""

@@ -1,4 +1,4 @@
-"""Export the patches of stores, or their index: a table, CSV or Parquet, with one row per patch."""
+"""Export the patches of stores, or their index: a CSV or Parquet table with one row per patch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OF_PATCH = (
     "bytes", "annotation",
 )  # fmt: skip
 _GROUP_ROWS = 100_000
-"""Minimum number of rows of a Parquet row group, which readers load at once."""
+"""Minimum number of rows in a Parquet row group. Readers load a whole row group."""
 
 Columns = dict[str, Any]
 
@@ -57,25 +57,25 @@ def export(
     shard_patches: int = 10_000,
     progress: Progress | None = None,
 ) -> ExportResult | IndexResult:
-    """Export the index, or the patches, of stores for other tools. Patches are neither decoded nor encoded.
+    """Export the index or the patches of stores for other tools. Patches are neither decoded nor encoded.
 
     Args:
-        stores: one store or several; patches are exported of one store only.
-        out: file of the index, or folder of the patches. Files that are already in the folder are kept.
-        to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar files of
-            `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
+        stores: one or several stores. Patches can be exported from one store only.
+        out: file of the index, or folder of the patches. Files that already exist in the folder are kept.
+        to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar
+            files of `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
         index: format of the index: "csv" or "parquet".
         shard_patches: number of patches per tar file.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
-        What was written.
+        The files and the number of patches written.
 
     Raises:
-        UsageError: not exactly one of `to` and `index`, or `out` holds something else.
-        NothingToDo: no store, or no patch.
+        UsageError: both or neither of `to` and `index` are given, or `out` has other content.
+        NothingToDo: there is no store, or no patch.
         MachineShort: the disk is full, or a library is not installed.
-        Interrupted: by Ctrl-C or SIGTERM; complete files stay.
+        Interrupted: by Ctrl-C or SIGTERM; complete files are kept.
 
     Example:
         >>> export("patches.lmdb", "index.parquet", index="parquet")  # doctest: +SKIP
@@ -94,7 +94,7 @@ def export(
     paths = store_paths(given) if len(given) == 1 else given
     if len(paths) > 1:
         raise UsageError(
-            "--to", found=f"{len(paths)} stores", expected="one store, each with its own --out"
+            "--to", found=f"{len(paths)} stores", expected="one store, with a separate --out"
         )
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
@@ -107,13 +107,13 @@ def export_index(
 ) -> IndexResult:
     """Write a table with a row for every patch of the complete slides of stores.
 
-    Columns: `store` (path), `slide`, `patient`, `site`, `label` of the slide; `patch`, the number of the patch in the slide; `x_l0`,
-    `y_l0` its corner and `size_l0` its side in level-0 pixels; `x_level`, `y_level` and `level` where it was read; `mpp` as stored;
-    `tissue` and `focus`, empty if not measured; `bytes` as stored, 0 if it could not be read; `annotation`, its own class.
+    Columns: `store` (path), `slide`, `patient`, `site`, `label` of the slide; `patch`, the number of the patch in the
+    slide; `x_l0`, `y_l0`, its corner, and `size_l0`, its side, in level-0 pixels; `x_level`, `y_level`, `level`, where
+    it was read; `mpp`; `tissue` and `focus`, empty if not measured; `bytes`, 0 if unreadable; `annotation`, its class.
 
     Raises:
-        UsageError: unknown format, or the file exists.
-        NothingToDo: no store, or no patch.
+        UsageError: the format is unknown, or the file exists.
+        NothingToDo: there is no store, or no patch.
         MachineShort: pyarrow, which writes Parquet, is not installed.
     """
     if kind not in get_args(IndexFormat):
@@ -138,7 +138,7 @@ def export_index(
 
 
 def _slides(stores: Sequence[Store], bar: Bar) -> Iterator[tuple[Columns, Columns]]:
-    """Yield for each slide the values that all its rows share, and the (N,) columns in which they differ."""
+    """Yield for each slide the values that are the same in all its rows, and the other columns, (N,) each."""
     for store in stores:
         for number, record in store.complete.items():
             if record.planned:
@@ -175,7 +175,7 @@ def _write_csv(path: Path, slides: Iterator[tuple[Columns, Columns]]) -> None:
 
 
 def _cells(values: NDArray[Any]) -> list[Any]:
-    """Return values as texts; unknown ones are empty."""
+    """Return values for CSV cells. Unknown values are empty."""
     if values.dtype.kind == "f":
         return ["" if v != v else f"{v:.6g}" for v in values.tolist()]  # noqa: PLR0124 - NaN
     return ["" if v is None else v for v in values.tolist()]

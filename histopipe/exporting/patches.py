@@ -1,4 +1,4 @@
-"""Export the patches of a store as files of other tools. The image files are copied, not decoded."""
+"""Export the patches of a store in the formats of other tools. The image files are copied, not decoded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ExportResult(Result):
         files: number of files written in this run.
         kept: number of files written before.
         patches: number of patches written in this run.
-        damaged: patches that were left out, with the reason.
+        damaged: patches that were skipped, with the reason.
     """
 
     folder: Path
@@ -49,12 +49,12 @@ class ExportResult(Result):
 
     def __str__(self) -> str:
         count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"
-        return "\n".join([f"{count}: {self.folder}", *(f"left out: {it}" for it in self.damaged)])
+        return "\n".join([f"{count}: {self.folder}", *(f"skipped: {it}" for it in self.damaged)])
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A patch to be exported: its slide's record, its number there, its JPEG or PNG file, and its row of the index."""
+    """A patch to export: the record of its slide, its number, its JPEG or PNG file, and its row of the index."""
 
     COLUMNS: ClassVar = ("x_l0", "y_l0", "tissue", "focus")
 
@@ -65,12 +65,12 @@ class Patch:
 
     @property
     def suffix(self) -> str:
-        """Suffix of its file."""
+        """Suffix of the image file."""
         return "jpg" if self.value[:2] == b"\xff\xd8" else "png"
 
     @property
     def corner(self) -> tuple[int, int]:
-        """Top left corner, level-0 pixels."""
+        """Top left corner in level-0 pixels."""
         return int(self.index["x_l0"]), int(self.index["y_l0"])
 
     @property
@@ -82,17 +82,17 @@ class Patch:
         """Return slide, position and measurements as a JSON-ready dict."""
         x, y = self.corner
         record = self.record
-        known = {
+        fields = {
             "slide": record.id, "patient": record.patient, "site": record.site, "label": record.label,
             "patch": self.row, "x_l0": x, "y_l0": y, "size_l0": self.side_l0, "mpp": record.patch_mpp,
             "tissue": float(self.index["tissue"]), "focus": float(self.index["focus"]),
         }  # fmt: skip
         # JSON has no NaN.
-        return {name: None if value != value else value for name, value in known.items()}  # noqa: PLR0124
+        return {name: None if value != value else value for name, value in fields.items()}  # noqa: PLR0124
 
 
 def write_tfrecord(path: Path, patches: Iterable[Patch]) -> None:
-    """Write TFRecords of `slide`, `image_raw`, `loc_x`, `loc_y` (centre, level-0 pixels), as slideflow reads them."""
+    """Write TFRecords with `slide`, `image_raw`, `loc_x` and `loc_y` (centre in level-0 pixels), for slideflow."""
     tf = load_quietly("tensorflow")
 
     def texts(value: bytes) -> Any:
@@ -127,7 +127,7 @@ def write_tar(path: Path, patches: Iterable[Patch]) -> None:
 
 
 def write_folder(path: Path, patches: Iterable[Patch]) -> None:
-    """Write a folder with `X_Y.jpg` for each patch, by its corner in level-0 pixels; `X_Y_ROW.jpg` if the corner is taken."""
+    """Write a folder with `X_Y.jpg` for each patch. X and Y are its corner; a repeated corner gets `X_Y_ROW.jpg`."""
     shutil.rmtree(path, ignore_errors=True)  # left by a killed process
     path.mkdir(parents=True)
     for patch in patches:
@@ -146,7 +146,7 @@ WRITERS: Mapping[str, Callable[[Path, Iterable[Patch]], None]] = {
 
 
 class _File(NamedTuple):
-    """A file, or folder of a slide, to be written: slide numbers, and the rows of each."""
+    """A file or slide folder to write: the slide numbers, and the rows of each slide."""
 
     path: Path
     rows: Sequence[tuple[int, range]]
@@ -203,12 +203,12 @@ class _Export:
                 raise
             raise MachineShort(
                 f"the disk that holds {self._folder} is full",
-                todo="make room, and run the same command again to write the missing files",
+                todo="free disk space, and run the same command again to write the missing files",
             ) from error
         return ExportResult(self._folder, len(missing), kept, self._patches, tuple(self._damaged))
 
     def _patches_of(self, file: _File) -> Iterator[Patch]:
-        """Yield the patches of a file. Damaged patches are reported and left out."""
+        """Yield the patches of a file. Damaged patches are reported and skipped."""
         for number, rows in file.rows:
             record, index = self._store.records[number], self._store.index(number)
             lengths, crcs = index["length"], index["crc"]
@@ -218,10 +218,10 @@ class _Export:
                 try:
                     value = self._store.value(number, row)
                     if value_crc(patch_key(number, row), value) != crcs[row]:
-                        raise DamagedStore("it is not what was written")  # noqa: TRY301 - as others
+                        raise DamagedStore("checksum mismatch")  # noqa: TRY301 - handled below
                 except DamagedStore as error:
                     self._damaged.append(f"{record.id}: patch {row}: {error}")
-                    self._progress.message(f"left out: {self._damaged[-1]}")
+                    self._progress.message(f"skipped: {self._damaged[-1]}")
                     continue
                 self._patches += 1
                 yield Patch(record, row, value, {name: index[name][row] for name in Patch.COLUMNS})
@@ -249,7 +249,7 @@ def _files(
 def _rows_between(
     slides: dict[int, SlideRecord], first: int, last: int
 ) -> Iterator[tuple[int, range]]:
-    """Yield the rows of slides that are patches `first` to `last` - 1 of all slides in sequence."""
+    """Yield the slide numbers and rows of patches `first` to `last` - 1, counted over all slides in order."""
     begin = 0
     for number, record in slides.items():
         rows = range(max(first - begin, 0), min(last - begin, record.planned))
@@ -259,14 +259,14 @@ def _rows_between(
 
 
 def _flat(name: str) -> str:
-    """Return a slide id or a label as the name of one folder: readers take the first level of folders for the class."""
+    """Return a slide id or a label as one folder name, since readers use the first folder level as the class."""
     return name.replace("/", "__")
 
 
 def _record_settings(
     folder: Path, store: Store, slides: dict[int, SlideRecord], to: str, shard_patches: int
 ) -> None:
-    """Record what is exported, or raise UsageError if the folder holds another export, or slides have changed."""
+    """Record the settings of the export. UsageError if the folder holds another export, or slides have changed."""
     path = folder / _SETTINGS
     crcs = {
         record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
@@ -277,12 +277,12 @@ def _record_settings(
         now["shard_patches"] = shard_patches
     if path.exists():
         try:
-            there = read_json(path)
-            differing = [name for name in now if name != "slides" and there.get(name) != now[name]]
-            before: dict[str, int] = there["slides"]
+            old = read_json(path)
+            differing = [name for name in now if name != "slides" and old.get(name) != now[name]]
+            before: dict[str, int] = old["slides"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DamagedStore(f"{path} is damaged", found=str(error)) from error
-        # In tar files, one more slide moves all patches that follow.
+        # In tar files, a new slide would shift all patches that follow.
         same = before == crcs if to == "webdataset" else before.items() <= crcs.items()
         if differing or not same:
             what = ", ".join(differing) or "slides were ingested, labelled or removed since"

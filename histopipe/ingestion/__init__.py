@@ -1,1 +1,1 @@
-"""Ingest: plan and encode slides in worker processes, and record every outcome. The steps are in docs/architecture.md."""
+"""Ingest slides into a store: plan and encode them in worker processes. The steps are in docs/design/ingestion.md."""

@@ -1,4 +1,4 @@
-"""Coordinates of patches that CLAM or TRIDENT has chosen, as the plan of an ingest."""
+"""Read the patch coordinates of CLAM and TRIDENT, and plan slides with them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
 SUFFIX = ".h5"
 _TRIDENT_SUFFIX = "_patches"
 _MOST_EXPANSION = 1000
-"""Numbers per byte of the file. A damaged header may claim any number."""
+"""Maximum number of coordinates per byte of the file. A damaged header may state any number."""
 
 
 @dataclass(frozen=True, slots=True)
 class CoordsFile:
-    """The patches of one slide, as a file of coordinates describes them. `patch_size` and `overlap` are pixels as stored.
+    """Attributes of a coordinate file: the patches of one slide. `patch_size` and `overlap` are in pixels as stored.
 
     TRIDENT files have `side_l0`, the side of a patch in level-0 pixels, and the magnification. CLAM files have the level,
     which is read without resampling.
@@ -42,15 +42,15 @@ class CoordsFile:
 def find_coords(
     folder: Path, names: SlideNames, *, allow_extra: bool
 ) -> tuple[dict[str, CoordsFile], list[str]]:
-    """Return the files of a folder by slide id, and the names of files that match no slide.
+    """Return the coordinate files of a folder by slide id, and the names of files that match no slide.
 
     Raises:
-        UsageError: there is no file, one matches no slide, two match the same, or one has no coordinates.
+        UsageError: there is no file, a file matches no slide, two match the same slide, or a file has no coordinates.
     """
     paths = sorted(folder.rglob(f"*{SUFFIX}")) if folder.is_dir() else []
     if not paths:
         raise UsageError(
-            f"{folder} holds no coordinates",
+            f"{folder} has no coordinate files",
             expected=f"files SLIDE{SUFFIX} or SLIDE{_TRIDENT_SUFFIX}{SUFFIX}",
         )
     found: dict[str, CoordsFile] = {}
@@ -63,22 +63,22 @@ def find_coords(
             unmatched.append(path.name)
         elif slide in found:
             both = f"{found[slide].path} and {path}"
-            raise UsageError(f"two files of coordinates for slide {slide}", found=both)
+            raise UsageError(f"two coordinate files for slide {slide}", found=both)
         else:
             found[slide] = read_header(path)
     if unmatched and not allow_extra:
         raise UsageError(
-            "coordinates of slides that are not there", found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
-            todo="name all slides, or pass --allow-extra-rows",
+            "coordinate files match no slide", found=", ".join(unmatched[:3]) + ("…" if unmatched[3:] else ""),
+            todo="pass all slides, or --allow-extra-rows",
         )  # fmt: skip
     return found, unmatched
 
 
 def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
-    """Return the spec of a store for files of coordinates, with settings that coordinates do not decide.
+    """Return the spec of a store for coordinate files, with settings for the encoding.
 
     Raises:
-        UsageError: they have several sizes or scales, which cannot be in one store.
+        UsageError: the files have several sizes or scales, which cannot be in one store.
     """
     kinds = {(it.patch_size, it.magnification, it.level, it.overlap): it.path for it in files}
     if len(kinds) > 1:
@@ -89,8 +89,8 @@ def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
             for (size, magnification, level, overlap), path in kinds.items()
         ]
         raise UsageError(
-            "coordinates of several kinds", found="; ".join(kinds_text[:3]), expected="one patch size and scale",
-            todo="import each kind into a store of its own",
+            "coordinates with several sizes or scales", found="; ".join(kinds_text[:3]),
+            expected="one patch size and scale", todo="import each into a separate store",
         )  # fmt: skip
     ((size, magnification, level, overlap),) = kinds
     return TilingSpec(
@@ -100,19 +100,19 @@ def spec_of(files: Iterable[CoordsFile], **encoding: Any) -> TilingSpec:
 
 
 def read_header(path: Path) -> CoordsFile:
-    """Read the attributes of a file, without its coordinates.
+    """Read the attributes of a coordinate file, without its coordinates.
 
     Raises:
-        UsageError: it has no coordinates, or no size of patches.
+        UsageError: it has no coordinates, or no patch size.
     """
-    import h5py  # late: only files of coordinates need it
+    import h5py  # late: only coordinate files need it
 
     try:
         with h5py.File(path, "r") as file:
             attributes = dict(file["coords"].attrs)
     except (OSError, KeyError, RuntimeError, AttributeError) as error:
         raise UsageError(
-            f"{path} holds no coordinates", found=str(error).split("\n")[0][:200],
+            f"{path} has no coordinates", found=str(error).split("\n")[0][:200],
             expected="a dataset 'coords' (patches, 2), as CLAM and TRIDENT write it",
         ) from error  # fmt: skip
     try:
@@ -132,7 +132,7 @@ def read_header(path: Path) -> CoordsFile:
         if isinstance(error, UsageError):
             raise
         raise UsageError(
-            f"{path}: the attributes of its coordinates", found=", ".join(sorted(map(str, attributes))) or "none",
+            f"{path}: attributes of the dataset 'coords'", found=", ".join(sorted(map(str, attributes))) or "none",
             expected="patch_size with patch_level (CLAM), or with level0_magnification and target_magnification (TRIDENT)",
         ) from error  # fmt: skip
 
@@ -149,7 +149,7 @@ def read_corners(path: Path) -> NDArray[np.int64]:
         with h5py.File(path, "r") as file:
             dataset = file["coords"]
             if dataset.size > _MOST_EXPANSION * path.stat().st_size:
-                raise ValueError(f"{dataset.shape} numbers in so small a file")  # noqa: TRY301
+                raise ValueError(f"shape {dataset.shape}, too large for the file size")  # noqa: TRY301
             corners = np.asarray(dataset[...], np.int64)
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)[:200]) from error
@@ -161,11 +161,11 @@ def read_corners(path: Path) -> NDArray[np.int64]:
 
 
 def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFile) -> TilingPlan:
-    """Return the plan of a slide's coordinates; `mpp` is its level-0 scale.
+    """Return the plan for the coordinates of a slide; `mpp` is its level-0 scale.
 
     Raises:
-        ScaleError: they are too fine for the slide, or outside of it.
-        SlideUnreadable: the file cannot be read.
+        ScaleError: the coordinates are outside the slide, or their scale is too fine for it.
+        SlideUnreadable: the coordinate file cannot be read.
     """
     choice = _choice(name, info.levels, mpp, coords)
     corners = read_corners(coords.path)
@@ -175,12 +175,12 @@ def plan_imported(name: str, info: SlideInfo, mpp: Mpp | None, coords: CoordsFil
         raise ScaleError(
             f"{name}: coordinates of {coords.path.name} are outside the slide",
             found=f"{corners[outside.any(axis=1)][0].tolist()}, patches of {side:.0f} level-0 pixels",
-            expected=f"within {info.size}", todo="check that they are this slide's",
+            expected=f"within {info.size}", todo="check that the file belongs to this slide",
         )  # fmt: skip
     level = np.rint(corners / choice.level.downsample).astype(np.int64)
     (x_level, y_level), (x_l0, y_l0) = level.T, corners.T
     unmeasured = np.full(len(corners), np.nan, np.float32)
-    notes = (f"coordinates of {coords.path.name}",)
+    notes = (f"coordinates from {coords.path.name}",)
     return TilingPlan(choice, x_level, y_level, x_l0, y_l0, unmeasured, notes)
 
 
@@ -194,7 +194,7 @@ def sticks_out(plan: TilingPlan, info: SlideInfo) -> bool:
 def _choice(
     name: str, levels: tuple[Level, ...], mpp: Mpp | None, coords: CoordsFile
 ) -> LevelChoice:
-    """Choose the level to read: that of CLAM, or the coarsest that has at least as many pixels as are wanted."""
+    """Return the level to read: the level in the CLAM file, or the coarsest one that needs no upsampling."""
     size = coords.patch_size
     if coords.side_l0 is None:
         number = coords.level or 0
@@ -208,7 +208,7 @@ def _choice(
     if not fine:
         raise ScaleError(
             f"{name}: patches of {coords.side_l0} level-0 pixels",
-            expected=f"at least {size}: pixels are never invented",
+            expected=f"at least {size}: patches are never upsampled",
         )
     level = max(fine, key=lambda level: level.downsample)
     read_size = round(coords.side_l0 / level.downsample)
@@ -216,4 +216,4 @@ def _choice(
         read_size = size
     resampling = "none" if read_size == size else "area" if read_size % size == 0 else "lanczos"
     scale = None if mpp is None else Mpp(mpp * coords.side_l0 / size)
-    return LevelChoice(level, read_size, read_size, resampling, scale)  # type: ignore[arg-type]  # one of them
+    return LevelChoice(level, read_size, read_size, resampling, scale)  # type: ignore[arg-type]  # a Resampling

@@ -26,53 +26,53 @@ def ingest(
 ) -> IngestReport:
     """Tile slides into a store.
 
-    Complete slides are skipped, so the same call goes on where an earlier one was interrupted. A slide that fails is
-    recorded with its reason and reported at the end.
+    Complete slides are skipped, so the same call resumes an interrupted ingest. Failed slides are recorded with the
+    reason and reported at the end.
 
     Args:
-        slides: files and folders.
-        out: the store, created if missing. A store that exists must have the same tiling settings.
+        slides: slide files and folders.
+        out: path of the store, created if missing. An existing store must have the same tiling settings.
         cluster: ingest on a Dask cluster, "tcp://HOST:PORT", "local:N" or "slurm:N", into a folder of parts.
         scratch: with `cluster`, a folder on a local disk of each machine; the temporary folder if not given.
-        part_gb: with `cluster`, the size in GB from which a part is moved to `out` and another is begun.
-        progress: where progress is shown; None chooses bars or lines.
+        part_gb: with `cluster`, the size in GB at which a part is moved to `out` and the next part is started.
+        progress: shows the progress; `default_progress()` if None.
         patch_size: side of a patch in pixels, 256.
         mpp, mag, level: scale of the patches in µm per pixel, as a magnification, or as a pyramid level. The default is
             0.5 mpp.
         overlap: pixels that neighbouring patches share, 0.
         tissue: "otsu" finds tissue on a thumbnail; "none" takes all patches.
-        tissue_threshold: least share of a patch that is tissue, 0.5.
-        codec: "auto" copies the slide's own JPEG tiles where patches lie on them, else encodes JPEG; "jpeg"; "png".
-        quality, subsampling: of encoded JPEG, 90 and "444".
-        resample: "fast" decodes JPEG tiles at 1/2, 1/4 or 1/8 where that fits; "exact" decodes all and averages.
-        route: "auto", or the only route to take: "copy", "decode" or "openslide".
+        tissue_threshold: minimum fraction of a patch that is tissue, 0.5.
+        codec: "auto" copies the slide's own JPEG tiles where patches match them, else encodes JPEG; "jpeg"; "png".
+        quality, subsampling: quality and chroma subsampling of encoded JPEG, 90 and "444".
+        resample: "fast" decodes JPEG tiles at 1/2, 1/4 or 1/8 if possible; "exact" decodes all pixels and averages.
+        route: "auto", or the only route to use: "copy", "decode" or "openslide".
         annotations: folder with SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) files.
         roi: take only patches in outlines of this class.
-        annotation_threshold: least share of a patch that its class covers, 0.5.
-        unclassified: class of outlines that have none; None leaves them out.
-        annotation_origin: origin of coordinates: "bounds", "slide", or "auto", by the tool that wrote the file.
+        annotation_threshold: minimum fraction of a patch that its class covers, 0.5.
+        unclassified: class of outlines that have none; None ignores these outlines.
+        annotation_origin: origin of coordinates: "bounds", "slide", or "auto" (depends on the tool that wrote them).
         workers: number of processes; None starts one per core.
-        labels: CSV with the columns slide, label and optionally patient and site; None takes labels.csv in the slide
-            folders, else the names of the sub-folders.
+        labels: CSV with the columns slide, label and optionally patient and site; None reads labels.csv in the slide
+            folders, else uses the names of the sub-folders.
         mpp_csv: CSV with the columns slide and mpp, for slides without a scale.
         default_mpp: level-0 scale of slides that have none.
         slide_list: CSV with the column slide: ingest only these.
-        allow_extra_rows: ignore CSV rows that name no slide.
+        allow_extra_rows: ignore CSV rows that match no slide.
         allow_mixed_mpp: with `level`, accept slides of different scale.
-        max_unreadable: share of a slide's patches, 0 to 1, that may be unreadable, 0.01.
-        slide_timeout: seconds of worker time per slide; None allows 600 and 0.2 per patch.
+        max_unreadable: maximum fraction of unreadable patches per slide, 0 to 1, 0.01.
+        slide_timeout: seconds of worker time per slide; None allows 600, plus 0.2 per patch.
         allow_network: accept a store on a network filesystem.
-        force: ingest again slides whose file was replaced.
-        retry_failed: ingest again slides whose file could not be read.
+        force: ingest slides again if their file was replaced.
+        retry_failed: ingest slides again if their file could not be read.
 
     Returns:
-        The outcome of every slide. Failed slides raise nothing: see `IngestReport.failed` and `exit_code`.
+        The outcome of every slide. Failed slides raise no error: see `IngestReport.failed` and `exit_code`.
 
     Raises:
         UsageError: an option, a table or a folder is wrong, or the store has other settings.
-        NothingToDo: there is no slide.
+        NothingToDo: no slide was found.
         DamagedStore: the store cannot be used.
-        MachineShort: disk or memory ran out; complete slides stay.
+        MachineShort: disk or memory ran out; complete slides are kept.
 
     Example:
         >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
@@ -101,8 +101,8 @@ def import_coords(
 ) -> IngestReport:
     """Tile slides into a store at the coordinates that CLAM or TRIDENT has chosen.
 
-    Patch size and scale are those of the coordinates, and must be the same in all files. Slides without coordinates are
-    left out.
+    Patch size and scale are those of the coordinates, and must be the same in all files. Slides without coordinates
+    are skipped.
 
     Args:
         coords: folder with NAME.h5 or NAME_patches.h5 files.
@@ -113,7 +113,7 @@ def import_coords(
         The outcome of every slide.
 
     Raises:
-        UsageError: as for `ingest`, or the coordinates are wrong, or of several sizes or scales.
+        UsageError: as for `ingest`, or the coordinates are invalid, or have several sizes or scales.
         NothingToDo, DamagedStore, MachineShort: as for `ingest`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Check and ingest slides that are already found: the step behind `ingest`, also used by `repair` and on clusters."""
+"""Check and ingest slides: the main step of `ingest`, also used by `repair` and on clusters."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def ingest_slides(
 ) -> IngestReport:
     """Tile slides into a store, which is created if missing.
 
-    Slides have different ids: `with_recorded_ids` gives them those of the store. A pool, whose processes ran `prepare`, and
-    a writer that are given are left open.
+    Slide ids must be unique: `with_recorded_ids` assigns the ids of the store. A given pool or writer stays open. The
+    processes of a given pool must have run `prepare`.
 
     Raises:
         UsageError: the store has another spec or is on a network filesystem, or `--level` would mix scales.
         DamagedStore: the store cannot be used.
-        MachineShort: disk or memory ran out; complete slides stay.
+        MachineShort: disk or memory ran out; complete slides are kept.
     """
     started = time.monotonic()
     check_ingest(slides, store, spec, options)
@@ -83,7 +83,7 @@ def ingest_slides(
 def write_labels(writer: StoreWriter, records: Mapping[int, SlideRecord]) -> None:
     """Write label, patient and site of records, by slide number."""
     for number, record in records.items():
-        # Only these fields: another command may be writing the rest of the record.
+        # Change only these fields: another command may write the others at the same time.
         writer.change(number, label=record.label, patient=record.patient, site=record.site)
 
 
@@ -93,7 +93,7 @@ def annotate_skipped(
     """Label the patches of slides that an earlier run ingested, where their annotations have changed.
 
     Returns:
-        The report, in which slides that cannot be labelled have failed.
+        The report. Slides that cannot be labelled are marked as failed.
     """
     skipped = {slide.id for slide in report.of(Status.SKIPPED)}
     files = {s.id: s.annotations for s in slides if s.annotations is not None and s.id in skipped}
@@ -114,7 +114,7 @@ def annotate_skipped(
 def check_ingest(
     slides: Sequence[SlideInput], store: Path, spec: TilingSpec, options: IngestOptions
 ) -> None:
-    """Refuse an ingest that cannot be right, before anything is written.
+    """Check an ingest before anything is written.
 
     Raises:
         UsageError: the store would be on a network filesystem, or `--level` would mix scales.
@@ -137,13 +137,13 @@ def check_ingest(
         raise UsageError(
             f"--level {spec.level} would mix scales",
             found=f"{finest:g} mpp ({fine}) and {coarsest:g} mpp ({coarse})",
-            expected="at most 2 % difference",
+            expected="a difference of at most 2 %",
             todo="use --mpp or --mag, or pass --allow-mixed-mpp",
         )
 
 
 def refuse_network(store: Path) -> None:
-    """Refuse to write a store where LMDB cannot keep it consistent.
+    """Raise an error if a store would be on a network filesystem, where LMDB cannot keep it consistent.
 
     Raises:
         UsageError: the path is on a network filesystem.
@@ -172,7 +172,7 @@ def scale_at_level(slide: SlideInput, spec: TilingSpec, default_mpp: Mpp | None)
 def _scales_at_level(
     slides: Sequence[SlideInput], spec: TilingSpec, options: IngestOptions
 ) -> dict[str, Mpp]:
-    """Return the scale of each slide that has one. Workers open the slides: a bad file may crash or hang its decoder."""
+    """Return the known scales. Workers open the slides, because a damaged file may crash or hang its decoder."""
     scales = {}
     with WorkerPool(options.worker_count) as pool:
         tasks = [

@@ -1,4 +1,4 @@
-"""Options of an ingest, and one of its slides with what the user gave for it."""
+"""Options of an ingest, and the input for each slide."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from histopipe.slides.discovery import SlideFile
 from histopipe.slides.tables import SlideLabel
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
-"""Enough for a slide of which five patches per second are read, a hundredth of the usual rate."""
+"""Default time limit. It allows five patches per second, a hundredth of the usual rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlideInput:
-    """One slide to ingest, with what the user gave for it: `mpp` is its scale at level 0."""
+    """One slide to ingest, with its label, scale, coordinates and annotations. `mpp` is the scale at level 0."""
 
     file: SlideFile
     label: SlideLabel | None = None
@@ -55,19 +55,19 @@ class IngestOptions:
         return self.workers or len(os.sched_getaffinity(0))
 
     def seconds_for(self, patches: int) -> float:
-        """Return the worker time, in seconds, that a slide with so many patches may take."""
+        """Return the time limit of a slide with a number of patches, in seconds of worker time."""
         base, per_patch = self._timeout
         return base + per_patch * patches
 
     @property
     def timeout_text(self) -> str:
-        """The time limit as records of failed slides have it: another limit is a reason to retry."""
+        """Time limit as text in the records of failed slides. A slide is retried if the limit has changed."""
         base, per_patch = self._timeout
         return f"--slide-timeout {base:g}, {per_patch:g} a patch"
 
     @property
     def unreadable_text(self) -> str:
-        """The limit of unreadable patches as records of failed slides have it."""
+        """Limit of unreadable patches as text in the records of failed slides."""
         return f"--max-unreadable {self.max_unreadable:g}"
 
     @property

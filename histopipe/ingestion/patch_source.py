@@ -1,4 +1,4 @@
-"""Patches of one slide as files: copied, decoded or read through OpenSlide, chunk by chunk; and encoding of pixels."""
+"""Make the patches of one slide as image files, chunk by chunk: copied, decoded or read through OpenSlide."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from histopipe.tiling.spec import TilingSpec
 
 _THUMBNAIL_QUALITY = 85
 PatchFile = bytes | SlideUnreadable
-"""A patch as it is stored, or why it cannot be read."""
+"""Image file of a patch as stored in the store, or the error if the patch cannot be read."""
 
 _STRIP = 8192
-"""Width, in pixels of the level, of the strips along which patches are made. The tiles that two rows of patches share stay
-decoded meanwhile: two rows of tiles of such a strip are 12 MB."""
+"""Width, in pixels of the level, of the strips along which patches are made. Tiles that two rows of patches share stay
+decoded: two rows of tiles of such a strip take 12 MB."""
 _CHUNK_PIXELS = 1 << 25
-"""Pixels of the level between two transactions: 512 patches of 256². With half of it, copying takes a tenth longer, and tiles
-along a chunk's edge are decoded more often."""
+"""Pixels of the level per chunk: 512 patches of 256². With half as many, copying takes 10 % longer, and tiles at the
+edge of a chunk are decoded more often."""
 _MOST_PATCHES = 4096
 _RUN = 1024
-"""Width, in pixels, of one read along a row. Wider reads exceed the processor's cache and are no faster."""
+"""Maximum width, in pixels, of one read along a row. Wider reads exceed the processor's cache and are not faster."""
 
 
 @dataclass(frozen=True, slots=True)
 class PatchRecipe:
-    """How the patches of a slide are made; picklable."""
+    """Settings for making the patches of a slide; picklable."""
 
     path: Path
     choice: LevelChoice
@@ -56,9 +56,9 @@ class PatchPlace:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some patches of a plan, in the order in which they are made: one task and one transaction.
+    """Patches of a plan that are made in one task and stored in one transaction, in this order.
 
-    `rows` are their numbers, (N,) int64, and `plan` is that of these patches only.
+    `rows` are their numbers, (N,) int64. `plan` has only these patches.
     """
 
     rows: NDArray[np.int64]
@@ -73,15 +73,15 @@ class Chunk:
 
 
 def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
-    """Return some patches of a plan, by their numbers."""
+    """Return the chunk with the given patch numbers of a plan."""
     return Chunk(rows, plan.take(rows))
 
 
 def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chunk]:
     """Yield all patches of a plan in chunks.
 
-    Copied patches go row by row, as tiles are in a file. Others go along strips, so that tiles shared by neighbours are
-    decoded once.
+    Copied patches are in row order, like the tiles in a file. Others are ordered along strips, so that tiles shared by
+    neighbours are decoded once.
     """
     rows = np.arange(len(plan))
     side = max(patch_size, plan.choice.read_size)
@@ -89,7 +89,7 @@ def chunks(plan: TilingPlan, route: RouteName, patch_size: int) -> Iterator[Chun
         rows = np.lexsort((plan.x_level, plan.y_level, plan.x_level // max(side, _STRIP)))
     size = max(1, min(_MOST_PATCHES, _CHUNK_PIXELS // side**2))
     count = -(-len(rows) // size)
-    # Of equal length and, for two workers or four, an equal number each, so that they end together.
+    # Equal lengths, and a multiple of 4 chunks, so that two or four workers end at the same time.
     for part in np.array_split(rows, max(1, count if count == 1 else -(-count // 4) * 4)):
         if len(part):
             yield chunk_of(plan, part)
@@ -104,7 +104,7 @@ class PatchSource(Closing):
         self._slide: Slide | None = None
 
     def values(self, chunk: Chunk) -> list[PatchFile]:
-        """Return the patches of a chunk, in its order, or for each that cannot be read the reason."""
+        """Return the patches of a chunk, in its order, with an error for each patch that cannot be read."""
         if self._tiles is None:
             return [value for run in self._runs(chunk) for value in self._read(run)]
         return [self._from_tiles(self._tiles, place) for place in chunk.places()]
@@ -126,14 +126,14 @@ class PatchSource(Closing):
                 value = None if pixels is None else self._encoded(pixels)
         except SlideUnreadable as error:
             return error
-        # Tiles never written are left to OpenSlide, which may show what a finer level has there.
+        # For missing tiles, OpenSlide may use the pixels of a finer level.
         return self._one(place) if value is None else value
 
     def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
         """Yield neighbours along a row, which can be read together.
 
-        Patches are joined only where the level's pixels are on whole pixels of level 0: elsewhere OpenSlide interpolates
-        from the corner of the region, and a patch's pixels would depend on its neighbours.
+        Patches are joined only if the level's pixels coincide with whole pixels of level 0. Otherwise OpenSlide
+        interpolates from the corner of the region, and a patch's pixels would depend on its neighbours.
         """
         run: list[PatchPlace] = []
         for place in chunk.places():
@@ -154,7 +154,7 @@ class PatchSource(Closing):
         )
 
     def _read(self, run: list[PatchPlace]) -> Iterator[PatchFile]:
-        """Yield the patches of a run through OpenSlide; where it is damaged, one by one."""
+        """Read the patches of a run through OpenSlide. If the run is damaged, read each patch separately."""
         first, last = run[0].region, run[-1].region
         side = first.size.height
         size = Size(last.x + side - first.x, side)
@@ -177,7 +177,7 @@ class PatchSource(Closing):
 
 
 def reduced(pixels: NDArray[np.uint8], size: int, resampling: Resampling) -> NDArray[np.uint8]:
-    """Return a patch with a side of `size` pixels; (side, side, 3 or 4) uint8 RGB or BGRX."""
+    """Return a patch, (side, side, 3 or 4) uint8 RGB or BGRX, resampled to a side of `size` pixels."""
     side = len(pixels)
     if side == size:
         return pixels
@@ -208,7 +208,7 @@ def encode_thumbnail(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def png(pixels: NDArray[np.uint8] | NDArray[np.bool_]) -> bytes:
-    """Return a picture or a mask as a PNG file."""
+    """Return an image or a mask as a PNG file."""
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,7 +1,7 @@
-"""Keep workers busy with the plans and chunks of several slides at once, and record each slide that ends.
+"""Run the tasks of several slides in parallel, and record each slide that ends.
 
-The process that runs this decides and records; its workers read and write pixels. A slide becomes visible by the last
-transaction that this process makes for it. If the run is killed, the slides in flight are lost and nothing else.
+The main process schedules tasks and writes records. Workers read and write pixels. A slide becomes visible by the last
+transaction of the main process for it. If the run is killed, only the slides in flight are lost.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from histopipe.tiling.spec import TilingSpec
 
 _CLAIM_POLL_SECONDS = 0.5
 _SPARE_BYTES = 2 << 20
-"""Free disk space needed beyond the estimate: for records, indices, and the estimate's error."""
+"""Free disk space needed in addition to the estimate: for records, indices and the error of the estimate."""
 
 
 @dataclass(slots=True)
 class Pipeline:
-    """Ingests slides into a store, those that other runs do not claim."""
+    """Ingest the slides that no other run has claimed into a store."""
 
     writer: StoreWriter
     submit_within: Callable[..., Future[Any]]
-    """Runs a task that may take so many seconds, as that of a `WorkerPool`."""
+    """Run a task with a time limit in seconds; the method of a `WorkerPool`."""
     spec: TilingSpec
     options: IngestOptions
     claims: Claims
@@ -60,10 +60,10 @@ class Pipeline:
     _futures: dict[Future[Any], tuple[SlideInFlight, Chunk | None]] = field(default_factory=dict)
 
     def run(self, slides: Sequence[PendingSlide]) -> Iterator[SlideOutcome]:
-        """Ingest slides, yielding outcomes as slides end.
+        """Ingest slides, and yield the outcome of each slide when it ends.
 
         Raises:
-            MachineShort: disk or memory ran out. Complete slides stay.
+            MachineShort: disk or memory ran out. Complete slides are kept.
         """
         self._waiting.extend(slides)
         while self._waiting or self._claimed_elsewhere or self._in_flight:
@@ -84,8 +84,8 @@ class Pipeline:
                 yield from self._retry_claims()
 
     def _submit_tasks(self) -> None:
-        """Submit tasks of slides in flight first, so that these end; else begin the next slide."""
-        while len(self._futures) < 2 * self.options.worker_count:  # so no worker waits for its next
+        """Submit the tasks of slides in flight. If there are none left, begin the next slide."""
+        while len(self._futures) < 2 * self.options.worker_count:  # so that no worker is idle
             slide = next((s for s in self._in_flight.values() if s.tasks), None) or self._begin()
             if slide is None:
                 return
@@ -95,12 +95,12 @@ class Pipeline:
                 inputs = pending.slide, pending.record, self.spec, self.options
                 future = self.submit_within(slide.seconds_left, plan_slide, *inputs)
             else:
-                place = self.writer.path, pending.number, slide.plan.recipe
-                future = self.submit_within(slide.seconds_left, store_chunk, *place, chunk)
+                target = self.writer.path, pending.number, slide.plan.recipe
+                future = self.submit_within(slide.seconds_left, store_chunk, *target, chunk)
             self._futures[future] = slide, chunk
 
     def _begin(self) -> SlideInFlight | None:
-        """Begin the next slide that no other run has; None if there is none, or no room for more."""
+        """Begin the next slide that no other run has claimed; None if there is none, or the disk has no space."""
         while self._waiting and not self._without_room:
             pending = self._waiting.popleft()
             number = pending.number
@@ -111,7 +111,7 @@ class Pipeline:
                 slide = self._in_flight[number] = SlideInFlight(pending, self.options)
                 return slide
             if claimed:
-                self.claims.release(number)  # another run has completed it meanwhile
+                self.claims.release(number)  # another run has completed it in the meantime
             self._claimed_elsewhere.append(pending)
         return None
 
@@ -120,14 +120,14 @@ class Pipeline:
         try:
             result: PlannedSlide | SlideFailure | ChunkResult = future.result()
         except TookTooLong:
-            slide.time_is_up()
+            slide.timed_out()
         except WorkerDied as error:
-            self.progress.message(f"a worker at {slide.id} died: {error}")
+            self.progress.message(f"worker process for {slide.id} died: {error}")
             slide.worker_died(task, error)
         except SlideError as error:
             slide.task_failed(error)
         except HistopipeError:
-            raise  # of the store or the machine, not of the slide
+            raise  # an error of the store or the machine, not of the slide
         except Exception as error:  # noqa: BLE001 - an unexpected error of one slide must not end the run
             self.progress.message("".join(traceback.format_exception(error)))
             slide.task_failed(error)
@@ -144,10 +144,10 @@ class Pipeline:
                 self.progress.advanced(slide.id, len(result.rows))
 
     def _add_chunks(self, slide: SlideInFlight, *, last_chance: bool) -> None:
-        """Let a planned slide be stored if it fits on the disk; else it waits for those in flight.
+        """Add the chunks of a planned slide if it fits on the disk; otherwise it waits for other slides to end.
 
         Raises:
-            MachineShort: it does not fit, and no other slide is in flight whose estimate may be too high.
+            MachineShort: it does not fit, and no other slide is in flight whose reserved space may become free.
         """
         if slide.plan is None:
             return
@@ -162,12 +162,12 @@ class Pipeline:
         else:
             raise MachineShort(
                 f"{slide.pending.slide.file.path} needs about {slide.bytes_to_come / 1e6:,.0f} MB in {self.writer.path}",
-                found=f"{free / 1e6:,.0f} MB free, of which {_SPARE_BYTES / 1e6:.0f} MB are kept free",
-                todo="make room and run the same command again: complete slides stay",
+                found=f"{free / 1e6:,.0f} MB free, of which {_SPARE_BYTES / 1e6:.0f} MB are reserved",
+                todo="free disk space and run the same command again: complete slides are kept",
             )
 
     def _record(self, slide: SlideInFlight) -> SlideOutcome:
-        """Write a slide that has ended to the store; complete slides become visible by this."""
+        """Write the record of a slide that has ended. This makes a complete slide visible."""
         del self._in_flight[slide.number]
         result = slide.result()
         if isinstance(result, SlideFailure):
@@ -187,7 +187,7 @@ class Pipeline:
         return outcome
 
     def _retry_claims(self) -> Iterator[SlideOutcome]:
-        """Check slides that another run claimed: they are complete by now, or can be taken over."""
+        """Check the slides that another run claimed: skip complete ones, take over those that are free again."""
         time.sleep(_CLAIM_POLL_SECONDS)
         records = self.writer.records()
         for _ in range(len(self._claimed_elsewhere)):

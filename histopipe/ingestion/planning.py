@@ -1,4 +1,4 @@
-"""Plan a slide: its patches, their route, their labels, and the thumbnails that show where they come from."""
+"""Plan a slide: its patches, their route and labels, and its thumbnails."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _SAMPLED_PATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes of a slide in the store, and seconds of one worker, estimated from a few of its patches."""
+    """Estimated bytes of a slide in the store and seconds of one worker, from a sample of its patches."""
 
     stored_bytes: int = 0
     seconds: float = 0.0
@@ -61,8 +61,8 @@ class Estimate:
 class PlannedSlide:
     """A slide whose patches can be stored.
 
-    `thumbnails` are JPEG and PNG files by name. The fingerprint is from before the files were read. `seconds` is the worker
-    time of planning. `columns` of its index are (N,) each, besides those of the plan.
+    `thumbnails` are JPEG and PNG files by name. The fingerprint was taken before the files were read. `seconds` is the
+    worker time of planning. `columns` are additional columns of the index, (N,) each.
     """
 
     record: SlideRecord
@@ -78,9 +78,9 @@ class PlannedSlide:
 
 @dataclass(frozen=True, slots=True)
 class SlideFailure:
-    """Why a slide cannot be ingested: because of its file, or of an option.
+    """Reason why a slide cannot be ingested: its file, or an option.
 
-    `option` is the limit that it exceeded; with another limit it is tried again.
+    `option` is the limit that was exceeded. The slide is retried if this limit changes.
     """
 
     reason: str
@@ -92,7 +92,7 @@ class SlideFailure:
 def plan_slide(
     slide: SlideInput, record: SlideRecord, spec: TilingSpec, options: IngestOptions
 ) -> PlannedSlide | SlideFailure:
-    """Open a slide and decide its patches, their route and their labels; a task for a worker process."""
+    """Open a slide and choose its patches, their route and their labels; a task for a worker process."""
     started, file = time.monotonic(), slide.file
     try:
         if file.problem is not None:
@@ -110,8 +110,8 @@ def plan_slide(
                 plan, pictures = _planned(slide, info, mpp, spec, thumbnail)
                 plan = _within(plan, regions, spec)
                 imported = slide.coords is not None
-                asked = "openslide" if imported and sticks_out(plan, info) else options.route
-                route = choose_route(slide.id, plan, spec, asked, levels)
+                wanted = "openslide" if imported and sticks_out(plan, info) else options.route
+                route = choose_route(slide.id, plan, spec, wanted, levels)
         recipe = PatchRecipe(file.path, plan.choice, route, spec)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)
@@ -123,7 +123,9 @@ def plan_slide(
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
     if record.annotations is not None and slide.annotations is None:
-        notes.append("the classes of its patches are gone: `histopipe annotate` labels them again")
+        notes.append(
+            "patch labels were removed: run `histopipe annotate` to label the patches again"
+        )
         record = dataclasses.replace(record, annotations=None)
     record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
     if regions is not None and labels is not None and slide.annotations is not None:
@@ -138,7 +140,7 @@ def plan_slide(
 def _regions(
     slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> Regions | None:
-    """Return the annotations of a slide; None if it has no file of them.
+    """Return the annotations of a slide; None if it has no annotation file.
 
     Raises:
         AnnotationsUnfit: the file cannot be read, or the region of interest is missing.
@@ -147,8 +149,8 @@ def _regions(
     if slide.annotations is None:
         if roi is not None:
             raise AnnotationsUnfit(
-                f"{slide.id} has no file of annotations", expected=f"one that draws {roi!r}, for --roi",
-                todo="add it and run the same command again, or leave the slide out (--slide-list)",
+                f"{slide.id} has no annotation file", expected=f"one with the region {roi!r} (--roi)",
+                todo="add it and run the same command again, or exclude the slide (--slide-list)",
             )  # fmt: skip
         return None
     try:
@@ -159,7 +161,7 @@ def _regions(
         ) from error
     if roi is not None and not regions.draws(roi):
         raise AnnotationsUnfit(
-            f"{slide.annotations} draws no region {roi!r}", found=", ".join(regions.classes) or "no class",
+            f"{slide.annotations} has no region {roi!r}", found=", ".join(regions.classes) or "no class",
             todo="correct --roi or the file",
         )  # fmt: skip
     return regions
@@ -168,7 +170,7 @@ def _regions(
 def _scale(
     slide: SlideInput, spec: TilingSpec, options: IngestOptions, info: SlideInfo
 ) -> tuple[ResolvedMpp | None, list[str]]:
-    """Return the slide's scale and notes. With `--level`, the scale may be unknown, which becomes a note."""
+    """Return the slide's scale and notes. With `--level`, an unknown scale is only a note."""
     try:
         scale = resolve_mpp(slide.id, info, from_csv=slide.mpp, default=options.default_mpp)
     except ScaleError as error:
@@ -179,7 +181,7 @@ def _scale(
 
 
 def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
-    """Read the thumbnail in the same way for all routes: the plan must not depend on the route."""
+    """Read the thumbnail. It is the same for all routes, since the plan must not depend on the route."""
     tiles = None
     with suppress(NotNative):
         tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
@@ -189,7 +191,7 @@ def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail
 def _planned(
     slide: SlideInput, info: SlideInfo, mpp: Mpp | None, spec: TilingSpec, thumbnail: Thumbnail
 ) -> tuple[TilingPlan, dict[str, bytes]]:
-    """Return the plan of a slide's patches, and its thumbnails."""
+    """Return the plan of a slide's patches, and its thumbnail files."""
     mask, pictures = None, {"thumb": encode_thumbnail(thumbnail.pixels)}
     if slide.coords is not None:
         return plan_imported(slide.id, info, mpp, slide.coords), pictures
@@ -201,11 +203,11 @@ def _planned(
 
 
 def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:
-    """Keep the cells in the region of interest, if there is one."""
+    """Return the plan with only the cells in the region of interest, if there is one."""
     if regions is None or spec.roi is None:
         return plan
     shares = roi_shares(regions, plan.x_l0, plan.y_l0, plan.side_l0)
-    none = f"no patch has {spec.roi_threshold:.0%} in {spec.roi!r}"
+    none = f"no patch has {spec.roi_threshold:.0%} of its area in {spec.roi!r}"
     return plan.only(shares >= spec.roi_threshold, none)
 
 

@@ -29,12 +29,12 @@ from histopipe.tiling.spec import TilingSpec
 
 @dataclass(frozen=True, slots=True)
 class SlidePreview:
-    """What an ingest would do with a slide.
+    """Preview of one slide.
 
     Attributes:
         status, reason: as in `SlideOutcome`; `planned` for a slide that would be ingested.
         record: the record that it would get; None if it would not be ingested.
-        estimate: bytes and time of storing it.
+        estimate: estimated bytes and time to store it.
     """
 
     id: str
@@ -56,7 +56,7 @@ class SlidePreview:
         }
 
     def __str__(self) -> str:
-        """The preview as a row of a table."""
+        """Return the preview as a row of a table."""
         record = self.record
         if record is None:
             return f"{self.id:<40} {self.status}{': ' * bool(self.reason)}{self.reason}"
@@ -70,13 +70,13 @@ class SlidePreview:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class IngestPreview(Result):
-    """What an ingest would do.
+    """Preview of an ingest.
 
     Attributes:
         store: path of the store.
-        workers: number of processes that the estimated time is for.
+        workers: number of processes assumed in the estimated time.
         slides: the preview of each slide, sorted by id.
-        warnings: what the user should know about the slides together.
+        warnings: warnings about several slides, such as copies.
         stored_bytes, seconds: estimates for all slides together.
         free_bytes: free space on the disk of the store.
     """
@@ -91,7 +91,7 @@ class IngestPreview(Result):
 
     @property
     def exit_code(self) -> ExitCode:
-        """Exit code that the ingest would have, unless patches cannot be read."""
+        """Expected exit code of the ingest, if all patches can be read."""
         failed = sum(slide.status == Status.FAILED for slide in self.slides)
         return exit_code_of(failed, len(self.slides) - failed)
 
@@ -100,7 +100,7 @@ class IngestPreview(Result):
         return Result.to_json(self) | {"slides": [slide.to_json() for slide in self.slides]}
 
     def __str__(self) -> str:
-        """A row for each slide, then totals."""
+        """Return a table with a row for each slide, then totals."""
         lines = [
             f"{'slide':<40} {'level':>5} {'read':>5} {'resampling':<10} {'route':<9} {'patches':>9} "
             f"{'MB':>9} {'worker s':>8}  why"
@@ -113,7 +113,7 @@ class IngestPreview(Result):
             f"{self.seconds:,.1f} s with {self.workers} workers; {self.free_bytes / 1e6:,.0f} MB free"
         )
         if self.stored_bytes > self.free_bytes:
-            lines.append("this does not fit on the disk: make room, or choose another --out")
+            lines.append("not enough disk space: free some, or choose another --out")
         return "\n".join(lines)
 
 
@@ -124,7 +124,7 @@ def plan(
     progress: Progress | None = None,
     **settings: Unpack[IngestSettings],
 ) -> IngestPreview:
-    """Plan every slide as `ingest` would, and write nothing.
+    """Plan every slide in the same way as `ingest`, and write nothing.
 
     Args:
         slides, out, progress: as for `ingest`.
@@ -165,7 +165,7 @@ def plan(
 
 
 def _known(store: Path, spec: TilingSpec) -> dict[int, SlideRecord]:
-    """Return the records of a store, which must have the same spec; none if there is no store yet."""
+    """Return the records of a store, which must have the same spec; an empty dict if there is no store yet."""
     try:
         with Store(store) as opened:
             check_spec(opened.spec, spec.to_json(), store)

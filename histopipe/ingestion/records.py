@@ -1,4 +1,4 @@
-"""Records of slides before they are planned, and the decision what to do with each slide. Nothing here writes."""
+"""Records of slides before planning, and the selection of slides to ingest. No function here writes."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ _SLIDES_PER_CLASS = 2
 
 
 def resolved(path: Path) -> str:
-    """Return a path without symbolic links, as records have it."""
+    """Return a path without symbolic links, in the form used in records."""
     return storable(os.path.realpath(path))
 
 
 def new_record(slide: SlideFile) -> SlideRecord:
-    """Return the record of a slide that was not ingested yet."""
+    """Return the record of a new slide."""
     return SlideRecord(
         id=slide.id, path=storable(str(slide.path)), resolved_path=resolved(slide.path)
     )
 
 
 def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
-    """Return a record without the results of an earlier ingest: labels and unknown fields stay.
+    """Return a record without the results of an earlier ingest. Labels and unknown fields are kept.
 
-    The source of the annotations stays as well, so that the next ingest can report that the patch labels are gone.
+    The source of the annotations is also kept, so that the next ingest can report that the patch labels were removed.
     """
     return replace(
         new_record(slide), id=record.id, patient=record.patient, label=record.label, site=record.site,
@@ -56,7 +56,7 @@ def labelled(record: SlideRecord, label: SlideLabel | None) -> SlideRecord:
 def subfolder_labels(slides: Sequence[SlideFile]) -> dict[str, str]:
     """Return the sub-folders' names as labels, if all slides are in sub-folders of at least two slides each.
 
-    A download with one folder per slide, as from GDC, has no labels by this.
+    A download with one folder per slide, as from GDC, gets no labels.
     """
     count = Counter(slide.subfolder for slide in slides)
     if None in count or len(count) < 2 or min(count.values(), default=0) < _SLIDES_PER_CLASS:
@@ -78,7 +78,7 @@ def patient_of(slide_id: str) -> str:
 def with_recorded_ids(
     slides: Sequence[SlideFile], records: Mapping[int, SlideRecord]
 ) -> list[SlideFile]:
-    """Return slides under the ids that a store has for their files, sorted by id.
+    """Return the slides sorted by id. Slides that are in a store get their id in the store.
 
     Raises:
         UsageError: a slide of another file has that id.
@@ -98,7 +98,7 @@ def with_recorded_ids(
 
 
 def duplicates(records: Iterable[SlideRecord]) -> list[str]:
-    """Return a warning for each scan that the store has under several ids."""
+    """Return a warning for each scan that is in the store under several ids."""
     copies: dict[tuple[str, int, int], list[str]] = defaultdict(list)
     for record in records:
         if record.state is not SlideState.FAILED and record.content:
@@ -112,9 +112,9 @@ def duplicates(records: Iterable[SlideRecord]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PendingSlide:
-    """A slide that is to be ingested: its number in the store, its input, and its record so far.
+    """A slide to ingest: its number in the store, its input and its current record.
 
-    `again` is true for a slide that is complete, and is ingested once more.
+    `again` is true for a complete slide that is ingested again.
     """
 
     number: int
@@ -125,9 +125,9 @@ class PendingSlide:
 
 @dataclass(frozen=True, slots=True)
 class SortedSlides:
-    """Slides to ingest, and outcomes of those that need no ingest or cannot be ingested.
+    """Slides to ingest, and outcomes of slides that need no ingest or cannot be ingested.
 
-    `relabelled` has new records, by number, of complete slides whose label, patient or site has changed.
+    `relabelled` has the new records, by number, of complete slides whose label, patient or site has changed.
     """
 
     pending: list[PendingSlide]
@@ -138,7 +138,7 @@ class SortedSlides:
 def sort_slides(
     slides: Sequence[SlideInput], known: Mapping[int, SlideRecord], options: IngestOptions
 ) -> SortedSlides:
-    """Separate slides to ingest from others, by a store's records by number; a slide without a record has the number -1."""
+    """Separate slides to ingest from others. `known` has the records of a store; a new slide has the number -1."""
     known_by_id = {record.id: (number, record) for number, record in known.items()}
     found = SortedSlides([], [], {})
     for slide in slides:
@@ -159,9 +159,9 @@ def sort_slides(
 def outcome_without_ingest(
     slide: SlideInput, record: SlideRecord, options: IngestOptions
 ) -> SlideOutcome | None:
-    """Return the outcome of a slide with this record if it is not to be ingested now; None if it is."""
+    """Return the outcome of a slide that is not to be ingested; None if it is to be ingested."""
     path = slide.file.path
-    # If the other file is gone, the slide was moved.
+    # If the recorded file does not exist, the slide was moved.
     if record.resolved_path != resolved(path) and Path(record.resolved_path).exists():
         return failed_outcome(
             record,
@@ -173,18 +173,18 @@ def outcome_without_ingest(
     try:
         changed = _file_change(fingerprint(slide.file), record)
     except SlideError:
-        return None  # planning the slide fails with the reason, which is then recorded
+        return None  # planning fails with the same reason, and records it
     if record.state is SlideState.FAILED:
         limits = (None, options.timeout_text, options.unreadable_text)
         retry = (
             options.retry_failed
             or changed
-            or record.error_option not in limits  # another limit than the one that it exceeded
+            or record.error_option not in limits  # the limit that it exceeded has changed
             or record.error_kind is FailureKind.OPTION
         )
         return None if retry else failed_outcome(record, record.error or "unknown reason")
     changed = changed or _scale_change(record, slide, options)
-    # With --force, coordinates are imported again: they may have changed.
+    # --force also imports coordinates again: they may have changed.
     if options.force and (changed or slide.coords is not None):
         return None
     problem = f"{path} {changed} since it was ingested; pass --force to ingest it again"
@@ -200,10 +200,10 @@ def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
 
 
 def _scale_change(record: SlideRecord, slide: SlideInput, options: IngestOptions) -> str | None:
-    if record.mpp_source == MppSource.PROPERTIES:  # the header has priority over the user
+    if record.mpp_source == MppSource.PROPERTIES:  # the header has priority over the options
         return None
     default = options.default_mpp if record.mpp_source == MppSource.DEFAULT else None
     used = slide.mpp or default
     if used is not None and used != record.mpp:
-        return f"was given another mpp ({used:g}, {record.mpp:g} before)"
+        return f"was assigned another mpp ({used:g}, {record.mpp:g} before)"
     return None

@@ -1,4 +1,4 @@
-"""Results of an ingest: the outcome of each slide, progress while they come in, the summary of the run, `ingest.csv`."""
+"""Results of an ingest: the outcome of each slide, the progress display, the summary of the run, `ingest.csv`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class SlideOutcome:
     """Result of one slide.
 
     Attributes:
-        patches, unreadable: number of patches stored, and lost to damage.
+        patches, unreadable: number of stored patches, and of unreadable patches.
         stored_bytes: bytes of the stored patches.
-        route, route_reason: how the patches were made, and why; None if none were.
-        seconds: wall time from the start of its planning; 0 if it was not planned.
-        reason: why it failed; empty otherwise.
-        notes: what the user should know about a slide that did not fail.
+        route, route_reason: route of the patches, and the reason for it; None if the slide failed.
+        seconds: wall time from the start of planning; 0 if it was not planned.
+        reason: failure message; empty if the slide did not fail.
+        notes: remarks for the user about a slide that did not fail.
     """
 
     id: str
@@ -58,7 +58,7 @@ class SlideOutcome:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The outcome in one line."""
+        """Return the outcome in one line."""
         if self.status is Status.FAILED:
             return f"failed {self.id}: {self.reason}"
         lost = f", {self.unreadable} unreadable" if self.unreadable else ""
@@ -89,7 +89,7 @@ class IngestReport(Result):
         store: path of the store, or of the folder of parts.
         seconds: wall time of the run.
         slides: the outcome of each slide, sorted by id.
-        warnings: what the user should know about the slides together.
+        warnings: warnings about several slides, such as copies.
     """
 
     store: str
@@ -98,7 +98,7 @@ class IngestReport(Result):
     warnings: list[str] = field(default_factory=list)
 
     def of(self, status: Status) -> list[SlideOutcome]:
-        """Return the slides of one status."""
+        """Return the outcomes with a status."""
         return [slide for slide in self.slides if slide.status is status]
 
     @property
@@ -112,9 +112,9 @@ class IngestReport(Result):
         return exit_code_of(len(self.failed), len(self.slides) - len(self.failed))
 
     def summary_lines(self) -> list[str]:
-        """Return slides, patches, speed, bytes and routes of the run, one line per kind of outcome.
+        """Return a table of slides, patches, bytes and speed, with one line per status and route.
 
-        Patches per second are those of a route divided by the wall time of the whole run.
+        The speed of a route is its number of patches divided by the wall time of the whole run.
         """
         done = self.of(Status.COMPLETE)
         routes = sorted({slide.route or "none" for slide in done})
@@ -127,14 +127,14 @@ class IngestReport(Result):
             f"{'':<12}{'slides':>8}{'patches':>13}{'unreadable':>12}{'MB':>11}{'patches/s':>11}"
         )
         lines = [header, *(_row(name, slides, self.seconds) for name, slides in rows)]
-        # A reason that many slides share may be worth changing an option for.
+        # The user may want to change an option that slows down many slides.
         reasons = Counter(f"{s.route}: {s.route_reason}" for s in done if s.route != "copy")
         return [*lines, *(f"{count} × {reason}" for reason, count in reasons.most_common(_REASONS))]
 
     def write_csv(self, path: Path, progress: Progress) -> None:
         """Write one row per slide with the fields of `SlideOutcome`, replacing the file of an earlier run.
 
-        Where that fails, show why: the slides are stored all the same.
+        A failure is only shown, since the slides are stored.
         """
         columns = [field.name for field in dataclasses.fields(SlideOutcome)]
         try:
@@ -147,7 +147,7 @@ class IngestReport(Result):
             progress.message(f"{path} cannot be written: {error.strerror}")
 
     def __str__(self) -> str:
-        """The store, the summary and the failed slides as text."""
+        """Return the store, the summary and the failed slides as text."""
         failed = [f"failed {name}: {reason}" for name, reason in self.failed.items()]
         return "\n".join([self.store, *self.summary_lines(), *failed])
 
@@ -164,17 +164,17 @@ def _row(name: str, slides: Sequence[SlideOutcome], seconds: float) -> str:
 
 
 class IngestProgress(Closing):
-    """Shows a bar for the run, a bar for each slide in flight, and a line for each of all slides; logs every event."""
+    """Shows a bar for the run, a bar for each slide in flight and a line for each finished slide; logs every event."""
 
     def __init__(self, slides: int, shown: Progress, log: Progress | None = None) -> None:
         self._count, self._shown, self._log = slides, shown, log or SilentProgress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._ended = self._planned = self._stored = 0
-        self._log.message(f"begins: {slides} slides")
+        self._log.message(f"start: {slides} slides")
         self._run = shown.bar(self._title(), unit="patches", total=0)
 
     def planned(self, slide: str, patches: int) -> None:
-        """Show that a slide will have so many patches. On a cluster, a slide may be planned twice."""
+        """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
         if slide in self._slides:
             return
         self._log.message(f"planned {slide}: {patches} patches")
@@ -184,7 +184,7 @@ class IngestProgress(Closing):
         self._update(planned=patches)
 
     def advanced(self, slide: str, patches: int) -> None:
-        """Show that so many more patches of a slide are stored."""
+        """Advance the bars by a number of stored patches of a slide."""
         if slide in self._slides:
             bar, planned, stored = self._slides[slide]
             patches = min(patches, planned - stored)
@@ -197,7 +197,7 @@ class IngestProgress(Closing):
         if outcome.id in self._slides:
             bar, planned, stored = self._slides.pop(outcome.id)
             bar.close()
-            self._update(planned=stored - planned)  # negative if the slide failed half-way
+            self._update(planned=stored - planned)  # negative if the slide failed before its end
         self._ended += 1
         self._run.retitle(self._title())
         self._log.message(str(outcome))

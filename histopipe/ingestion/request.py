@@ -1,4 +1,4 @@
-"""Turn the arguments of `ingest`, `plan` and `import_coords` into slides, a tiling spec and options."""
+"""Convert the arguments of `ingest`, `plan` and `import_coords` to slides, a tiling spec and options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPTIONS = tuple(field.name for field in dataclasses.fields(IngestOptions) if fi
 
 
 class ImportSettings(TypedDict, total=False):
-    """Options of `import_coords`, which are those of `ingest` apart from size, scale and tissue."""
+    """Options of `import_coords`: those of `ingest` without size, scale and tissue."""
 
     codec: Literal["auto", "jpeg", "png"]
     quality: int
@@ -76,13 +76,13 @@ def read_request(
     *,
     coords: Path | None = None,
 ) -> tuple[list[SlideInput], TilingSpec, IngestOptions]:
-    """Find the slides, read the tables and annotations, and show what is left out.
+    """Find the slides, read the tables and annotations, and show which slides and files are skipped.
 
-    The settings are `IngestSettings`, or `ImportSettings` with a folder of coordinates.
+    The settings are `IngestSettings`, or `ImportSettings` if a folder of coordinates is given.
 
     Raises:
         UsageError: a setting, a table or a folder is wrong.
-        NothingToDo: there is no slide.
+        NothingToDo: no slide was found.
     """
     allowed = (IngestSettings if coords is None else ImportSettings).__annotations__
     unknown = sorted(settings.keys() - allowed.keys())
@@ -119,7 +119,7 @@ def read_request(
 
 
 def _given(settings: Mapping[str, Any], names: Iterable[str], without: str = "") -> dict[str, Any]:
-    """Return those of some settings that are given, without a prefix of their names."""
+    """Return the named settings that are set, with a prefix removed from their names."""
     return {name.removeprefix(without): settings[name] for name in names if name in settings}
 
 
@@ -129,7 +129,7 @@ def _check_values(settings: Mapping[str, Any]) -> None:
     if timeout is not None and not timeout > 0:
         raise UsageError("--slide-timeout", found=timeout, expected="seconds, above 0")
     if not 0 <= share <= 1:
-        raise UsageError("--max-unreadable", found=share, expected="a share, 0 to 1")
+        raise UsageError("--max-unreadable", found=share, expected="a fraction from 0 to 1")
     route = settings.get("route", "auto")
     if route not in get_args(AskedRoute):
         raise UsageError("--route", found=repr(route), expected=" or ".join(get_args(AskedRoute)))
@@ -143,7 +143,7 @@ def _spec(settings: Mapping[str, Any]) -> TilingSpec:
     scales = [name for name in ("mpp", "mag", "level") if settings.get(name) is not None]
     if len(scales) > 1:
         raise UsageError(
-            "the scale of patches",
+            "several scales for patches",
             found=" and ".join(f"--{name}" for name in scales),
             expected="one of --mpp, --mag and --level",
         )
@@ -159,32 +159,30 @@ def _spec(settings: Mapping[str, Any]) -> TilingSpec:
 def _listed(
     found: list[SlideFile], path: PathLike | None, names: SlideNames, *, allow_extra: bool
 ) -> list[SlideFile]:
-    """Return the slides of a slide list; all if there is none."""
+    """Return the slides of a slide list; all slides if there is no list."""
     if path is None:
         return found
     listed = read_slide_list(Path(path), names, allow_extra=allow_extra)
     chosen = [slide for slide in found if slide.id in listed]
     if not chosen:
-        raise UsageError(
-            f"{path} names none of the slides found", found=f"{len(listed)} other names"
-        )
+        raise UsageError(f"{path} matches none of the slides", found=f"{len(listed)} other names")
     return chosen
 
 
 def _coords_files(
     slides: list[SlideFile], folder: Path, progress: Progress, *, allow_extra: bool
 ) -> dict[str, CoordsFile]:
-    """Return the files of coordinates by slide id, and show what is left out."""
+    """Return the coordinate files by slide id, and show how many slides and files are skipped."""
     names = SlideNames(slide.id for slide in slides)
     files, unused = find_coords(folder, names, allow_extra=allow_extra)
     for count, what in (
         (len(slides) - len(files), "slides have no coordinates"),
-        (len(unused), "files of coordinates name no slide"),
+        (len(unused), "coordinate files match no slide"),
     ):
         if count:
-            progress.message(f"{count} {what}: left out")
+            progress.message(f"{count} {what}: skipped")
     if not files:
-        raise UsageError(f"{folder} has coordinates of none of the slides")
+        raise UsageError(f"{folder} has no coordinates for any of the slides")
     return files
 
 
@@ -195,7 +193,7 @@ def _annotations(
     folder = settings.get("annotations")
     if folder is None:
         if settings.get("roi") is not None:
-            raise UsageError("--roi", found="no --annotations", expected="a folder that draws it")
+            raise UsageError("--roi", found="no --annotations", expected="a folder of annotations")
         return {}
     found = find_annotations(Path(folder), names)
     for note in found.notes:
@@ -211,13 +209,13 @@ def _labels(
     *,
     allow_extra: bool,
 ) -> dict[str, SlideLabel]:
-    """Return labels by slide id: of the file, else of labels.csv in the folders, else of the sub-folders."""
+    """Return labels by slide id: from the file, else from labels.csv in the folders, else the names of sub-folders."""
     if path is not None:
         return dict(read_labels(Path(path), names, allow_extra=allow_extra))
     rows: dict[str, SlideLabel] = {}
     for folder in dict.fromkeys(p if p.is_dir() else p.parent for p in arguments):
         if (folder / "labels.csv").is_file():
-            # A folder's labels name the slides of this folder. Of these, the user may have given only some files.
+            # labels.csv of a folder names the slides of this folder. The user may have given only some of these files.
             own = SlideNames(s.id for s in slides if s.path.is_relative_to(folder))
             some = allow_extra or folder not in arguments
             rows.update(read_labels(folder / "labels.csv", own, allow_extra=some))

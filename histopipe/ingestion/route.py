@@ -1,4 +1,4 @@
-"""Choose the route of a slide's patches: copied, decoded from its native tiles, or read through OpenSlide."""
+"""Choose the route of a slide's patches: copy its native tiles, decode them, or read through OpenSlide."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ RouteName = Literal["copy", "decode", "openslide"]
 AskedRoute = Literal["auto", "copy", "decode", "openslide"]
 
 _LARGEST_TILE = 4096
-"""Largest side of a native tile that is decoded for few patches, in pixels: 50 MB."""
+"""Maximum side in pixels of a native tile that is decoded for a few patches. Such a tile takes 50 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteChoice:
-    """How a slide's patches are made, and why.
+    """Route of a slide's patches, and the reason for it.
 
-    `native` is None for openslide. Tiles are decoded at 1/`reduction` of their size.
+    `native` is None for the route openslide. Tiles are decoded at 1/`reduction` of their size.
     """
 
     name: RouteName
@@ -33,45 +33,45 @@ class RouteChoice:
 
 
 def choose_route(
-    name: str, plan: TilingPlan, spec: TilingSpec, asked: AskedRoute, levels: NativeLevels
+    name: str, plan: TilingPlan, spec: TilingSpec, requested: AskedRoute, levels: NativeLevels
 ) -> RouteChoice:
-    """Choose the fastest route that gives the pixels of OpenSlide, or the one that the user asked for.
+    """Choose the fastest route that yields the same pixels as OpenSlide, or the route that the user requested.
 
     Raises:
-        RouteUnfit: the route asked for cannot be taken.
+        RouteUnfit: the requested route cannot be used.
     """
-    if asked == "openslide":
-        return RouteChoice("openslide", "asked for")
+    if requested == "openslide":
+        return RouteChoice("openslide", "requested")
     try:
         tiles, check = levels.get(plan.choice.level)
         native = tiles.native
         if max(native.tile.width, native.tile.height) > _LARGEST_TILE:
-            raise NotNative(f"its tiles are {native.tile}, too large to decode one for few patches")  # noqa: TRY301
+            raise NotNative(f"its tiles are {native.tile}, too large to decode for a few patches")  # noqa: TRY301
     except NotNative as error:
-        if asked == "auto":
+        if requested == "auto":
             return RouteChoice("openslide", str(error))
-        raise _unfit(name, asked, str(error)) from error
+        raise _unfit(name, requested, str(error)) from error
     obstacle = _not_copied(plan, spec, native)
-    if obstacle is None and asked != "decode":
+    if obstacle is None and requested != "decode":
         return RouteChoice("copy", f"patches are native tiles; {check}", native)
-    if obstacle is not None and asked == "copy":
-        raise _unfit(name, asked, obstacle)
+    if obstacle is not None and requested == "copy":
+        raise _unfit(name, requested, obstacle)
     reduction, scaling = _scaling(plan, spec, tiles)
-    reason = "; ".join(filter(None, [obstacle or "asked for", scaling, str(check)]))
+    reason = "; ".join(filter(None, [obstacle or "requested", scaling, str(check)]))
     return RouteChoice("decode", reason, native, reduction)
 
 
-def _unfit(name: str, asked: str, why: str) -> RouteUnfit:
+def _unfit(name: str, requested: str, why: str) -> RouteUnfit:
     return RouteUnfit(
-        f"{name} cannot go by --route {asked}", found=why, todo="use --route auto for such slides"
+        f"{name} cannot use --route {requested}", found=why, todo="use --route auto for such slides"
     )
 
 
 def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str | None:
-    """Return why patches cannot be copies of native tiles; None if they can."""
+    """Return the reason why patches cannot be copies of native tiles; None if they can."""
     choice, tile = plan.choice, native.tile
     if spec.codec != "auto":
-        return f"--codec {spec.codec} encodes anew"
+        return f"--codec {spec.codec} re-encodes patches"
     if choice.resampling != "none":
         return f"patches are reduced from {choice.read_size} to {spec.patch_size} pixels"
     if (tile.width, tile.height) != (spec.patch_size, spec.patch_size):
@@ -80,14 +80,14 @@ def _not_copied(plan: TilingPlan, spec: TilingSpec, native: NativeLevel) -> str 
         return "native tiles are grey, patches RGB"
     x, y = plan.x_level - native.x_level, plan.y_level - native.y_level
     if (x % tile.width).any() or (y % tile.height).any():
-        return "patches lie across native tiles"
+        return "patches are not aligned with native tiles"
     return None
 
 
 def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[int, str]:
-    """Return the reduction of tiles while they are decoded, and the text for the reason."""
+    """Return the reduction at which tiles are decoded, and a text for the route's reason."""
     choice, native = plan.choice, tiles.native
-    # Against PNG, unlike JPEG, 40 dB would be a loss.
+    # An error of 40 dB is small compared with that of JPEG encoding, but PNG is lossless.
     if choice.resampling != "area" or spec.resample == "exact" or spec.codec == "png":
         return 1, ""
     corners = (plan.x_level - native.x_level, plan.y_level - native.y_level)
@@ -97,5 +97,5 @@ def _scaling(plan: TilingPlan, spec: TilingSpec, tiles: NativeTiles) -> tuple[in
         return 1, ""
     psnr = scaled_psnr(tiles, reduction)
     if psnr < LEAST_PSNR:
-        return 1, f"decoded in full: at 1/{reduction} it would agree to {psnr:.0f} dB only"
+        return 1, f"decoded at full size: at 1/{reduction} the PSNR would be only {psnr:.0f} dB"
     return reduction, f"decoded at 1/{reduction}, {psnr:.0f} dB"

@@ -1,4 +1,4 @@
-"""A slide in flight: receives the results and failures of its tasks, and becomes a record in the store."""
+"""State of a slide whose tasks are running: it collects their results and failures, and builds the slide's record."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from histopipe.slides.discovery import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
 
 _TRIES = 2
-"""A worker may be killed for another reason than its slide: a slide fails when its workers have died twice."""
+"""Number of worker deaths after which a slide fails. One death may have another cause than the slide."""
 
 PLAN = None
-"""The first task of a slide; all others are chunks."""
+"""First task of a slide. All other tasks are chunks."""
 
 
 @dataclass(slots=True, eq=False)
 class SlideInFlight:
     """A slide between its first task and its record in the store.
 
-    `tasks` are still to be submitted: `PLAN`, or chunks. `running` counts those that are submitted and have not ended. A
-    slide with a `failure` fails once none of its tasks runs any more. `begun` is a time of the monotonic clock.
+    `tasks` are the tasks to be submitted: `PLAN`, or chunks. `running` counts the submitted tasks that have not ended.
+    A slide with a `failure` fails when no task is running any more. `begun` is a time of the monotonic clock.
     """
 
     pending: PendingSlide
@@ -58,89 +58,89 @@ class SlideInFlight:
 
     @property
     def number(self) -> int:
-        """Number in the store."""
+        """Number of the slide in the store."""
         return self.pending.number
 
     @property
     def patches(self) -> int:
-        """Number of patches planned; 0 before that."""
+        """Number of planned patches; 0 before planning."""
         return len(self.plan.plan) if self.plan else 0
 
     @property
     def ended(self) -> bool:
-        """Whether nothing of the slide is left to do."""
+        """Whether all tasks of the slide have ended."""
         return not self.tasks and not self.running
 
     @property
     def seconds_left(self) -> float:
-        """Worker time that its next task may take."""
+        """Remaining worker time of the slide in seconds."""
         return max(0.0, self.options.seconds_for(self.patches) - self._seconds)
 
     @property
     def bytes_to_come(self) -> int:
-        """Estimated bytes that are still to be stored."""
+        """Estimated bytes of the patches that are not stored yet."""
         if self.plan is None or not self.patches:
             return 0
         return int((1 - self._done / self.patches) * self.plan.estimate.stored_bytes)
 
-    # Events, each of which may add tasks or let the slide fail.
+    # Events. Each may add tasks or fail the slide.
 
     def planned(self, plan: PlannedSlide) -> None:
-        """The slide is planned; its chunks are added to `tasks` once they fit on the disk."""
+        """Receive the plan. The pipeline adds the chunks to `tasks` when they fit on the disk."""
         self.plan = plan
         self._seconds += plan.seconds
         self._length, self._crc = np.zeros((2, self.patches), np.uint32)
         self._check_time()
 
     def chunk_stored(self, result: ChunkResult) -> None:
-        """A chunk is stored."""
+        """Receive the result of a stored chunk."""
         self._length[result.rows], self._crc[result.rows] = result.length, result.crc
         self._done += len(result.rows)
         self._seconds += result.seconds
         self._unreadable += int((result.length == 0).sum())
         self._problem = self._problem or result.problem
         if self._too_many_unreadable:
-            self.tasks.clear()  # it fails once the running chunks are stored
+            self.tasks.clear()  # the slide fails when the running chunks are stored
         elif self.tasks:
             self._check_time()
 
     def worker_died(self, task: Chunk | None, error: Exception) -> None:
-        """A worker died during a task, which is submitted once more if no worker of the slide died before."""
+        """Handle the death of a worker during a task. After the first death, the task is submitted again."""
         self._dead_workers += 1
         if self._dead_workers < _TRIES and self.failure is None:
             self.tasks.appendleft(task)
             return
         self._fail(
-            f"{self.pending.slide.file.path}: worker processes that read it died ({error}); the file is probably "
-            "damaged in a way that crashes its decoder, or memory ran out"
+            f"{self.pending.slide.file.path}: worker processes died while reading it ({error}); the file is probably "
+            "damaged and crashes its decoder, or memory ran out"
         )
 
-    def time_is_up(self) -> None:
-        """A task was not done in the time that the slide had left."""
+    def timed_out(self) -> None:
+        """Fail the slide because its time limit is exceeded."""
         self._fail(
-            f"{self.pending.slide.file.path} is not done after {self.options.seconds_for(self.patches):.0f} s "
-            "of work; leave it out, or give it more time with --slide-timeout",
+            f"{self.pending.slide.file.path} is not complete after {self.options.seconds_for(self.patches):.0f} s "
+            "of worker time; exclude it, or increase --slide-timeout",
             option=self.options.timeout_text,
         )
 
     def task_failed(self, error: Exception) -> None:
-        """A task raised an error."""
-        if isinstance(error, SlideError):  # the file was there when the slide was planned
+        """Fail the slide because a task raised an error."""
+        if isinstance(error, SlideError):  # the file may be gone since planning
             self._fail(str(error))
         elif isinstance(error, MemoryError):
             self._fail(
-                f"{self.pending.slide.file.path}: memory ran out while it was read; use fewer --workers"
+                f"{self.pending.slide.file.path}: memory ran out while reading it; use fewer --workers"
             )
         else:
             self._fail(
-                f"{self.pending.slide.file.path}: {type(error).__name__}: {error}; this is an error of histopipe: "
-                "please report it with the lines about it in ingest.log"
+                f"{self.pending.slide.file.path}: {type(error).__name__}: {error}; this is a bug in histopipe: "
+                "please report it with the lines about this slide in ingest.log"
             )
 
-    # The result, once the slide has ended.
+    # The result, after the slide has ended.
 
     def result(self) -> PlannedSlide | SlideFailure:
-        """Return the plan of a slide that is complete, or why the slide fails."""
+        """Return the plan of a complete slide, or the failure."""
         if self.failure is not None:
             return self.failure
         if self.plan is None:
@@ -155,7 +155,7 @@ class SlideInFlight:
         try:
             if fingerprint(file) == self.plan.fingerprint:
                 return self.plan
-            reason = f"{file.path} changed while it was being read; ingest it again once it is no longer written"
+            reason = f"{file.path} changed while it was being read; ingest it again when nothing writes to it"
         except SlideUnreadable as error:
             reason = str(error)
         return SlideFailure(reason, FailureKind.FILE, record)
@@ -172,14 +172,14 @@ class SlideInFlight:
         )
 
     def columns(self, plan: PlannedSlide, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-        """Return the index of the complete slide, (N,) per column, by the numbers of its patches' classes."""
-        places, labels = plan.plan, plan.labels
+        """Return the index columns of the complete slide, (N,) each; `classes` are class numbers by name."""
+        cells, labels = plan.plan, plan.labels
         columns = {
-            **{name: getattr(places, name) for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")},
-            "focus": np.full(len(places), np.nan, np.float32),  # `quality` measures it later
+            **{name: getattr(cells, name) for name in ("x_l0", "y_l0", "x_level", "y_level", "tissue")},
+            "focus": np.full(len(cells), np.nan, np.float32),  # `quality` measures it later
             "length": self._length,
             "crc": self._crc,
-            "label": np.full(len(places), -1, np.int32),  # of annotations; the slide's is in its record
+            "label": np.full(len(cells), -1, np.int32),  # from annotations; the slide's label is in its record
             **plan.columns,
         }  # fmt: skip
         if labels is not None:
@@ -192,16 +192,16 @@ class SlideInFlight:
 
     def _check_time(self) -> None:
         if self._seconds > self.options.seconds_for(self.patches):
-            self.time_is_up()
+            self.timed_out()
 
     def _fail(self, reason: str, *, option: str | None = None) -> None:
-        """Let the slide fail once none of its tasks runs any more; the first reason counts."""
+        """Fail the slide when no task is running any more. The first reason is kept."""
         record = self.plan.record if self.plan else self._unplanned_record()
         self.failure = self.failure or SlideFailure(reason, FailureKind.FILE, record, option)
         self.tasks.clear()
 
     def _unplanned_record(self) -> SlideRecord:
-        """Return the record with the file's size and time: another size or time is a reason to try again."""
+        """Return the record with the file's size and time. The slide is retried if they change."""
         record = self.pending.record
         try:
             now = fingerprint(self.pending.slide.file)

@@ -1,6 +1,6 @@
-"""Make and store chunks of patches in worker processes, by functions of picklable values.
+"""Make and store chunks of patches in worker processes, by functions with picklable arguments.
 
-Pixels never travel between processes: a worker makes a chunk in memory, then writes it in one short LMDB transaction.
+Pixels are never sent between processes: a worker makes a chunk in memory, then writes it in one short LMDB transaction.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from histopipe.tiling.mask import load_algorithms
 from histopipe.tiling.spec import TilingSpec
 
 _SOURCES_KEPT = 2
-"""Sources that a worker keeps open: one for each of two slides that may alternate. Each has at most one OpenSlide handle,
-whose cache is 32 MB, and 48 MB of decoded tiles."""
+"""Number of sources that a worker keeps open, since chunks of two slides may alternate. Each has at most one OpenSlide
+handle with a cache of 32 MB, and 48 MB of decoded tiles."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
     """Numbers, lengths in bytes and checksums of the patches of a chunk, (N,) each, and the worker time in seconds.
 
-    The length of an unreadable patch is 0; `problem` is the reason for the first of these.
+    The length of an unreadable patch is 0. `problem` is the reason for the first unreadable patch.
     """
 
     rows: NDArray[np.int64]
@@ -38,18 +38,18 @@ class ChunkResult:
 
 
 def prepare() -> None:
-    """Import what planning imports late, while the main process looks up the first slides."""
+    """Import the modules that planning imports late, while the main process finds the first slides."""
     importlib.import_module("histopipe.slides.tiles.tiff")
     load_algorithms()
 
 
 def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> ChunkResult:
-    """Make and store those patches of a chunk that can be read; `number` is the slide's in the store."""
+    """Make and store the readable patches of a chunk; `number` is the number of the slide in the store."""
     started = time.monotonic()
     writer = _writer(store, recipe.spec)
     values = _source(store, number, recipe).values(chunk)
-    order = np.argsort(chunk.rows)  # in the order of keys, LMDB fills its pages
-    rows, values = chunk.rows[order], [values[place] for place in order.tolist()]
+    order = np.argsort(chunk.rows)  # LMDB fills its pages if keys are written in order
+    rows, values = chunk.rows[order], [values[position] for position in order.tolist()]
     stored = [value if isinstance(value, bytes) else None for value in values]
     crc = writer.put_patches(number, rows.tolist(), stored)
     problems = [str(value) for value in values if not isinstance(value, bytes)]
@@ -63,13 +63,13 @@ def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> 
 
 
 def make_patches(number: int, recipe: PatchRecipe, chunk: Chunk) -> list[bytes | str]:
-    """Return the files of some patches, or for each that cannot be read the reason; `number` is any for the slide."""
+    """Return the image files of a chunk's patches, or the reason if unreadable; `number` is any number of the slide."""
     values = _source(None, number, recipe).values(chunk)
     return [value if isinstance(value, bytes) else str(value) for value in values]
 
 
 def close_all() -> None:
-    """Close what this process keeps open between chunks. Needed if tasks run in the caller's process."""
+    """Close all sources and writers that this process keeps open. Needed if tasks run in the caller's process."""
     while _sources:
         _sources.popitem()[1].close()
     while _writers:

@@ -1,1 +1,1 @@
-"""Ingest on many machines: each Dask worker fills a part of the data set, a store on its own disk."""
+"""Ingest on several machines: each Dask worker fills one part of the data set, a store on its local disk."""

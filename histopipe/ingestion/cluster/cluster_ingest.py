@@ -1,7 +1,7 @@
 """Ingest on a cluster: submit slides, assign each ingested slide to one part, and write the catalog.
 
-A slide is complete when the catalog names its part, which is written after the part is published. If a worker, the
-scheduler or this process is lost, the same command publishes what is left on the workers' disks and goes on with the rest.
+A slide is complete when the catalog names its part. The catalog is written after the part is published. If a worker,
+the scheduler or this process is lost, the same command publishes the parts on the workers' disks and ingests the rest.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from histopipe.system.worker_pool import WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
 _PATIENCE_SECONDS = 10.0
-"""Time without workers after which a message is shown."""
+"""Time in seconds without workers after which a message is shown."""
 _SLIDES_PER_WORKER = 2
-"""Slides submitted for each worker: one in work, and one that waits."""
+"""Number of slides submitted per worker: one running, and one waiting."""
 _ROUNDS = 3
-"""Times that a slide is submitted if its part is lost before it is published."""
+"""Maximum number of times that a slide is submitted, if its part is lost before it is published."""
 
 
 def ingest_on_cluster(
@@ -70,9 +70,9 @@ def ingest_on_cluster(
     """Tile slides into a folder of parts on the workers of a cluster; see `ingest`, `connected` and `ClusterSettings`.
 
     Raises:
-        UsageError: `out` is a store, or in use by another run; or machines see different files; or scales would be mixed.
-        MachineShort: the scheduler is lost or does not answer; a worker's disk or memory ran out. Complete slides stay.
-        SpecMismatch: the folder's parts have another spec.
+        UsageError: `out` is a store or used by another run, a worker cannot find the files, or scales would be mixed.
+        MachineShort: the scheduler is lost, or a worker's disk or memory ran out. Complete slides are kept.
+        SpecMismatch: the parts in the folder have another spec.
     """
     started = time.monotonic()
     out = Path(os.path.realpath(out))
@@ -84,7 +84,7 @@ def ingest_on_cluster(
         with LogProgress(out / LOG) as log, IngestProgress(len(slides), progress, log) as events:
             log.message(f"histopipe {__version__}, {spec}, {options}, {cluster}")
             folders = PartFolders(out, scratch.absolute(), catalog.uuid)
-            # Scales of all slides are checked above; a worker sees one slide.
+            # The scales of all slides are checked above. A worker could check one slide only.
             for_workers = replace(options, allow_mixed_mpp=True)
             settings = ClusterSettings(folders, spec, for_workers, part_bytes)
             run = _ClusterIngest(workers, catalog, settings, events)
@@ -100,15 +100,15 @@ def ingest_on_cluster(
 
 @contextmanager
 def parts_locked(out: Path) -> Iterator[None]:
-    """Lock the folder of parts, created if missing, for this process.
+    """Lock the folder of parts for this process. The folder is created if missing.
 
     Raises:
-        UsageError: it is a store, another run has it, or it cannot be created.
+        UsageError: it is a store, another run has locked it, or it cannot be created.
     """
     if (out / "data.mdb").exists() or out.suffix == ".lmdb":
         raise UsageError(
             f"{out} is a store, or has the name of one", expected="with --cluster: a folder for parts",
-            todo="pass another --out; `histopipe merge` makes one store of it",
+            todo="choose another --out; `histopipe merge` merges the parts into one store",
         )  # fmt: skip
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -116,12 +116,12 @@ def parts_locked(out: Path) -> Iterator[None]:
         raise UsageError(f"{out} cannot be created", found=error.strerror) from error
     with locked(out) as free:
         if not free:
-            raise UsageError(f"another run ingests into {out}", todo="wait for it")
+            raise UsageError(f"another run is ingesting into {out}", todo="wait until it ends")
         yield
 
 
 def _absolute(slide: SlideInput) -> SlideInput:
-    """Return the slide with paths that do not depend on the working folder of a worker."""
+    """Return the slide with absolute paths, which do not depend on the working folder of a worker."""
     file = slide.file
     files = tuple(path.absolute() for path in file.files)
     return replace(
@@ -132,7 +132,7 @@ def _absolute(slide: SlideInput) -> SlideInput:
 
 @dataclass(slots=True)
 class _ClusterIngest:
-    """One run; `parts` has for each slide id the part that the catalog names, and the slide's record there."""
+    """One run. `parts` maps a slide id to the part that the catalog names, and the slide's record in that part."""
 
     cluster: DaskCluster
     catalog: Catalog
@@ -161,7 +161,7 @@ class _ClusterIngest:
                 self._ingest_all(missing)
             except KeyboardInterrupt:
                 self.progress.message(
-                    "stopped: complete slides are published first; interrupt again to end at once"
+                    "interrupted: publishing complete slides; interrupt again to stop immediately"
                 )
                 self._publish_parts()
                 raise
@@ -170,7 +170,7 @@ class _ClusterIngest:
                 self._settle(it)
         for name, it in pending.items():
             if name not in self._outcomes:
-                lost = "the workers that ingested it were lost, with their disks; run the same command again"
+                lost = "the workers that ingested it were lost with their disks; run the same command again"
                 self._finish(failed_outcome(it.record, f"{it.slide.file.path}: {lost}"))
         return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
 
@@ -190,14 +190,16 @@ class _ClusterIngest:
     def _settle(self, pending: PendingSlide) -> None:
         """Accept the outcome of a slide if the catalog names its part, or if it has no part because it failed early."""
         ingested = self._ingested.pop(pending.slide.id, None)
-        held = self.parts.get(pending.slide.id)
-        if ingested is not None and (not ingested.part or (held and held[0] == ingested.part)):
+        published = self.parts.get(pending.slide.id)
+        if ingested is not None and (
+            not ingested.part or (published and published[0] == ingested.part)
+        ):
             self._outcomes[pending.slide.id] = ingested.outcome
-        elif held is not None and not pending.again and held[1].state is SlideState.COMPLETE:
-            self._outcomes[pending.slide.id] = outcome_of(held[1], Status.COMPLETE)
+        elif published and not pending.again and published[1].state is SlideState.COMPLETE:
+            self._outcomes[pending.slide.id] = outcome_of(published[1], Status.COMPLETE)
 
     def _ingest_all(self, slides: Sequence[PendingSlide]) -> None:
-        """Submit slides, each until a worker has returned its result."""
+        """Submit slides until each has a result from a worker."""
         waiting = deque(slides)
         running: dict[Any, PendingSlide] = {}
         last_seen = time.monotonic()
@@ -207,11 +209,11 @@ class _ClusterIngest:
                 if workers:
                     last_seen = time.monotonic()
                 elif time.monotonic() - last_seen > _PATIENCE_SECONDS:
-                    self.progress.message("the cluster has no worker: waiting for one")
+                    self.progress.message("the cluster has no workers: waiting for one")
                     last_seen = float("inf")
                 while waiting and len(running) < _SLIDES_PER_WORKER * len(workers):
                     pending = waiting.popleft()
-                    # Workers keep what is known of the slide: its label, patient and site may come from an earlier run.
+                    # Label, patient and site may come from an earlier run: send them to the worker.
                     record = pending.record
                     label = SlideLabel(record.label, record.patient, record.site)
                     slide = replace(pending.slide, label=label)
@@ -231,7 +233,7 @@ class _ClusterIngest:
         try:
             ingested = self.cluster.result(future)
         except WorkerDied as error:
-            # Dask also blames a slide that only waited on a worker that died: it is submitted once more.
+            # Dask also reports slides that only waited on a worker that died. These are submitted again.
             if name not in self._suspected:
                 self._suspected.add(name)
                 return False
@@ -249,11 +251,11 @@ class _ClusterIngest:
     def _show_events(self) -> None:
         """Show the events that workers have sent. A slide that is ingested twice is shown once."""
         for event, first, *others in self.cluster.events():
-            if first not in self._shown:  # the slide, or the text of a message
+            if first not in self._shown:  # `first` is the slide id, or the text of a message
                 getattr(self.progress, event)(first, *others)
 
     def _publish_parts(self) -> None:
-        """Let all workers publish their parts, and write into the catalog which part has each slide."""
+        """Make all workers publish their parts, and write the part of each slide into the catalog."""
         self.cluster.publish_parts(self.settings)
         found: dict[str, list[tuple[str, SlideRecord]]] = defaultdict(list)
         for path in sorted(self.catalog.folder.glob("part-*.lmdb")):
@@ -262,22 +264,22 @@ class _ClusterIngest:
                 for record in part.slides:
                     if record.state is not SlideState.PENDING:
                         found[record.id].append((path.name, record))
-        self.parts = {name: self._chosen(name, held) for name, held in found.items()}
+        self.parts = {name: self._chosen(name, parts) for name, parts in found.items()}
         self.catalog.slides = {name: part for name, (part, _) in sorted(self.parts.items())}
         self.catalog.write()
 
-    def _chosen(self, slide: str, held: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
-        """Choose the part that counts: that of this run, else that of the catalog, else one where the slide is complete."""
+    def _chosen(self, slide: str, parts: list[tuple[str, SlideRecord]]) -> tuple[str, SlideRecord]:
+        """Return the part to use: that of this run, else that of the catalog, else one where the slide is complete."""
         ingested = self._ingested.get(slide)
-        complete = [it for it in held if it[1].state is SlideState.COMPLETE]
-        usable = dict(held if ingested else complete or held)
+        complete = [it for it in parts if it[1].state is SlideState.COMPLETE]
+        usable = dict(parts if ingested else complete or parts)
         for part in (ingested.part if ingested else None, self.catalog.slides.get(slide)):
             if part in usable:
                 return part, usable[part]
-        return (complete or held)[0]
+        return (complete or parts)[0]
 
     def _relabel(self, records: Collection[SlideRecord]) -> None:
-        """Write labels, patients and sites that have changed."""
+        """Write the labels, patients and sites that have changed."""
         if not records or not self._may_change(f"labels of {', '.join(r.id for r in records)}"):
             return
         by_part: dict[str, dict[str, SlideRecord]] = defaultdict(dict)
@@ -285,17 +287,17 @@ class _ClusterIngest:
             by_part[self.parts[record.id][0]][record.id] = record
         for part, changed in by_part.items():
             with StoreWriter(self.catalog.folder / part, self.settings.spec) as writer:
-                numbers = {held.id: number for number, held in writer.records().items()}
+                numbers = {record.id: number for number, record in writer.records().items()}
                 write_labels(writer, {numbers[name]: record for name, record in changed.items()})
             self.parts.update({name: (part, record) for name, record in changed.items()})
 
     def _may_change(self, what: str) -> bool:
-        """Return whether parts can be changed where they are; if not, show what stays unchanged."""
+        """Return whether published parts can be changed; if not, show a message."""
         if not network_filesystem(self.catalog.folder):
             return True
         self.progress.message(
             f"{what}: not changed, because {self.catalog.folder} is on a network filesystem, where stores cannot be written: "
-            "`histopipe merge` first, then ingest into that"
+            "merge the parts with `histopipe merge`, then ingest into the merged store"
         )
         return False
 

@@ -1,4 +1,4 @@
-"""Connect to a Dask cluster: one that runs, processes on this machine, or jobs of Slurm."""
+"""Connect to a Dask cluster: a running one, processes on this machine, or Slurm jobs."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _KINDS = re.compile(
     r"(?P<address>(tcp|tls)://[^/\s]+:\d{1,5})|local:(?P<local>[1-9]\d*)|slurm:(?P<slurm>[1-9]\d*)"
 )
 _SECONDS = 30.0
-"""Time limit of a connection, and of a scheduler that does not answer."""
+"""Time limit for connecting, and for a scheduler that does not respond."""
 _WAIT_SECONDS, _POLL_SECONDS = 0.5, 0.02
 _SUBMIT_SECONDS = 5.0
-"""Least time between two submissions of Slurm jobs."""
+"""Minimum time between two submissions of Slurm jobs."""
 _LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio")
 
 
 @contextmanager
 def connected(cluster: str) -> Iterator[DaskCluster]:
-    """Connect to a cluster: "tcp://HOST:PORT", "local:N" or "slurm:N"; end it with the block if it was started here.
+    """Connect to a cluster: "tcp://HOST:PORT", "local:N" or "slurm:N". A cluster started here ends with the block.
 
     Raises:
-        UsageError: `cluster` is none of these.
-        MachineShort: Dask is not installed, or no scheduler answers.
+        UsageError: `cluster` has another form.
+        MachineShort: Dask is not installed, or no scheduler responds.
     """
     kind = _KINDS.fullmatch(cluster)
     if kind is None:
@@ -60,9 +60,9 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
     if cluster.startswith("tls:") and distributed.Security().tls_client_cert is None:
         raise UsageError(
             f"--cluster {cluster}", found="no certificate",
-            todo="name it in Dask's configuration, distributed.comm.tls.client.cert",
+            todo="set distributed.comm.tls.client.cert in Dask's configuration",
         )  # fmt: skip
-    # Errors in Dask's callbacks are raised again where their result is awaited.
+    # Errors in Dask's callbacks are raised again when their result is read.
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     with ExitStack() as stack:
@@ -72,11 +72,11 @@ def connected(cluster: str) -> Iterator[DaskCluster]:
         jobs = _SlurmJobs(target, int(kind["slurm"])) if kind["slurm"] else None
         try:
             client = distributed.Client(target, timeout=_SECONDS, set_as_default=False)
-        except (TypeError, ValueError) as error:  # as of tls:// without certificates
+        except (TypeError, ValueError) as error:  # for example tls:// without certificates
             raise UsageError(f"--cluster {cluster}", found=str(error)) from error
         except OSError as error:
             raise MachineShort(
-                f"no scheduler answers at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
+                f"no scheduler responds at {cluster}", found=str(error).split("\n", maxsplit=1)[0],
                 todo="check the address, and that `dask scheduler` runs there",
             ) from error  # fmt: skip
         stack.callback(client.close, timeout=5)
@@ -106,7 +106,7 @@ class DaskCluster:
         """Return the addresses of the workers.
 
         Raises:
-            MachineShort: the scheduler has not answered for half a minute.
+            MachineShort: the scheduler has not responded for half a minute.
         """
         if self._client.status == "running":
             self._silent_since = None
@@ -119,12 +119,12 @@ class DaskCluster:
         if self._client.status == "closed" or now - self._silent_since > _SECONDS:
             raise MachineShort(
                 f"the scheduler at {self._name} is lost",
-                todo="start it and its workers again; the same command goes on: ingested slides are on the workers' disks",
+                todo="restart it and its workers, then run the same command: ingested slides are on the workers' disks",
             )
         return []
 
     def submit(self, settings: ClusterSettings, slide: SlideInput) -> Any:
-        """Let a worker ingest a slide; return a future of `IngestedSlide`."""
+        """Submit a slide for ingest by a worker; return a future of `IngestedSlide`."""
         return self._client.submit(run_slide, settings, slide, self._topic, pure=False)
 
     def wait(self, futures: Iterable[Any]) -> list[Any]:
@@ -137,10 +137,10 @@ class DaskCluster:
             time.sleep(_POLL_SECONDS)
 
     def result(self, future: Any) -> Any:
-        """Return the result of a future; None if it was lost, with the scheduler or otherwise.
+        """Return the result of a future; None if it was lost, for example with the scheduler.
 
         Raises:
-            WorkerDied: several workers in a row died while they had the task.
+            WorkerDied: several workers in a row died during the task.
             HistopipeError: raised on the worker.
         """
         from distributed import KilledWorker
@@ -150,12 +150,12 @@ class DaskCluster:
         except KilledWorker as error:
             raise WorkerDied(str(error)) from error
         except HistopipeError:
-            raise  # some are OSErrors as well
+            raise  # some of these are also OSErrors
         except (CancelledError, asyncio.CancelledError, TimeoutError, OSError):
             return None
 
     def publish_parts(self, settings: ClusterSettings) -> None:
-        """Let every worker publish its parts, and wait for all; skip workers that are lost meanwhile."""
+        """Make every worker publish its parts, and wait for all. Skip workers that are lost in the meantime."""
         running = {
             address: self._client.submit(
                 publish, settings, workers=[address], allow_other_workers=False, pure=False
@@ -164,15 +164,15 @@ class DaskCluster:
         }
         while running:
             done = self.wait(running.values())
-            there = set(self.workers())
+            connected_now = set(self.workers())
             for address, future in list(running.items()):
                 if future in done:
                     self.result(running.pop(address))
-                elif address not in there:
+                elif address not in connected_now:
                     running.pop(address).cancel()
 
     def events(self) -> Iterator[Sequence[Any]]:
-        """Return the events that workers have sent since the last call."""
+        """Yield the events that workers have sent since the last call."""
         while not self._events.empty():
             yield self._events.get()
 
@@ -186,7 +186,7 @@ class _SlurmJobs:
         slurm.scale(jobs=count)
 
     def _check_script(self) -> None:
-        """Let Slurm check the job script: Dask would only log an error."""
+        """Check the job script with Slurm: Dask would only log an error."""
         command = ["sbatch", "--test-only"]
         script = self._slurm.job_script()
         try:
@@ -196,17 +196,17 @@ class _SlurmJobs:
         except OSError as error:
             raise MachineShort(
                 "--cluster slurm needs `sbatch`", found=error.strerror,
-                todo="run it on a machine that can submit jobs",
+                todo="run this command on a machine that can submit Slurm jobs",
             ) from error  # fmt: skip
         if checked.returncode:
             raise UsageError(
-                "--cluster slurm: sbatch refuses the job", found=" ".join(checked.stderr.split())[:300],
-                todo="change ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
+                "--cluster slurm: sbatch rejects the job", found=" ".join(checked.stderr.split())[:300],
+                todo="change ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
             )  # fmt: skip
 
     def renew(self, workers: Iterable[str]) -> None:
-        """Submit jobs in place of those that have lost their workers, as at their time limit."""
-        # A worker has the name of its job, with a number if a job has several.
+        """Submit new jobs to replace those that have lost their workers, for example at their time limit."""
+        # The name of a worker is the name of its job, with a number if the job has several workers.
         names = {name for worker in workers for name in (worker, worker.rpartition("-")[0])}
         alive = {job for job in self._slurm.workers if str(job) in names}
         for job in self._alive - alive:
@@ -218,11 +218,11 @@ class _SlurmJobs:
 
 
 def _start(kind: re.Match[str]) -> Any:
-    """Start a cluster; return the address of one that runs already."""
+    """Start a cluster and return it, or return the address of a running one."""
     if kind["local"]:
         from distributed import LocalCluster
 
-        # A terminal's Ctrl-C goes to all processes; only this one may act on it.
+        # A terminal sends Ctrl-C to all processes, but only this process may handle it.
         ignore_interrupt = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         return LocalCluster(
             n_workers=int(kind["local"]), threads_per_worker=1, dashboard_address="127.0.0.1:0", silence_logs=logging.CRITICAL,
@@ -232,13 +232,13 @@ def _start(kind: re.Match[str]) -> Any:
         handler = signal.getsignal(signal.SIGINT)
         from dask_jobqueue import SLURMCluster
 
-        # The import has made Ctrl-C end the process with exit code 0.
+        # The import sets a handler that ends the process with exit code 0 on Ctrl-C.
         signal.signal(signal.SIGINT, handler)
         try:
             return SLURMCluster()  # settings: ~/.config/dask/jobqueue.yaml
         except (ValueError, OSError, RuntimeError) as error:
             raise UsageError(
                 "--cluster slurm", found=str(error)[:300],
-                todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/clusters.md)",
+                todo="describe a job in ~/.config/dask/jobqueue.yaml (docs/how-to/slurm.md)",
             ) from error  # fmt: skip
     return kind["address"]

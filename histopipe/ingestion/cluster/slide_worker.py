@@ -1,7 +1,7 @@
-"""What a Dask worker does: ingest slides into a store on its own disk, the part, and publish it into the folder of parts.
+"""Tasks of a Dask worker: ingest slides into a part, a store on a local disk, and publish it into the folder of parts.
 
-The process that fills a part holds a lock on its folder in scratch. Parts whose process has ended are published by the next
-process on that machine, so that a worker's death costs only the slide in work.
+The process that fills a part holds a lock on its folder in scratch. If the process has ended, the next process on that
+machine publishes the part. If a worker dies, only the slide in progress is lost.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _OWN = ("lock.mdb", "ingest.lock", "ingest.csv")
 
 @dataclass(frozen=True, slots=True)
 class PartFolders:
-    """Where the parts of one data set are filled and published: `dataset` is the uuid of the catalog.
+    """Folders in which the parts of a data set are filled and published. `dataset` is the uuid of the catalog.
 
-    Every machine sees `out`, the folder of parts, under this path, and has `scratch` on a local disk.
+    `out`, the folder of parts, has the same path on all machines. `scratch` is on a local disk of each machine.
     """
 
     out: Path
@@ -50,61 +50,61 @@ class PartFolders:
 
     @property
     def folder(self) -> Path:
-        """Folder of this machine where parts of this data set are filled."""
+        """Folder on this machine in which parts of this data set are filled."""
         return self.scratch / f"histopipe-{self.dataset}"
 
     def publish_abandoned(self) -> None:
         """Publish the parts of this machine whose process has ended."""
-        for place in sorted(self.folder.glob("part-*/")):
+        for folder in sorted(self.folder.glob("part-*/")):
             # Another worker on this machine may publish it at the same time.
-            with contextlib.suppress(FileNotFoundError), locked(place) as free:
+            with contextlib.suppress(FileNotFoundError), locked(folder) as free:
                 if free:
-                    self.publish(place)
+                    self.publish(folder)
 
-    def publish(self, place: Path) -> None:
-        """Move a part into the folder of parts, unless it has no slides."""
-        store = place / f"{place.name}.lmdb"
+    def publish(self, folder: Path) -> None:
+        """Move a part into the folder of parts if it has slides, and remove its scratch folder."""
+        store = folder / f"{folder.name}.lmdb"
         target = self.out / store.name
-        # If it is there, a process was killed after it had moved it.
-        if _holds_slides(store) and not target.exists():
+        # The target exists if a process was killed after it had moved the part.
+        if _has_slides(store) and not target.exists():
             _move(store, target)
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
         with contextlib.suppress(OSError):  # other parts are in it
             self.folder.rmdir()
 
 
 _parts: dict[PartFolders, PartStore] = {}
-"""The part of this process for each data set."""
+"""Part of this process for each data set."""
 _beginning = threading.Lock()
 
 
 class PartStore:
-    """A store that this process fills with a pool of processes; `busy` is held by the thread that writes to it."""
+    """A store that this process fills with a pool of processes. `busy` is locked by the thread that writes to it."""
 
     def __init__(self, folders: PartFolders, workers: int) -> None:
         self._folders, self.busy = folders, threading.Lock()
         self._writer: StoreWriter | None = None
         self._lock = contextlib.ExitStack()
         host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:40]
-        place = folders.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
-        begun = place.with_name(f".{place.name}")  # no other process finds it before it is locked
+        folder = folders.folder / f"part-{host}-{uuid.uuid4().hex[:8]}"
+        hidden = folder.with_name(f".{folder.name}")  # not visible before it is locked
         try:
-            begun.mkdir(parents=True)
-            self._lock.enter_context(locked(begun))
-            begun.rename(place)
+            hidden.mkdir(parents=True)
+            self._lock.enter_context(locked(hidden))
+            hidden.rename(folder)
         except OSError as error:
             raise UsageError(
                 f"the scratch folder {folders.scratch} cannot be written on {socket.gethostname()}",
-                found=error.strerror, todo="choose another one with --scratch",
+                found=error.strerror, todo="choose another folder with --scratch",
             ) from error  # fmt: skip
-        self.store = place / f"{place.name}.lmdb"
+        self.store = folder / f"{folder.name}.lmdb"
         self.pool = WorkerPool(workers, prepare)
         atexit.register(self.close)
 
     def ingest(
         self, slide: SlideInput, spec: TilingSpec, options: IngestOptions, progress: Progress
     ) -> IngestedSlide:
-        """Ingest a slide. The writer stays open until an error: opening a store of many slides takes time."""
+        """Ingest a slide. The writer stays open unless an error occurs: opening a store of many slides takes time."""
         self._writer = self._writer or StoreWriter(self.store, spec, alone=True)
         try:
             report = ingest_slides(
@@ -116,7 +116,7 @@ class PartStore:
         return IngestedSlide(report.slides[0], self.store.name)
 
     def publish(self) -> None:
-        """Move it into the folder of parts and end the processes, unless another thread did."""
+        """Move the part into the folder of parts and end the processes, unless another thread has done so."""
         if _parts.get(self._folders) is self:
             self._close_writer()
             self._folders.publish(self.store.parent)
@@ -125,10 +125,10 @@ class PartStore:
             del _parts[self._folders]
 
     def close(self) -> None:
-        """End the processes. The part stays, to be published by the next process."""
+        """End the processes. The part stays in scratch, and the next process publishes it."""
         self.pool.shutdown(cancel_futures=True)
         self._close_writer()
-        with contextlib.suppress(OSError):  # unless slides or other parts are in them
+        with contextlib.suppress(OSError):  # raised if slides or other parts are in them
             self.store.parent.rmdir()
             self._folders.folder.rmdir()
         self._lock.close()
@@ -139,8 +139,8 @@ class PartStore:
             self._writer = None
 
 
-def _holds_slides(store: Path) -> bool:
-    """Return whether a part has slides. It is no store if its process was killed at the start."""
+def _has_slides(store: Path) -> bool:
+    """Return whether a part has slides. It is not a valid store if its process was killed at the start."""
     try:
         with Store(store, hidden=True) as part:
             return bool(part.slides)
@@ -149,7 +149,7 @@ def _holds_slides(store: Path) -> bool:
 
 
 def _move(store: Path, target: Path) -> None:
-    """Move a store that no process writes; the target appears when it is complete.
+    """Move a store that no process writes to. The target appears when it is complete.
 
     Raises:
         MachineShort: the disk is full.
@@ -167,23 +167,24 @@ def _move(store: Path, target: Path) -> None:
     except OSError as error:
         if is_full_disk(error):
             raise MachineShort(
-                f"the disk that holds {target.parent} is full", todo="make room; the same command goes on"
+                f"the disk that holds {target.parent} is full",
+                todo="free disk space, then run the same command again",
             ) from error  # fmt: skip
         raise UsageError(
             f"{target} cannot be written from {socket.gethostname()}", found=error.strerror,
-            todo="let every machine write the folder of parts",
+            todo="make the folder of parts writable on every machine",
         ) from error  # fmt: skip
 
 
 SendEvent = Callable[[tuple[Any, ...]], None]
-"""Sends the name of a method of `IngestProgress` and its arguments to the process that submitted the slide."""
+"""Function that sends a method name of `IngestProgress` and its arguments to the process that submitted the slide."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """Settings that are the same for every slide of a run; `version` is that of the process that submits slides.
+    """Settings that are the same for every slide of a run. `version` is the version of the process that submits slides.
 
-    A part that is larger than `part_bytes` is published, and another one begun.
+    A part of at least `part_bytes` is published, and a new part is started.
     """
 
     folders: PartFolders
@@ -195,7 +196,7 @@ class ClusterSettings:
 
 @dataclass(frozen=True, slots=True)
 class IngestedSlide:
-    """The outcome of a slide, and the name of the part that has it."""
+    """Outcome of a slide, and the name of its part."""
 
     outcome: SlideOutcome
     part: str
@@ -204,17 +205,17 @@ class IngestedSlide:
 def ingest_slide(
     settings: ClusterSettings, slide: SlideInput, workers: int, send: SendEvent
 ) -> IngestedSlide:
-    """Ingest a slide into this process's part, by a number of worker processes; send its progress.
+    """Ingest a slide into this process's part with a number of worker processes, and send its progress.
 
     Raises:
-        UsageError: this machine has another version of histopipe, or does not see the folder of parts or the slide.
-        MachineShort: its disk or memory ran out.
+        UsageError: this machine has another version of histopipe, or cannot find the folder of parts or the slide.
+        MachineShort: disk or memory of this machine ran out.
     """
     _check(settings)
     if not slide.file.path.parent.is_dir():
         raise UsageError(
-            f"the worker on {socket.gethostname()} does not see {slide.file.path.parent}",
-            todo="let all machines see the slides under one path",
+            f"the worker on {socket.gethostname()} cannot find {slide.file.path.parent}",
+            todo="make the slides available under the same path on all machines",
         )
     options = replace(settings.options, workers=workers)
     while True:
@@ -224,7 +225,7 @@ def ingest_slide(
             part = _parts[settings.folders]
         with part.busy:
             if _parts.get(settings.folders) is not part:
-                continue  # it was published while this thread waited for it
+                continue  # the part was published while this thread waited
             ingested = part.ingest(slide, settings.spec, options, _EventProgress(send))
             if (part.store / "data.mdb").stat().st_size >= settings.part_bytes:
                 part.publish()
@@ -232,7 +233,7 @@ def ingest_slide(
 
 
 def publish(settings: ClusterSettings) -> None:
-    """Publish this process's part, and the parts that ended processes left on this machine."""
+    """Publish this process's part, and the parts of ended processes on this machine."""
     _check(settings)
     part = _parts.get(settings.folders)
     if part is not None:
@@ -245,13 +246,13 @@ def _check(settings: ClusterSettings) -> None:
     host = socket.gethostname()
     if settings.version != __version__:
         raise UsageError(
-            f"the worker on {host} has another histopipe", found=__version__, expected=settings.version,
-            todo="install the same version everywhere",
+            f"the worker on {host} has another version of histopipe", found=__version__, expected=settings.version,
+            todo="install the same version on all machines",
         )  # fmt: skip
     if not settings.folders.out.is_dir():
         raise UsageError(
-            f"the worker on {host} does not see {settings.folders.out}",
-            todo="use a folder that all machines share, under one path",
+            f"the worker on {host} cannot find {settings.folders.out}",
+            todo="use a shared folder that has the same path on all machines",
         )
 
 
@@ -260,7 +261,7 @@ class _EventProgress(SilentProgress):
         self._send = send
 
     def bar(self, title: str, **options: Any) -> Bar:
-        if not options.get("detail"):  # only the bars of slides are details; their titles are ids
+        if not options.get("detail"):  # only bars of slides are details; their titles are ids
             return Bar()
         self._send(("planned", title, options["total"]))
         return _EventBar(title, self._send)
