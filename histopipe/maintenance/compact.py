@@ -54,8 +54,8 @@ def compact(
 ) -> CompactResult:
     """Copy a store without its free pages, and replace the store by the copy.
 
-    All entries are kept, also those of a later version. Processes that have the store open continue to read the old file.
-    After an interruption, the store is unchanged.
+    All entries are kept, also those of a later version. Processes that have the store open continue to read the old
+    file. After an interruption, the store is unchanged.
 
     Args:
         store: the store's folder. No process may have it open for writing.

@@ -42,7 +42,7 @@ _CHUNK_ROWS, _CHUNK_BYTES = 4096, 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredSlide:
-    """A slide to copy: its store, and its number there."""
+    """A slide to copy: its store, and its number in this store."""
 
     store: Store
     number: int
@@ -112,9 +112,9 @@ def copy_slides(
     allow_network: bool,
     bar: Bar,
 ) -> CopyResult:
-    """Copy complete and failed slides with different ids into a store. Its own slides stay. A missing store is created.
+    """Copy complete and failed slides with different ids into a store. Slides in it stay. A missing store is created.
 
-    Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes of values.
+    Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes.
 
     Raises:
         SpecMismatch, UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
@@ -179,7 +179,7 @@ def _check_space(
 
 
 def _copy_slide(slide: StoredSlide, target: StoreWriter, number: int, bar: Bar) -> None:
-    """Copy a complete slide to a pending one of the target, which stays pending if a value does not match its checksum."""
+    """Copy a complete slide to a pending one of the target. It stays pending if a value does not match its checksum."""
     index = dict(slide.store.index(slide.number))
     crcs = np.zeros(len(index["crc"]), np.uint32)
     for rows in _chunks(index["length"]):

@@ -32,9 +32,9 @@ def merge(
 ) -> CopyResult:
     """Copy the slides of several stores into one. A missing store is created.
 
-    All entries of a slide are copied, also those of a later version. Slides get new numbers, so that the `splits.json` of a
-    run is valid only for the stores of that run. If several stores have a slide, it is copied from the first one. Slides
-    that an ingest has not finished are skipped.
+    All entries of a slide are copied, also those of a later version. Slides get new numbers, so that the `splits.json`
+    of a run is valid only for the stores of that run. If several stores have a slide, it is copied from the first one.
+    Slides that an ingest has not finished are skipped.
 
     Args:
         sources: stores, or folders of stores, `*.lmdb`.

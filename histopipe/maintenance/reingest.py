@@ -1,8 +1,8 @@
 """Ingest damaged slides of a store again, under the same numbers.
 
-The data of a slide is set aside during the ingest, so that a kill at any time loses none of it. One transaction copies the
-slide's entries, except patches and thumbnails, into the database `set-aside`, and makes the slide pending. When the slide
-is complete again, one transaction restores the data that is still valid.
+The data of a slide is set aside during the ingest, so that a kill at any time loses none of it. One transaction copies
+the slide's entries, except patches and thumbnails, into the database `set-aside`, and makes the slide pending. When the
+slide is complete again, one transaction restores the data that is still valid.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Reingestion:
         given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
         scans = {record.id: record.content for record in wanted}
         self.left |= {
-            name: "its file is not in the given folders" for name in scans if name not in given
+            name: "its file is not among the given slides" for name in scans if name not in given
         }
         files = {name: given[name] for name in scans if name in given}
         with WorkerPool(self.options.worker_count) as pool:

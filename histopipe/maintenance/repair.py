@@ -86,8 +86,8 @@ def repair(
     """Verify a store, ingest the damaged slides again under the same numbers, and verify it again.
 
     A slide keeps its number, label, patient, site and stain fit. It keeps the measurements of its patches if their
-    coordinates are equal. It is changed only if its file is given and contains the same scan. If the file of the store is
-    damaged, the readable entries are first copied into a new one. After an interruption, the same call continues.
+    coordinates are equal. It is changed only if its file is given and contains the same scan. If the file of the store
+    is damaged, the readable entries are first copied into a new one. After an interruption, the same call continues.
 
     Args:
         store: the store's folder.

@@ -69,8 +69,8 @@ def check_slides(
 ) -> list[SlideCheck]:
     """Check slides, each in one transaction. Slides that another process has removed have no result.
 
-    `side` is the patch size in pixels: every patch and picture is also decoded. If it is 0 (unknown), only pictures are.
-    `records_only` is for slides whose patches kill a worker.
+    `side` is the patch size in pixels: every patch and picture is also decoded. If it is 0 (unknown), only pictures
+    are. `records_only` is for slides whose patches kill a worker.
     """
     checks = []
     with RawStore(store) as raw:

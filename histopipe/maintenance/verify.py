@@ -1,7 +1,7 @@
 """Verify a store: its file, its records, its indexes and every value.
 
-Only worker processes open the file with LMDB, since a damaged tree can crash or hang it. If a worker dies, only the slide
-that it was reading counts as damaged.
+Only worker processes open the file with LMDB, since a damaged tree can crash or hang it. If a worker dies, only the
+slide that it was reading counts as damaged.
 """
 
 from __future__ import annotations

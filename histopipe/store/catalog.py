@@ -1,7 +1,7 @@
 """Catalog of a folder of parts: the part of each slide of a data set that several machines have ingested.
 
-Only the process that assigns slides writes it. Two parts may contain the same slide, for example after a machine counted
-as lost. The catalog then names one of them, and readers ignore the slide in the other one.
+Only the process that assigns slides writes it. Two parts may contain the same slide, for example after a machine
+counted as lost. The catalog then names one of them, and readers ignore the slide in the other one.
 """
 
 from __future__ import annotations

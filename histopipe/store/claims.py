@@ -1,8 +1,9 @@
 """Locks that let several processes use one store at the same time.
 
 A claim is an open-file-description lock on one byte of `ingest.lock`. The slide's number is the offset of the byte. The
-kernel releases the lock when the process dies; a process id would not be valid in another container. A process that writes
-to the store holds a shared lock on a byte after those of all slides. To replace the store's file, it must be exclusive.
+kernel releases the lock when the process dies; a process id would not be valid in another container. A process that
+writes to the store holds a shared lock on a byte after those of all slides. To replace the store's file, it must be
+exclusive.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class WriteLease(Closing):
     If the lock file cannot be created, nothing is locked: LMDB then reports that the store cannot be written.
 
     Raises:
-        UsageError: another process holds it exclusively; or `alone`, and another process has the store open for writing.
+        UsageError: another process holds an exclusive lock; with `alone`, another process holds any lock.
     """
 
     def __init__(self, store: Path, *, alone: bool = False) -> None:

@@ -33,7 +33,7 @@ _ATTEMPTS = 5
 
 
 class _MetaPage(NamedTuple):
-    """One of the two meta pages. The newest has the higher transaction. `length` is the file length that it requires."""
+    """One of the two meta pages. The newest has the higher transaction. `length` is the required file length."""
 
     page_size: int
     length: int
@@ -125,8 +125,8 @@ def _parsed(data: bytes) -> _MetaPage | None:
 def page_faults(store: Path, keep_state: bool) -> list[str]:
     """Check the pages of a store with LMDB's verifier, which only reads the file; return the faults.
 
-    `keep_state` keeps a read transaction open, so that a writer does not reuse pages of the checked state. For that, LMDB
-    opens the file. Do not set it for an untrusted file.
+    `keep_state` keeps a read transaction open, so that a writer does not reuse pages of the checked state. For that,
+    LMDB opens the file. Do not set it for an untrusted file.
     """
     with ExitStack() as stack:
         if keep_state:

@@ -95,7 +95,7 @@ class Environment(Closing):
             yield transaction
 
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
-        """Run `work` in one write transaction and return its result. If the map is full, enlarge it and run it again."""
+        """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat."""
         while True:
             try:
                 with self.write() as transaction:

@@ -26,7 +26,7 @@ _WRITE_MAP = 1 << 44
 """A writer's map: 16 TiB of address space. It only limits the file, which grows with its contents."""
 _SMALLEST_MAP = 1 << 28
 _READ_MAP, _READ_ROOM = 1 << 36, 8
-"""A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, so it could open only eight maps of 16 TiB."""
+"""A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, enough for only eight maps of 16 TiB."""
 _MAX_DATABASES = 32
 _MAX_READERS = 4096
 _LOCK_BYTES = 128 + 64 * _MAX_READERS
@@ -132,7 +132,7 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
                 max_readers=_MAX_READERS,
                 readonly=not write,
                 create=write,
-                # Without the lock, a writer changes pages that are being read. Omit it only where no writer is possible.
+                # Without the lock, a writer may change pages during a read. Omit it only where no writer can be.
                 lock=write or os.access(path, os.W_OK),
                 max_spare_txns=0,  # a spare transaction could not be closed after a fork
                 readahead=readahead,

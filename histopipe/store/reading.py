@@ -121,8 +121,8 @@ class Reading:
 
         Values that are stored on the pages of the keys are left out: the search for the key has read them.
 
-        `keys` are slide and row of each patch, best in ascending order. Returns (N, 2) offset and length in bytes, ascending;
-        adjacent ranges are joined.
+        `keys` are slide and row of each patch, best in ascending order. Returns (N, 2) offset and length in bytes,
+        ascending; adjacent ranges are joined.
         """
         packed = [patch_key(*key) for key in keys]
         found = sorted(_page_ranges(self._transaction, self._patches, packed))
@@ -146,8 +146,8 @@ def _page_ranges(
     """Yield first page and length in bytes, with the page header, of each value on separate pages.
 
     Source:
-        LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's length, the
-        key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
+        LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's
+        length, the key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
     """
     with transaction.cursor(db=database) as cursor:
         for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
@@ -168,8 +168,8 @@ def decode_picture(
 ) -> NDArray[np.uint8]:
     """Decode a JPEG or PNG file to (H, W, 3) uint8, or (H, W) with mode L.
 
-    `side` is the required width and height in pixels; by default, at most 16,384. With `least`, a JPEG may be decoded at a
-    smaller scale, whose longer side has at least this many pixels. `where` is for messages.
+    `side` is the required width and height in pixels; by default, at most 16,384. With `least`, a JPEG may be decoded
+    at a smaller scale, whose longer side has at least this many pixels. `where` is for messages.
 
     Raises:
         DamagedStore: it cannot be decoded, or has another size. A file of a few kB may declare gigapixels.

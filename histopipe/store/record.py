@@ -37,10 +37,10 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideRecord:
-    """One slide of a store. docs/reference/slide-record.md describes the fields; `unknown` has those of a later version.
+    """One slide of a store. docs/reference/slide-record.md describes the fields; `unknown` has those of later versions.
 
-    Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels. `level`, `downsample`, `read_size` and `stride`
-    refer to the level that was read. For complete slides, `planned = stored + unreadable`.
+    Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels. `level`, `downsample`, `read_size` and
+    `stride` refer to the level that was read. For complete slides, `planned = stored + unreadable`.
     """
 
     id: str

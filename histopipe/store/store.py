@@ -258,7 +258,7 @@ class StoreSet:
         holders = [s for s in self.stores if any(r.id == slide_id for r in s.complete.values())]
         if len(holders) != 1:
             raise UsageError(
-                f"slide {slide_id!r}", found=f"in {len(holders)} of the stores", expected="in one"
+                f"slide {slide_id!r} is in {len(holders)} of the stores", expected="exactly one"
             )
         return holders[0].read(slide_id, row)
 

@@ -144,7 +144,7 @@ class StoreWriter(Closing):
     ) -> None:
         """Make a slide visible: write record, index and all else in one transaction, after its last patch.
 
-        `columns` are (N,) each. `further` are values by database and key, also of databases that this version does not know.
+        `columns` are (N,) each. `further` are values by database and key, also of databases unknown to this version.
         """
         index = encode_index(slide_key(slide), columns)
         pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
