@@ -54,8 +54,8 @@ def compact(
 ) -> CompactResult:
     """Copy a store without its free pages, and replace the store by the copy.
 
-    All entries are kept, also those of a later version. Processes that have the store open continue to read the old
-    file. After an interruption, the store is unchanged.
+    All entries are kept, also those of a later version. Processes that read the store continue with the old file.
+    After an interruption, the store is unchanged.
 
     Args:
         store: the store's folder. No process may have it open for writing.
@@ -152,9 +152,9 @@ def in_place_of(store: Path) -> Iterator[Path]:
             if error.filename != str(real):
                 raise
             raise UsageError(
-                f"the filesystem of {store} cannot replace it by a copy",
+                f"{store} cannot be replaced by a copy on its filesystem",
                 found=error.strerror,
-                todo="write the copy to another path (histopipe compact --out), then move it here",
+                todo="write the copy to another path (histopipe compact --out), and move it",
             ) from error
 
 

@@ -77,10 +77,8 @@ def rebuild(
         carry_files(store, part)
     try:
         Path.cwd()
-    except (
-        FileNotFoundError
-    ):  # the old folder was the working directory, in which worker processes start
-        os.chdir(store)
+    except FileNotFoundError:
+        os.chdir(store)  # worker processes start in the working directory, which was the old folder
 
 
 def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) -> Iterator[Item]:

@@ -66,7 +66,7 @@ class Reingestion:
     Attributes:
         annotations: annotation files by slide id.
         done: ids of slides that are complete again, by number.
-        left: reasons why other slides are not, by id.
+        left: reasons why slides were not ingested, by id.
         notes: notes for the user.
     """
 
@@ -146,7 +146,7 @@ class Reingestion:
         self.left |= report.failed
 
     def _files(self, wanted: Sequence[SlideRecord]) -> dict[str, SlideFile]:
-        """Return the files of slides by id, if they were passed and contain the same scan."""
+        """Return the files of slides by id, if they were given and contain the same scan."""
         given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
         scans = {record.id: record.content for record in wanted}
         self.left |= {

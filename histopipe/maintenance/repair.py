@@ -44,7 +44,7 @@ class RepairResult(Result):
         store: path of the store.
         findings: number of findings before the repair.
         slides: ids of slides that were ingested again.
-        left: reasons why other damaged slides were not, by id.
+        left: reasons why damaged slides were not ingested again, by id.
         notes: notes for the user.
         remaining: findings after the repair, except for the slides in `left`.
     """
@@ -188,7 +188,7 @@ def _refuse_lost_meta(found: Examination) -> None:
         raise DamagedStore(
             f"the settings of {found.result.store} are lost",
             found=some(f.what for f in lost or found.findings),
-            todo="restore it from a backup, or ingest into a new store",
+            todo="restore the store from a backup, or ingest into a new one",
         )
 
 

@@ -207,7 +207,7 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, str(error))
     if beyond:
-        check.add(FindingKind.ORPHAN, f"patches {some(beyond)}, but its index has {planned}")
+        check.add(FindingKind.ORPHAN, f"patches {some(beyond)} are not in its index of {planned}")
     if unreached:
         check.add(FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}")
 

@@ -76,7 +76,7 @@ def check_store(store: Path) -> Examination:
         check.databases = raw.databases
         if all(_is_empty(raw, name) for name in raw.databases):
             raise NothingToDo(
-                f"{store} is empty: an ingest has just started, or was stopped at once"
+                f"{store} is empty: an ingest has just started, or was stopped at its start"
             )
         for database in DATABASES:
             if database not in raw.databases and database != STAINS:

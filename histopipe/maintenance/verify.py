@@ -83,7 +83,7 @@ def check_untrusted(store: Path, *, progress: Progress | None = None) -> None:
     findings = [f.what for f in verify(store, untrusted=True, progress=progress).findings]
     if findings:
         raise DamagedStore(
-            f"the untrusted store {store} is damaged",
+            f"the untrusted store {store} failed verification",
             found=f"{len(findings)} findings: {some(findings)}"[:500],
             todo="run `histopipe verify --untrusted` for details",
         )

@@ -55,7 +55,9 @@ def meta_entries(
     if databases.get(META) is None:
         raise NothingToDo(f"{path} is an LMDB environment, but not a histopipe store")
     if transaction.stat(databases[META])["entries"] == 0:
-        raise NothingToDo(f"{path} is empty: an ingest has just started, or was stopped at once")
+        raise NothingToDo(
+            f"{path} is empty: an ingest has just started, or was stopped at its start"
+        )
 
     def stored(key: bytes) -> bytes | memoryview | None:
         return transaction.get(key, db=databases[META])
