@@ -41,7 +41,7 @@ class _MetaPage(NamedTuple):
 
 
 def check_length(data: Path) -> None:
-    """Check that a file is as long as its newest meta page requires. Reading past its end through LMDB is a SIGBUS.
+    """Check that a file has the length that its newest meta page requires. Reading past its end is a SIGBUS.
 
     Raises:
         DamagedStore: the file is truncated, or is not an LMDB file.
@@ -62,7 +62,7 @@ def newest_transaction(data: Path) -> int:
 
 
 def make_readable(store: Path) -> int:
-    """Change a damaged file so that LMDB can open it to read the rest; return its original length in bytes.
+    """Change a damaged file so that LMDB can open it; return its original length in bytes.
 
     A damaged meta page is replaced by the other one, which is at most one transaction older. A truncated file is
     extended with zeros.
