@@ -122,7 +122,7 @@ def test_merge_of_folder_of_stores(parts: list[Path], tmp_path: Path) -> None:
     remove(out, ["a"])
     assert merge([tmp_path], out).slides == ["a"]
     assert not any(".part" in note for note in merge([tmp_path], tmp_path / "b.lmdb").notes)
-    with pytest.raises(NothingToDo, match="no store"):
+    with pytest.raises(NothingToDo, match="nowhere is not a store"):
         merge([tmp_path / "nowhere"], out)
     with pytest.raises(UsageError, match="one of the stores to merge"):
         merge([out], out)
