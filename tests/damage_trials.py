@@ -1,8 +1,8 @@
-"""Damage copies of a store at random, and compare what `verify` finds with what a reader returns.
+"""Damage copies of a store at random, and compare the findings of `verify` with the data that a reader returns.
 
 python tests/damage_trials.py --trials 1000 [--seed 0]
 
-Whatever a reader returns that differs from what was written must be a finding, as must a store that it cannot read.
+If a reader returns other data than was written, or cannot read the store, `verify` must have a finding.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Damage = Callable[[bytearray, Pages, random.Random], None]
 _SECONDS = 60.0
 
 
-def flip(data: bytearray, at: int, rng: random.Random) -> None:
-    """Change one bit, or one byte."""
-    data[at] ^= rng.choice([1 << rng.randrange(8), rng.randrange(1, 256)])
+def flip(data: bytearray, offset: int, rng: random.Random) -> None:
+    """Change one bit or one byte."""
+    data[offset] ^= rng.choice([1 << rng.randrange(8), rng.randrange(1, 256)])
 
 
 def in_pages(*names: str, kind: str) -> Damage:
-    """A damage of one byte on a page of a kind, of some databases."""
+    """Return a function that damages one byte on a page of one kind, in one of several databases."""
 
     def damage(data: bytearray, pages: Pages, rng: random.Random) -> None:
         name = rng.choice([n for n in names if getattr(pages, kind).get(n)])
@@ -48,40 +48,40 @@ def in_pages(*names: str, kind: str) -> Damage:
             first, count = page
             flip(data, PAGE * first + rng.randrange(PAGE * count), rng)
             return
-        places = [rng.randrange(16), rng.randrange(64), rng.randrange(PAGE)]
+        offsets = [rng.randrange(16), rng.randrange(64), rng.randrange(PAGE)]
         nodes = list(nodes_of(bytes(data), page))
         if nodes:
-            places += [rng.choice(nodes) - PAGE * page + rng.randrange(16)] * 2
-        flip(data, PAGE * page + min(rng.choice(places), PAGE - 1), rng)
+            offsets += [rng.choice(nodes) - PAGE * page + rng.randrange(16)] * 2
+        flip(data, PAGE * page + min(rng.choice(offsets), PAGE - 1), rng)
 
     return damage
 
 
 def in_meta_pages(data: bytearray, pages: Pages, rng: random.Random) -> None:
-    """A damage of one byte in what a meta page says."""
+    """Damage one byte in the used part of a meta page."""
     flip(data, PAGE * rng.randrange(2) + rng.randrange(152), rng)
 
 
 def anywhere(data: bytearray, pages: Pages, rng: random.Random) -> None:
-    """A damage of one byte anywhere."""
+    """Damage one byte anywhere."""
     flip(data, rng.randrange(len(data)), rng)
 
 
 def overwritten(data: bytearray, pages: Pages, rng: random.Random) -> None:
-    """A page of zeros, or of noise."""
+    """Overwrite a page with zeros or noise."""
     page = rng.randrange(len(data) // PAGE)
     data[PAGE * page : PAGE * (page + 1)] = rng.choice([bytes(PAGE), rng.randbytes(PAGE)])
 
 
 def exchanged(data: bytearray, pages: Pages, rng: random.Random) -> None:
-    """Two pages in each other's places."""
+    """Exchange two pages."""
     one, other = (PAGE * rng.randrange(len(data) // PAGE) for _ in range(2))
     first, second = data[one : one + PAGE], data[other : other + PAGE]
     data[one : one + PAGE], data[other : other + PAGE] = second, first
 
 
 def truncated(data: bytearray, pages: Pages, rng: random.Random) -> None:
-    """A file that ends anywhere."""
+    """Truncate the file at a random length."""
     del data[rng.randrange(1, len(data)) :]
 
 
@@ -103,13 +103,13 @@ DAMAGES: dict[str, Damage] = {
 
 
 def make_store(path: Path) -> Path:
-    """Three complete slides with small and large values and a thumbnail, and free pages of a fourth one."""
+    """Create a store of three slides with small and large values, a thumbnail, and free pages of a removed slide."""
     from test_reader import a_store
 
     rng = random.Random(0)
     slides = {
         name: [rng.randbytes(rng.choice([40, 300, 1500, 3000, 9000])) for _ in range(count)]
-        for name, count in (("a", 400), ("b", 60), ("c", 90), ("gone", 40))
+        for name, count in (("a", 400), ("b", 60), ("c", 90), ("removed", 40))
     }
     a_store(path, slides)
     with Store(path) as store:
@@ -121,7 +121,7 @@ def make_store(path: Path) -> Path:
 
 
 def read_all(store: Path) -> dict[str, Any]:
-    """Everything that a reader returns of slides, without comparing values with their checksums."""
+    """Return all data of slides as a reader does, without a check of values against their checksums."""
     with Store(store) as opened:
         found: dict[str, Any] = {"classes": opened.classes}
         for number, record in opened.complete.items():
@@ -133,7 +133,7 @@ def read_all(store: Path) -> dict[str, Any]:
 
 
 def read_in_worker(pool: WorkerPool, store: Path) -> Any:
-    """What a reader returns; the error if it raises or dies."""
+    """Return the result of `read_all` in a worker; the text of the error if it raises or dies."""
     try:
         return pool.submit_within(_SECONDS, read_all, store).result()
     except (WorkerDied, HistopipeError, ValueError) as error:
@@ -144,24 +144,24 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
     """Run trials.
 
     Returns:
-        Trials by damage and outcome; descriptions of what was missed.
+        Number of trials by damage and outcome, and descriptions of missed damage.
     """
     rng = random.Random(seed)
-    sound = make_store(folder / "sound.lmdb")
-    whole, pages = (sound / "data.mdb").read_bytes(), pages_of(sound)
+    intact = make_store(folder / "intact.lmdb")
+    content, pages = (intact / "data.mdb").read_bytes(), pages_of(intact)
     store = folder / "damaged.lmdb"
     outcomes: Counter[str] = Counter()
     missed: list[str] = []
     with (
-        contextlib.closing(_KeptPool(1)) as pool,
-        contextlib.closing(_KeptPool(1, silence)) as verifiers,
+        contextlib.closing(_SharedPool(1)) as pool,
+        contextlib.closing(_SharedPool(1, silence)) as verifiers,
         patch("histopipe.maintenance.verify.WorkerPool", lambda *_: verifiers),
     ):
-        expected = read_in_worker(pool, sound)
+        expected = read_in_worker(pool, intact)
         assert isinstance(expected, dict), expected
         for trial in range(count):
             name = list(DAMAGES)[trial % len(DAMAGES)]
-            data = bytearray(whole)
+            data = bytearray(content)
             DAMAGES[name](data, pages, rng)
             shutil.rmtree(store, ignore_errors=True)
             store.mkdir()
@@ -171,7 +171,7 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
                 result = verify(store, progress=SilentProgress())
                 is_found = bool(result.findings)
                 assert int(result.exit_code) == (5 if is_found else 0)
-            except DamagedStore as error:  # UnknownVersion is one
+            except DamagedStore as error:  # also UnknownVersion
                 assert int(error.exit_code) == 5
                 is_found = True
             if time.monotonic() - started > _SECONDS:
@@ -186,11 +186,11 @@ def run_trials(folder: Path, count: int, seed: int = 0) -> tuple[Counter[str], l
     return outcomes, missed
 
 
-class _KeptPool(WorkerPool):
-    """A pool for many calls of `verify`, each of which would start processes and end them."""
+class _SharedPool(WorkerPool):
+    """A pool for many calls of `verify`, so that not each call starts and ends processes."""
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Stay."""
+        """Do nothing."""
 
     def close(self) -> None:
         """End the processes."""
@@ -198,7 +198,7 @@ class _KeptPool(WorkerPool):
 
 
 def main() -> None:
-    """Run trials, print the outcomes."""
+    """Run trials and print the outcomes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Which page of an LMDB file holds what, read without LMDB: tests damage pages of each kind."""
+"""Find the pages of an LMDB file by kind, without LMDB, for tests that damage them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NONE = (1 << 64) - 1
 
 @dataclass(slots=True)
 class Pages:
-    """Page numbers by kind; roots by database, overflow pages as first page and count."""
+    """Page numbers by kind and database. Overflow pages are first page and count."""
 
     roots: dict[str, int] = field(default_factory=dict)
     branches: dict[str, list[int]] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Pages:
 
 
 def pages_of(store: Path) -> Pages:
-    """Walk the trees of all databases of a sound file."""
+    """Walk the trees of all databases of an intact file."""
     data = (store / "data.mdb").read_bytes()
     newest = max((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144)[0])
     found = Pages()
@@ -45,23 +45,23 @@ def _walk(data: bytes, name: str, root: int, found: Pages) -> None:
         page = todo.pop()
         is_branch = struct.unpack_from("<H", data, PAGE * page + 10)[0] & 1
         (branches if is_branch else leaves).append(page)
-        for at in nodes_of(data, page):
-            low, high, flags, size = struct.unpack_from("<HHHH", data, at)
-            length, body = low | high << 16, at + 8 + size
+        for offset in nodes_of(data, page):
+            low, high, flags, size = struct.unpack_from("<HHHH", data, offset)
+            length, body = low | high << 16, offset + 8 + size
             if is_branch:
                 todo.append(length | flags << 32)
             elif flags & 1:
                 first = struct.unpack_from("<Q", data, body)[0]
                 overflow.append((first, (15 + length) // PAGE + 1))
             elif flags & 2:
-                found.roots[data[at + 8 : body].decode()] = struct.unpack_from(
+                found.roots[data[offset + 8 : body].decode()] = struct.unpack_from(
                     "<Q", data, body + 40
                 )[0]
     leaves.sort()
 
 
 def nodes_of(data: bytes, page: int) -> Iterator[int]:
-    """Offsets of the nodes of a page in the file."""
+    """Yield the file offsets of the nodes of a page."""
     (lower,) = struct.unpack_from("<H", data, PAGE * page + 12)
     for start in struct.unpack_from(f"<{(lower - 16) // 2}H", data, PAGE * page + 16):
         yield PAGE * page + start

@@ -1,4 +1,4 @@
-"""Merging, removing, splitting, compacting and repairing stores: nothing is lost, whenever they end."""
+"""Tests of merge, remove, split and compact: no data is lost, also after an interruption."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from histopipe.store.writer import StoreWriter
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """All that a store holds, slide by slide, without numbers and what depends on them."""
+    """Return the contents of a store by slide id, without slide numbers and checksums that depend on them."""
     with Store(path) as store:
         found = {}
         for number, record in store.complete.items():
             columns = {n: c.tolist() for n, c in store.index(number).items() if n != "crc"}
             columns["label"] = [store.classes[i] if i >= 0 else None for i in columns["label"]]
-            facts = dataclasses.replace(record, thumbnail_crc={})
+            plain = dataclasses.replace(record, thumbnail_crc={})
             values = [store.value(number, row) for row in range(record.planned)]
-            found[record.id] = facts, repr(columns), values, store.thumbnail(number)
+            found[record.id] = plain, repr(columns), values, store.thumbnail(number)
         return found
 
 
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
-    """Two stores of three slides each, none in both."""
+    """Two stores with three different slides each."""
     one = a_store(tmp_path / "one.lmdb", {n: jpegs(10 * i, 5) for i, n in enumerate("abc")})
     two = a_store(tmp_path / "two.lmdb", {n: jpegs(50 + 10 * i, 4) for i, n in enumerate("def")})
     return [one, two]
@@ -63,8 +63,8 @@ def label(path: Path, slide: int, name: str) -> None:
         )
 
 
-def add_what_a_later_version_has(path: Path) -> None:
-    """A column, a database, a field of a record and an entry of meta that this version does not know."""
+def add_entries_of_later_version(path: Path) -> None:
+    """Add a column, a database, a record field and an entry of `meta` that this version does not know."""
     with Store(path) as store:
         columns = {n: c.copy() for n, c in store.index(1).items()}
     columns["later"] = np.arange(len(columns["crc"]), dtype="<f8")
@@ -85,7 +85,7 @@ def add_what_a_later_version_has(path: Path) -> None:
     edited(path, "meta", lambda txn, db: txn.put(b"scanner_park", b'["x"]', db=db))
 
 
-def check_what_a_later_version_has(path: Path, name: str) -> None:
+def check_entries_of_later_version(path: Path, name: str) -> None:
     with Store(path) as store:
         number = store.number(name)
         assert store.index(number)["later"].tolist() == list(range(store.records[number].planned))
@@ -94,17 +94,17 @@ def check_what_a_later_version_has(path: Path, name: str) -> None:
         assert store.further_meta() == {b"scanner_park": b'["x"]'}
 
 
-def test_a_merge_holds_all_that_its_parts_held(parts: list[Path], tmp_path: Path, run: Run) -> None:
+def test_merge_copies_all_entries(parts: list[Path], tmp_path: Path, run: Run) -> None:
     label(parts[0], 1, "tumour")
     label(parts[1], 0, "stroma")
     label(parts[1], 2, "tumour")
-    add_what_a_later_version_has(parts[1])
+    add_entries_of_later_version(parts[1])
     expected = contents(parts[0]) | contents(parts[1])
     out = tmp_path / "out" / "all.lmdb"
     done = run("merge", *parts, "--out", out)
     assert (done.returncode, done.stdout) == (0, f"{out}: 6 slides copied; 27 patches\n")
     assert contents(out) == expected
-    check_what_a_later_version_has(out, "e")
+    check_entries_of_later_version(out, "e")
     assert verify(out).findings == []
     with Store(out) as store, Store(parts[0]) as part:
         assert store.uuid != part.uuid
@@ -114,21 +114,21 @@ def test_a_merge_holds_all_that_its_parts_held(parts: list[Path], tmp_path: Path
     assert contents(out) == expected
 
 
-def test_a_folder_of_parts_is_merged(parts: list[Path], tmp_path: Path) -> None:
+def test_merge_of_folder_of_stores(parts: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "all.lmdb"
     assert merge([tmp_path], out).slides == list("abcdef")
-    assert merge([tmp_path], out).slides == []  # itself is left out
-    shutil.copytree(parts[0], tmp_path / ".part-one.lmdb")  # as a killed compaction leaves one
+    assert merge([tmp_path], out).slides == []  # without the output store
+    shutil.copytree(parts[0], tmp_path / ".part-one.lmdb")  # left by a killed compaction
     remove(out, ["a"])
     assert merge([tmp_path], out).slides == ["a"]
     assert not any(".part" in note for note in merge([tmp_path], tmp_path / "b.lmdb").notes)
-    with pytest.raises(NothingToDo, match="no store"):
+    with pytest.raises(NothingToDo, match="nowhere is not a store"):
         merge([tmp_path / "nowhere"], out)
-    with pytest.raises(UsageError, match="one of the stores"):
+    with pytest.raises(UsageError, match="one of the stores to merge"):
         merge([out], out)
 
 
-def test_what_several_stores_have(parts: list[Path], tmp_path: Path) -> None:
+def test_merge_of_slides_in_several_stores(parts: list[Path], tmp_path: Path) -> None:
     same = a_store(tmp_path / "same.lmdb", {"a": jpegs(0, 5), "g": jpegs(70, 2)})
     result = merge([parts[0], same], tmp_path / "all.lmdb")
     assert result.slides == ["a", "b", "c", "g"]
@@ -136,25 +136,27 @@ def test_what_several_stores_have(parts: list[Path], tmp_path: Path) -> None:
     other = a_store(tmp_path / "other.lmdb", {"a": jpegs(30, 5)})
     before = contents(tmp_path / "all.lmdb")
     for sources in ([other], [parts[0], other]):
-        with pytest.raises(UsageError, match="slides of one id are not the same"):
+        with pytest.raises(UsageError, match="slides with the same id differ"):
             merge(sources, tmp_path / "all.lmdb")
     assert contents(tmp_path / "all.lmdb") == before
-    for fact, here, there in (("label", "x", "y"), ("patient", "a", "p9"), ("quality", None, "y")):
-        says = Path(shutil.copytree(same, tmp_path / f"{fact}.lmdb"))
-        for path, value in ((parts[0], here), (says, there)):
+    for name, first, second in (
+        ("label", "x", "y"), ("patient", "a", "p9"), ("quality", None, "y"),
+    ):  # fmt: skip
+        copy = Path(shutil.copytree(same, tmp_path / f"{name}.lmdb"))
+        for path, value in ((parts[0], first), (copy, second)):
             with StoreWriter(path, SPEC) as writer:
-                writer.change(0, **{fact: value})
-        if fact == "label":
+                writer.change(0, **{name: value})
+        if name == "label":
             with pytest.raises(
-                UsageError, match=r"a: label 'x' and 'y' of .*one.lmdb and of .*label"
+                UsageError, match=r"a: label 'x' and 'y' in .*one.lmdb and in .*label"
             ):
-                merge([parts[0], says], tmp_path / "new.lmdb")
+                merge([parts[0], copy], tmp_path / "new.lmdb")
             assert not (tmp_path / "new.lmdb").exists()
             with StoreWriter(parts[0], SPEC) as writer:
                 writer.change(0, label="a")
-        else:  # a patient who is called like the slide was never said
-            notes = merge([parts[0], says], tmp_path / "new.lmdb").notes
-            assert any("a: " in note and "records more of it" in note for note in notes)
+        else:  # a patient that equals the slide id is the default of ingest
+            notes = merge([parts[0], copy], tmp_path / "new.lmdb").notes
+            assert any("a: its record in" in note and "more fields than" in note for note in notes)
             shutil.rmtree(tmp_path / "new.lmdb")
     differs = a_store(tmp_path / "differs.lmdb", {"z": jpegs(0, 1)}, quality=80)
     with pytest.raises(SpecMismatch, match=r"quality: 80 in .*differs"):
@@ -162,21 +164,21 @@ def test_what_several_stores_have(parts: list[Path], tmp_path: Path) -> None:
     assert not (tmp_path / "new.lmdb").exists()
 
 
-def test_a_merge_that_goes_on(parts: list[Path], tmp_path: Path) -> None:
-    whole = merge(parts, tmp_path / "whole.lmdb")
+def test_interrupted_merge_continues(parts: list[Path], tmp_path: Path) -> None:
+    expected = merge(parts, tmp_path / "expected.lmdb")
     out = tmp_path / "all.lmdb"
-    shutil.copytree(tmp_path / "whole.lmdb", out)
+    shutil.copytree(tmp_path / "expected.lmdb", out)
     with StoreWriter(out, SPEC) as writer:
         for number in (3, 4):
             writer.restart(number, writer.record(number))
     result = merge(parts, out)
     assert (len(result.slides), len(result.already)) == (2, 4)
-    assert (result.patches, whole.patches) == (27, 27)
-    assert result.notes == whole.notes == []
-    assert contents(out) == contents(tmp_path / "whole.lmdb")
+    assert (result.patches, expected.patches) == (27, 27)
+    assert result.notes == expected.notes == []
+    assert contents(out) == contents(tmp_path / "expected.lmdb")
 
 
-def test_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path) -> None:
+def test_merge_of_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path) -> None:
     with StoreWriter(parts[0], SPEC) as writer:
         records = [dataclasses.replace(writer.record(0), id=name) for name in ("bad", "half", "d")]
         numbers = writer.register(
@@ -186,27 +188,26 @@ def test_failed_and_unfinished_slides(parts: list[Path], tmp_path: Path) -> None
             if record.id != "half":
                 writer.fail(numbers[record.id], record, "cannot be opened", FailureKind.FILE)
     result = merge(parts, tmp_path / "all.lmdb")
-    assert any("half of" in note and "not done" in note for note in result.notes)
+    assert any("half of" in note and "not complete" in note for note in result.notes)
     with Store(tmp_path / "all.lmdb") as store:
         states = {record.id: str(record.state) for record in store.slides}
-    assert states == dict.fromkeys("abcdef", "complete") | {
-        "bad": "failed"
-    }  # d: one of them is complete
+    # Slide d is complete in one of the stores.
+    assert states == dict.fromkeys("abcdef", "complete") | {"bad": "failed"}
     assert verify(tmp_path / "all.lmdb").findings == []
 
 
-def test_damage_does_not_spread(parts: list[Path], tmp_path: Path, run: Run) -> None:
+def test_merge_refuses_damaged_values(parts: list[Path], tmp_path: Path, run: Run) -> None:
     flip_a_byte(parts[0], 1, 3)
     done = run("merge", *parts, "--out", tmp_path / "all.lmdb")
     assert done.returncode == 5
-    assert "slide b: patch 3 is not what was written" in done.stderr
+    assert "slide b: patch 3 does not match its checksum" in done.stderr
     with Store(tmp_path / "all.lmdb") as store:
         assert [record.id for record in store.complete.values()] == ["a"]
 
 
-def test_slides_are_taken_out(parts: list[Path], run: Run) -> None:
+def test_remove_deletes_all_entries_of_slide(parts: list[Path], run: Run) -> None:
     store = parts[0]
-    add_what_a_later_version_has(store)
+    add_entries_of_later_version(store)
     before = contents(store)
     done = run("remove", store, "b", "nosuch")
     assert done.returncode == 2
@@ -214,25 +215,25 @@ def test_slides_are_taken_out(parts: list[Path], run: Run) -> None:
     assert contents(store) == before
     with Claims(store) as claims:
         assert claims.take(1)
-        with pytest.raises(UsageError, match="an ingest is at slide b"):
+        with pytest.raises(UsageError, match=r"slide b of .* is being ingested"):
             remove(store, ["b"])
     done = run("remove", store, "b")
-    assert (done.returncode, "1 slides of 5 patches removed" in done.stdout) == (0, True)
+    assert (done.returncode, "1 slides with 5 patches removed" in done.stdout) == (0, True)
     assert contents(store) == {name: slide for name, slide in before.items() if name != "b"}
     assert verify(store).findings == []
     with Store(store) as opened:
         assert opened.entries(b"later", 1) == []
     with StoreWriter(store, SPEC) as writer:
         numbers = writer.register([dataclasses.replace(before["b"][0], state=SlideState.PENDING)])
-        assert numbers["b"] == 3  # not given again
+        assert numbers["b"] == 3  # not reused
 
 
-def test_a_compacted_store_is_smaller_and_the_same(tmp_path: Path, run: Run) -> None:
+def test_compacted_store_is_smaller_with_same_contents(tmp_path: Path, run: Run) -> None:
     path = a_store(
         tmp_path / "s.lmdb", {n: [bytes([i]) * 9000 for i in range(200)] for n in "abcd"}
     )
-    add_what_a_later_version_has(path)
-    (path / "ingest.log").write_text("as it was")
+    add_entries_of_later_version(path)
+    (path / "ingest.log").write_text("unchanged")
     remove(path, ["a", "c"])
     expected = contents(path)
     with Store(path) as store:
@@ -244,19 +245,19 @@ def test_a_compacted_store_is_smaller_and_the_same(tmp_path: Path, run: Run) -> 
     done = run("compact", path)
     assert done.returncode == 0, done.stderr
     assert "MB before" in done.stdout
-    for one in (path, copy):
-        assert contents(one) == expected
-        assert verify(one).findings == []
-        check_what_a_later_version_has(one, "b")
-        assert (one / "ingest.log").read_text() == "as it was"
-        with Store(one) as store:
+    for compacted in (path, copy):
+        assert contents(compacted) == expected
+        assert verify(compacted).findings == []
+        check_entries_of_later_version(compacted, "b")
+        assert (compacted / "ingest.log").read_text() == "unchanged"
+        with Store(compacted) as store:
             assert (store.uuid, store.spec) == (uuid, spec)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["copy.lmdb", "s.lmdb"]
     done = run("compact", path, "--out", copy)
-    assert (done.returncode, "exists already" in done.stderr) == (2, True)
+    assert (done.returncode, "already exists" in done.stderr) == (2, True)
 
 
-def test_nobody_may_be_writing_what_is_compacted(parts: list[Path]) -> None:
+def test_compact_refuses_store_open_for_writing(parts: list[Path]) -> None:
     with StoreWriter(parts[0], SPEC):
         done = subprocess.run(
             [*COMMAND, "compact", str(parts[0])], capture_output=True, text=True, check=False
@@ -266,7 +267,7 @@ def test_nobody_may_be_writing_what_is_compacted(parts: list[Path]) -> None:
     assert verify(parts[0]).findings == []
 
 
-def test_who_reads_goes_on_reading_while_it_is_compacted(parts: list[Path]) -> None:
+def test_readers_continue_during_compact(parts: list[Path]) -> None:
     with Store(parts[0]) as store:
         before = store.value(1, 2)
         subprocess.run([*COMMAND, "compact", str(parts[0])], check=True, capture_output=True)
@@ -275,7 +276,7 @@ def test_who_reads_goes_on_reading_while_it_is_compacted(parts: list[Path]) -> N
         assert store.value(1, 2) == before
 
 
-def test_a_disk_that_has_no_room_for_a_copy(tmp_path: Path, run: Run) -> None:
+def test_not_enough_disk_space_for_copy(tmp_path: Path, run: Run) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], check=True)
@@ -287,27 +288,29 @@ def test_a_disk_that_has_no_room_for_a_copy(tmp_path: Path, run: Run) -> None:
             ["merge", path, "--out", disk / "all.lmdb"],
         ):
             done = run(*command)
-            assert (done.returncode, "no room" in done.stderr) == (6, True), done.stderr
+            assert (done.returncode, "not enough disk space" in done.stderr) == (6, True), (
+                done.stderr
+            )
             assert [p.name for p in disk.iterdir()] == ["s.lmdb"]
         assert contents(path) == before
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_a_store_is_split_as_a_run_was(
+def test_split_follows_splits_of_run(
     made_store: Path, trained: Path, tmp_path: Path, run: Run
 ) -> None:
     out = tmp_path / "sides"
     done = run("split", made_store, "--splits", trained / "splits.json", "--out", out, "--json")
     assert done.returncode == 0, done.stderr
-    whole, sides = contents(made_store), json.loads((trained / "splits.json").read_text())
+    expected, sides = contents(made_store), json.loads((trained / "splits.json").read_text())
     found = {path.stem: contents(path) for path in out.glob("*.lmdb")}
     assert set(found) == {"train", "validation", "test"}
     assert sorted(name for side in found.values() for name in side) == sorted(
         s["id"] for s in sides["slides"]
     )
     for side in found.values():
-        assert all(whole[name] == slide for name, slide in side.items())
+        assert all(expected[name] == slide for name, slide in side.items())
     for path in out.glob("*.lmdb"):
         assert verify(path).findings == []
     wrong = run(
@@ -316,7 +319,7 @@ def test_a_store_is_split_as_a_run_was(
     assert wrong.returncode == 5
 
 
-def test_two_splits_do_not_mix(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_stores_of_another_split_are_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
     for seed in (1, 2):
         with Store(made_store) as store:
             write_splits(
@@ -330,11 +333,13 @@ def test_two_splits_do_not_mix(made_store: Path, tmp_path: Path, run: Run) -> No
     )
     before = {side: contents(tmp_path / "sides" / f"{side}.lmdb") for side in ("train", "test")}
     done = run("split", made_store, "--splits", tmp_path / "2.json", "--out", tmp_path / "sides")
-    assert (done.returncode, "not of its side" in done.stderr) == (2, True), done.stderr
+    assert (done.returncode, "contains slides of another side" in done.stderr) == (2, True), (
+        done.stderr
+    )
     assert before == {side: contents(tmp_path / "sides" / f"{side}.lmdb") for side in before}
 
 
-def test_a_split_that_divides_slides_is_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_split_within_slides_is_refused(made_store: Path, tmp_path: Path, run: Run) -> None:
     run("train", made_store, "--epochs", 1, "--split-by", "patch", "--out", tmp_path / "run")
     done = run(
         "split",
@@ -344,15 +349,15 @@ def test_a_split_that_divides_slides_is_refused(made_store: Path, tmp_path: Path
         "--out",
         tmp_path / "sides",
     )
-    assert (done.returncode, "divides slides among sides" in done.stderr) == (2, True)
+    assert (done.returncode, "assigns patches of one slide to several sides" in done.stderr) == (
+        2,
+        True,
+    )
     assert not (tmp_path / "sides").exists()
 
 
-# Repair.
-
-
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    """The store that each command leaves is valid, and the same command then succeeds."""
+def test_killed_commands_leave_intact_stores(tmp_path: Path) -> None:
+    """After a kill, the store is intact, and the same command succeeds."""
     done = subprocess.run(
         [sys.executable, "-P", str(TOOLS / "kill_store.py"), "--kills", "3", "--side", "768", "--work", str(tmp_path), "--commands", "merge", "remove", "compact"],
         capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""Repairing stores: exactly the damaged slides are ingested again, and nothing that was known of them is lost."""
+"""Tests of `histopipe repair`: only the damaged slides are ingested again, and their data is not lost."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ verify = partial(verify_store, progress=SilentProgress())
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four slides in `slides`, and `s.lmdb` of them, with labels, and classes of patches on the second."""
+    """Four slides in `slides`, and their store `s.lmdb` with labels, and with patch labels for the second slide."""
     folder = tmp_path_factory.mktemp("repair")
     made = make_slides(
         folder / "slides", "--count", "4", "--size", "512x512", "--classes", "normal,tumour"
     )
     store = folder / "s.lmdb"
     subprocess.run(
-        # One worker: the same pages in each run, and so the same slides on the pages that are damaged.
+        # With one worker, each run writes the same pages, so that the same slides are damaged.
         [*COMMAND, "ingest", str(folder / "slides"), "--out", str(store), *FLAGS, "--workers", "1"],
         check=True, capture_output=True,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(drawn: Path, tmp_path: Path) -> Path:
-    """A copy of that store, to be damaged."""
+    """A copy of that store, which a test damages."""
     return Path(shutil.copytree(drawn / "s.lmdb", tmp_path / "s.lmdb"))
 
 
@@ -71,10 +71,10 @@ def numbers(path: Path) -> tuple[str, dict[int, str]]:
 
 
 def as_ingested(path: Path) -> dict[str, Any]:
-    """Contents without where and how a slide was found."""
+    """Return the contents of a store without the paths of slides and the sources of their scales."""
     return {
-        name: (dataclasses.replace(facts, mpp_source=None, path="", resolved_path=""), *rest)
-        for name, (facts, *rest) in contents(path).items()
+        name: (dataclasses.replace(record, mpp_source=None, path="", resolved_path=""), *rest)
+        for name, (record, *rest) in contents(path).items()
     }
 
 
@@ -86,7 +86,7 @@ def put(path: Path, database: str, key: bytes, value: bytes) -> None:
     edited(path, database, lambda txn, db: txn.put(key, value, db=db))
 
 
-def one_byte_of_a_record(path: Path, slide: int, old: bytes, new: bytes) -> None:
+def change_record(path: Path, slide: int, old: bytes, new: bytes) -> None:
     def change(txn: Any, db: Any) -> None:
         record = bytes(txn.get(slide_key(slide), db=db))
         assert record.count(old) == 1 and len(old) == len(new)
@@ -95,29 +95,29 @@ def one_byte_of_a_record(path: Path, slide: int, old: bytes, new: bytes) -> None
     edited(path, "slides", change)
 
 
-def page_of_the_patches(path: Path) -> None:
+def damage_patch_page(path: Path) -> None:
     leaves = pages_of(path).leaves["patches"]
     patched(path / "data.mdb", PAGE * leaves[len(leaves) // 2] + 10, 4)
 
 
-def root_of_the_index(path: Path) -> None:
+def damage_index_root(path: Path) -> None:
     patched(path / "data.mdb", PAGE * pages_of(path).roots["index"] + 10, 4)
 
 
-def a_value_of_each_kind(path: Path) -> None:
+def damage_values(path: Path) -> None:
     flip_bytes(path, [(1, 5), (1, 6)])
     deleted(path, "index", slide_key(2))
     deleted(path, "thumbnails", slide_key(3) + b"thumb")
 
 
-def entries_of_no_slide(path: Path) -> None:
+def add_orphans(path: Path) -> None:
     put(path, "patches", slide_key(9) * 2, b"x")
     put(path, "patches", b"stray", b"x")
     put(path, "stains", slide_key(1), b'{"algorithm":"stain-1"}')
     put(path, "meta", b"next_number", b"1")
 
 
-def older_meta_page(path: Path) -> None:
+def damage_older_meta_page(path: Path) -> None:
     with (path / "data.mdb").open("r+b") as file:
         data = file.read(2 * PAGE)
         older = min((0, 1), key=lambda page: struct.unpack_from("<Q", data, PAGE * page + 144))
@@ -126,70 +126,73 @@ def older_meta_page(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "hit"),
+    ("damage", "damaged_slides"),
     [
-        (a_value_of_each_kind, {1, 2, 3}),
-        (entries_of_no_slide, set()),
-        (lambda path: one_byte_of_a_record(path, 0, b'"vendor":', b'"vendoR":'), set()),
-        (page_of_the_patches, None),
-        (root_of_the_index, {0, 1, 2, 3}),
-        (older_meta_page, set()),
+        (damage_values, {1, 2, 3}),
+        (add_orphans, set()),
+        (lambda path: change_record(path, 0, b'"vendor":', b'"vendoR":'), set()),
+        (damage_patch_page, None),
+        (damage_index_root, {0, 1, 2, 3}),
+        (damage_older_meta_page, set()),
     ],
     ids=["values", "entries", "record", "leaf", "root", "meta page"],
 )
-def test_repair_ingests_exactly_what_is_damaged(
-    drawn: Path, damaged: Path, damage: Callable[[Path], None], hit: set[int] | None
+def test_repair_ingests_only_damaged_slides(
+    drawn: Path, damaged: Path, damage: Callable[[Path], None], damaged_slides: set[int] | None
 ) -> None:
-    whole, before = as_ingested(damaged), numbers(damaged)
+    expected, before = as_ingested(damaged), numbers(damaged)
     damage(damaged)
     assert verify(damaged).findings
     done = repair(damaged, drawn / "slides")
     assert int(done.exit_code) == 0, done.to_json()
-    if hit is not None:
-        assert done.slides == [before[1][number] for number in sorted(hit)]
+    if damaged_slides is not None:
+        assert done.slides == [before[1][number] for number in sorted(damaged_slides)]
     else:
         assert done.slides
     assert verify(damaged, full=True).findings == []
     assert numbers(damaged) == before
     after = as_ingested(damaged)
     name = before[1][1]
-    if "histopipe annotate" in str(done.notes):  # the classes were lost with the index
+    if "histopipe annotate" in str(done.notes):  # the patch labels were lost with the index
         assert name in done.slides and "annotate" in str(after[name][0].notes)
-        del after[name], whole[name]
-    assert after == whole
+        del after[name], expected[name]
+    assert after == expected
     assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
     again = repair(damaged, drawn / "slides")
-    assert str(again) == f"{damaged} is whole: nothing to repair"
+    assert str(again) == f"{damaged} is intact: nothing to repair"
 
 
-def test_one_wrong_byte_of_a_record_is_corrected(damaged: Path) -> None:
+def test_one_wrong_byte_of_record_is_corrected(damaged: Path) -> None:
     with Store(damaged) as store:
-        record, whole = store.records[1], store.records[1].to_bytes(1)
-    last = whole.rindex(b',"crc":')
-    for place in range(0, last, 61):
+        record, stored = store.records[1], store.records[1].to_bytes(1)
+    last = stored.rindex(b',"crc":')
+    for offset in range(0, last, 61):
         for change in (0x01, 0x80, 0xFF):
-            data = bytearray(whole)
-            data[place] ^= change
+            data = bytearray(stored)
+            data[offset] ^= change
             assert corrected_record(1, bytes(data)) == record
-            data[(place + last // 2) % last] ^= 0x10
+            data[(offset + last // 2) % last] ^= 0x10
             assert corrected_record(1, bytes(data)) is None
-    for place in (*range(last + 2, last + 5), *range(last + 7, len(whole) - 1)):  # name and digits
-        data = bytearray(whole)
-        data[place] ^= 0x02
+    for offset in (
+        *range(last + 2, last + 5),
+        *range(last + 7, len(stored) - 1),
+    ):  # name and digits
+        data = bytearray(stored)
+        data[offset] ^= 0x02
         with pytest.raises(DamagedStore):
             SlideRecord.from_bytes(1, bytes(data), where="record")
         assert corrected_record(1, bytes(data)) == record
-    assert corrected_record(2, whole) is None
+    assert corrected_record(2, stored) is None
     assert corrected_record(1, b"") is None
 
 
-def page_of_the_records(path: Path) -> None:
+def damage_record_page(path: Path) -> None:
     (leaf, *_) = pages_of(path).leaves["slides"]
     patched(path / "data.mdb", PAGE * leaf + 10, 4)
 
 
-def test_slides_whose_records_are_lost(drawn: Path, damaged: Path, run: Run) -> None:
-    """What is stored of them is hidden, not deleted; `ingest` adds them again, `remove` removes the rest."""
+def test_slides_with_lost_records_are_hidden(drawn: Path, damaged: Path, run: Run) -> None:
+    """Their entries are hidden, not deleted. `ingest` adds the slides again, and `remove` deletes the old entries."""
     deleted(damaged, "slides", slide_key(3))
     with Store(damaged) as store:
         patches = len(store.entries(b"patches", 3))
@@ -206,28 +209,26 @@ def test_slides_whose_records_are_lost(drawn: Path, damaged: Path, run: Run) -> 
     assert set(as_ingested(damaged)) == {f"slide-00{number}" for number in range(4)}
 
 
-def test_a_lost_page_of_records(drawn: Path, damaged: Path) -> None:
-    page_of_the_records(damaged)
+def test_damaged_page_of_records(drawn: Path, damaged: Path) -> None:
+    damage_record_page(damaged)
     done = repair(damaged, drawn / "slides")
     assert int(done.exit_code) == 3
     assert {name for name in done.left if name.startswith("slide-")}
     assert verify(damaged).findings == []
 
 
-def test_what_can_be_read_of_a_slide_stays_until_its_file_is_given(
-    drawn: Path, damaged: Path
-) -> None:
-    page_of_the_patches(damaged)
-    hit = set(verify(damaged).damaged_slides)
+def test_readable_patches_stay_until_slide_file_is_given(drawn: Path, damaged: Path) -> None:
+    damage_patch_page(damaged)
+    damaged_slides = set(verify(damaged).damaged_slides)
     with Store(damaged) as store:
-        sound = {}
+        readable = {}
         for number in store.complete:
             with contextlib.suppress(DamagedStore):  # on the damaged page
-                sound[number] = store.value(number, 0)
-    wrong = sorted((drawn / "slides").glob("*.svs"))[min(set(range(4)) - hit)]
+                readable[number] = store.value(number, 0)
+    wrong = sorted((drawn / "slides").glob("*.svs"))[min(set(range(4)) - damaged_slides)]
     done = repair(damaged, wrong)
-    # Reading a file from its start finds patches that a lookup in its broken tree does not.
-    left = {number for number in hit if f"slide-00{number}" in done.left}
+    # A scan of the file finds patches that a lookup in the damaged tree does not.
+    left = {number for number in damaged_slides if f"slide-00{number}" in done.left}
     assert (int(done.exit_code), len(done.left)) == (3, len(left))
     assert left
     found = verify(damaged)
@@ -235,13 +236,13 @@ def test_what_can_be_read_of_a_slide_stays_until_its_file_is_given(
     assert {f.kind for f in found.findings} == {FindingKind.HOLE}
     assert set(found.damaged_slides) == left
     with Store(damaged) as store:  # also the other patches of a damaged slide
-        assert sound
-        assert {n: store.value(n, 0) for n in sound} == sound
+        assert readable
+        assert {n: store.value(n, 0) for n in readable} == readable
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
 
 
 class OnBar(SilentProgress):
-    """A progress that does something when a bar of some title begins, once."""
+    """A progress that runs an action once, when a bar with a given title starts."""
 
     def __init__(self, title: str, action: Callable[[], object]) -> None:
         self._title, self._action = title, [action]
@@ -252,47 +253,47 @@ class OnBar(SilentProgress):
         return Bar()
 
 
-def test_what_is_written_during_a_repair_is_not_lost(drawn: Path, damaged: Path) -> None:
+def test_writes_during_repair_are_not_lost(drawn: Path, damaged: Path) -> None:
     first, _ = pages_of(damaged).overflow["index"][0]
-    patched(damaged / "data.mdb", PAGE * first + 12)  # the head of an index block
+    patched(damaged / "data.mdb", PAGE * first + 12)  # the header of an index block
     assert verify(damaged).is_structural
-    writes = OnBar("rebuild", lambda: label(damaged, 1, "meanwhile"))
-    with pytest.raises(UsageError, match="was written meanwhile"):
+    writes = OnBar("rebuild", lambda: label(damaged, 1, "new class"))
+    with pytest.raises(UsageError, match="was written after it was verified"):
         repair_store(damaged, drawn / "slides", progress=writes)
     with Store(damaged) as store:
-        assert "meanwhile" in store.classes
+        assert "new class" in store.classes
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
 
 
-def test_one_repair_at_a_time(drawn: Path, damaged: Path) -> None:
+def test_second_repair_at_the_same_time_is_refused(drawn: Path, damaged: Path) -> None:
     flip_bytes(damaged, [(0, 1)])
 
     def second() -> None:
-        with pytest.raises(UsageError, match="another repair of the store is at work"):
+        with pytest.raises(UsageError, match=r"another repair of .*s\.lmdb is running"):
             repair(damaged, drawn / "slides")
-        seen.append(True)
+        refused.append(True)
 
-    seen: list[bool] = []
+    refused: list[bool] = []
     repair_store(damaged, drawn / "slides", progress=OnBar("verify", second))
-    assert seen and verify(damaged).findings == []
+    assert refused and verify(damaged).findings == []
 
 
-def test_a_repair_from_within_the_store_s_folder(drawn: Path, damaged: Path, run: Run) -> None:
-    page_of_the_patches(damaged)
+def test_repair_with_store_as_working_directory(drawn: Path, damaged: Path, run: Run) -> None:
+    damage_patch_page(damaged)
     done = run("repair", ".", drawn / "slides", cwd=damaged)
     assert done.returncode == 0, done.stderr
     assert verify(damaged).findings == []
     assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
 
 
-def test_slides_that_are_not_given_stay_as_they_are(
+def test_slides_without_given_file_are_not_changed(
     drawn: Path, damaged: Path, tmp_path: Path
 ) -> None:
     flip_bytes(damaged, [(1, 5), (3, 0)])
     files = sorted((drawn / "slides").glob("*.svs"))
     done = repair(damaged, files[1])
     assert (int(done.exit_code), done.slides) == (3, ["slide-001"])
-    assert done.left == {"slide-003": "its file is not among those given"}
+    assert done.left == {"slide-003": "its file is not among the given slides"}
     assert set(verify(damaged).damaged_slides) == {3}
     other = tmp_path / "other" / files[3].name
     other.parent.mkdir()
@@ -306,19 +307,19 @@ def test_slides_that_are_not_given_stay_as_they_are(
     assert verify(damaged).findings == []
 
 
-def test_what_a_store_says_of_itself_cannot_be_repaired(drawn: Path, damaged: Path) -> None:
+def test_damaged_settings_cannot_be_repaired(drawn: Path, damaged: Path) -> None:
     short = Path(shutil.copytree(damaged, damaged.with_name("short.lmdb")))
-    os.truncate(short / "data.mdb", 9 * PAGE)  # what was written last is gone
-    with pytest.raises(DamagedStore, match="says of itself is lost"):
+    os.truncate(short / "data.mdb", 9 * PAGE)  # without the pages that were written last
+    with pytest.raises(DamagedStore, match=r"the settings of .*\.lmdb are lost"):
         repair(short, drawn / "slides")
     assert (short / "data.mdb").stat().st_size == 9 * PAGE
     deleted(damaged, "meta", b"spec")
-    with pytest.raises(DamagedStore, match="says of itself is lost"):
+    with pytest.raises(DamagedStore, match=r"the settings of .*\.lmdb are lost"):
         repair(damaged, drawn / "slides")
 
 
-def test_a_repair_that_is_killed_goes_on(drawn: Path, damaged: Path) -> None:
-    whole = as_ingested(damaged)
+def test_killed_repair_continues(drawn: Path, damaged: Path) -> None:
+    expected = as_ingested(damaged)
     for share in (0.3, 0.6, 0.9):
         flip_bytes(damaged, [(number, 5) for number in range(4)])
         process = subprocess.Popen(
@@ -332,7 +333,7 @@ def test_a_repair_that_is_killed_goes_on(drawn: Path, damaged: Path) -> None:
         process.wait()
         done = repair(damaged, drawn / "slides")
         assert int(done.exit_code) == 0, done.to_json()
-        assert as_ingested(damaged) == whole
+        assert as_ingested(damaged) == expected
 
 
 KILLED = """
@@ -348,28 +349,28 @@ main()
 """
 
 
-def killed_at(place: str, store: Path, slides: Path) -> None:
-    """Kill a repair where it calls a function."""
-    done = subprocess.run([sys.executable, "-P", "-c", KILLED, place, store, slides], check=False)
+def killed_at(function: str, store: Path, slides: Path) -> None:
+    """Kill a repair when it calls a function, given as "module:name"."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, function, store, slides], check=False
+    )
     assert done.returncode == -signal.SIGKILL
 
 
-def test_killed_before_and_after_the_file_is_rebuilt(drawn: Path, damaged: Path) -> None:
-    whole = as_ingested(damaged)
-    page_of_the_patches(damaged)
+def test_repair_killed_before_and_after_rebuild(drawn: Path, damaged: Path) -> None:
+    expected = as_ingested(damaged)
+    damage_patch_page(damaged)
     killed_at("rebuild:carry_files", damaged, drawn / "slides")
-    assert verify(damaged).is_structural  # as before
+    assert verify(damaged).is_structural  # not yet rebuilt
     killed_at("reingest:set_aside", damaged, drawn / "slides")
     assert not verify(damaged).is_structural
     assert int(repair(damaged, drawn / "slides").exit_code) == 0
-    assert as_ingested(damaged) == whole
+    assert as_ingested(damaged) == expected
     assert [path.name for path in damaged.parent.iterdir()] == ["s.lmdb"]
 
 
-def test_all_that_is_known_of_a_slide_comes_back_with_it(
-    drawn: Path, damaged: Path, run: Run
-) -> None:
-    """Labels, classes, focus, stains, and what a later version holds; no kill loses any of it."""
+def test_repair_restores_all_data_of_slide(drawn: Path, damaged: Path, run: Run) -> None:
+    """Labels, classes, focus, stains and entries of a later version are restored, also after a kill."""
     assert run("quality", damaged).returncode == 0
     assert run("stains", damaged).returncode == 0
     put(damaged, "later", slide_key(1) + b"embedding", b"value")
@@ -378,20 +379,17 @@ def test_all_that_is_known_of_a_slide_comes_back_with_it(
         record = dataclasses.replace(store.records[1], patient="p-7", site="ward 3")
     assert "1: StainFit" in stains and (classes >= 0).all()
     put(damaged, "slides", slide_key(1), record.to_bytes(1))
-    whole = as_ingested(damaged)
+    expected = as_ingested(damaged)
     flip_bytes(damaged, [(1, 5)])
-    for place in (
-        "ingest_slides",
-        "restore",
-    ):  # pending, and complete again but without all of that
-        killed_at(f"reingest:{place}", damaged, drawn / "slides")
+    for function in ("ingest_slides", "restore"):  # pending; complete without the data
+        killed_at(f"reingest:{function}", damaged, drawn / "slides")
         assert verify(damaged).findings == []
         with Store(damaged) as store:
             assert store.records[1].patient == "p-7"
-            assert (store.records[1].state is SlideState.PENDING) == (place == "ingest_slides")
+            assert (store.records[1].state is SlideState.PENDING) == (function == "ingest_slides")
     done = repair(damaged, drawn / "slides")
     assert (int(done.exit_code), done.slides) == (0, ["slide-001"])
-    assert as_ingested(damaged) == whole
+    assert as_ingested(damaged) == expected
     with Store(damaged) as store:
         assert repr(store.stains()) == stains
         assert store.entries(b"later", 1) == [(slide_key(1) + b"embedding", b"value")]
@@ -399,57 +397,57 @@ def test_all_that_is_known_of_a_slide_comes_back_with_it(
     assert str(repair(damaged, drawn / "slides")).endswith("nothing to repair")
 
 
-def test_classes_that_are_gone_are_told(drawn: Path, damaged: Path) -> None:
+def test_lost_patch_labels_are_reported(drawn: Path, damaged: Path) -> None:
     put(damaged, "meta", b"classes", b"[]")
     assert set(verify(damaged).damaged_slides) == {1}
     done = repair(damaged, drawn / "slides")
-    assert "slide-001: the classes of its patches are gone" in str(done.notes)
+    assert "slide-001: its patch labels are lost: run `histopipe annotate`" in str(done.notes)
     assert (int(done.exit_code), verify(damaged).findings) == (0, [])
     put(damaged, "stains", slide_key(0), b'{"algorithm":"stain-1"}')
     assert "run `histopipe stains`" in str(repair(damaged, drawn / "slides").notes)
 
 
-def test_what_is_ingested_during_a_repair_keeps_its_numbers(
+def test_slides_ingested_during_repair_keep_their_numbers(
     drawn: Path, damaged: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "new").mkdir()
     shutil.copy(drawn / "slides" / "slide-000.svs", tmp_path / "new" / "new.svs")
     flip_bytes(damaged, [(0, 1)])
 
-    def ingest_after_another_one(*arguments: Any, **options: Any) -> Any:
+    def ingest_after_another_ingest(*arguments: Any, **options: Any) -> Any:
         assert run("ingest", tmp_path / "new", "--out", damaged, *FLAGS).returncode == 0
         return ingest_slides(*arguments, **options)
 
-    monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_after_another_one)
+    monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_after_another_ingest)
     assert repair(damaged, drawn / "slides").slides == ["slide-000"]
     assert verify(damaged).findings == []
     assert numbers(damaged)[1][4] == "new"
 
 
-def test_a_slide_whose_file_fails_now_is_told_and_comes_back_later(
+def test_slide_with_missing_file_is_reported_and_repaired_later(
     drawn: Path, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = as_ingested(damaged)
+    expected = as_ingested(damaged)
     flip_bytes(damaged, [(1, 1)])
 
     def ingest_without_the_file(slides: Any, *arguments: Any, **options: Any) -> Any:
-        gone = [
-            dataclasses.replace(it, file=dataclasses.replace(it.file, problem="it is gone"))
+        missing = [
+            dataclasses.replace(it, file=dataclasses.replace(it.file, problem="it is missing"))
             for it in slides
         ]
-        return ingest_slides(gone, *arguments, **options)
+        return ingest_slides(missing, *arguments, **options)
 
     monkeypatch.setattr("histopipe.maintenance.reingest.ingest_slides", ingest_without_the_file)
     done = repair(damaged, drawn / "slides")
-    assert (int(done.exit_code), "it is gone" in done.left["slide-001"]) == (3, True)
+    assert (int(done.exit_code), "it is missing" in done.left["slide-001"]) == (3, True)
     assert verify(damaged).findings == []
     monkeypatch.undo()
     assert repair(damaged, drawn / "slides").slides == ["slide-001"]
-    assert as_ingested(damaged) == whole
+    assert as_ingested(damaged) == expected
 
 
-def test_an_unfinished_ingest_is_not_a_repair_s(drawn: Path, damaged: Path) -> None:
-    """Its labels and options are known to whoever ingests."""
+def test_repair_does_not_finish_ingest(drawn: Path, damaged: Path) -> None:
+    """A pending slide stays pending, since repair does not know the labels and options of the ingest."""
     with Store(damaged) as store:
         record = dataclasses.replace(store.records[2], state=SlideState.PENDING)
     put(damaged, "slides", slide_key(2), record.to_bytes(2))
@@ -459,13 +457,13 @@ def test_an_unfinished_ingest_is_not_a_repair_s(drawn: Path, damaged: Path) -> N
         assert store.records[2].state is SlideState.PENDING
 
 
-def test_a_store_of_levels_and_regions_of_interest(drawn: Path, tmp_path: Path, run: Run) -> None:
+def test_store_with_level_and_region_of_interest(drawn: Path, tmp_path: Path, run: Run) -> None:
     store, slides = tmp_path / "roi.lmdb", drawn / "slides"
-    made = run(
+    done = run(
         "ingest", slides, "--out", store, "--patch-size", 64, "--level", 0, "--allow-mixed-mpp",
         "--annotations", slides, "--roi", "tumour",
     )  # fmt: skip
-    assert made.returncode == 3  # nothing is outlined on the normal ones
+    assert done.returncode == 3  # normal slides have no annotations
     with Store(store) as opened:
         (number, *_) = opened.complete
         name = opened.records[number].id
@@ -478,12 +476,12 @@ def test_a_store_of_levels_and_regions_of_interest(drawn: Path, tmp_path: Path, 
     }
 
 
-def test_it_verifies_again(drawn: Path, damaged: Path, run: Run) -> None:
-    """What cannot be repaired is told; what only --full finds is repaired with it."""
+def test_repair_verifies_afterwards(drawn: Path, damaged: Path, run: Run) -> None:
+    """Remaining findings are reported. Damage that only --full finds is repaired with --full."""
     with Store(damaged) as store:
         length = len(store.value(2, 3))
-    no_image(damaged, 2, 3, length)
-    assert str(repair(damaged, drawn / "slides")) == f"{damaged} is whole: nothing to repair"
+    put_undecodable(damaged, 2, 3, length)
+    assert str(repair(damaged, drawn / "slides")) == f"{damaged} is intact: nothing to repair"
     done = run("repair", damaged, drawn / "slides", "--full", "--json")
     assert json.loads(done.stdout)["slides"] == ["slide-002"], done.stderr
     assert verify(damaged, full=True).findings == []
@@ -495,11 +493,11 @@ def test_it_verifies_again(drawn: Path, damaged: Path, run: Run) -> None:
 
     edited(damaged, "slides", twice)
     found: RepairResult = repair(damaged, drawn / "slides")
-    assert (int(found.exit_code), found.remaining) == (5, ["2 slides are called 'slide-002'"])
+    assert (int(found.exit_code), found.remaining) == (5, ["2 slides have the id 'slide-002'"])
 
 
-def no_image(path: Path, slide: int, row: int, length: int) -> None:
-    """Put in a patch's place what is no image, with a checksum that says it is right."""
+def put_undecodable(path: Path, slide: int, row: int, length: int) -> None:
+    """Replace a patch by bytes that are not an image, with a valid checksum."""
     value = b"x" * length
     with Store(path) as store:
         columns = {n: c.copy() for n, c in store.index(slide).items()}

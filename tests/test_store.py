@@ -1,4 +1,4 @@
-"""The store: its format to the byte, its refusals, and what survives a fault."""
+"""Tests of the store: exact format, refused input, and faults."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def edit_meta(path: Path, name: bytes, value: object) -> None:
         txn.put(name, json.dumps(value).encode(), db=env.open_db(b"meta", txn=txn))
 
 
-def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
-    """An independent reader of docs/store-format.md: lmdb, json, struct and numpy, none of the package."""
+def test_golden_store_matches_format_documentation(golden: Path) -> None:
+    """Read it as docs/reference/store-format.md describes, with lmdb, json, struct and numpy, but without histopipe."""
     env = lmdb.open(str(golden), max_dbs=16, readonly=True)
     names = ("meta", "slides", "patches", "index", "thumbnails")
     dbs = {name: env.open_db(name.encode(), create=False) for name in names}
@@ -128,7 +128,7 @@ def test_the_golden_store_read_as_its_manual_says(golden: Path) -> None:
     env.close()
 
 
-def test_the_golden_store_read_by_this_version(golden: Path) -> None:
+def test_golden_store_is_readable_by_this_version(golden: Path) -> None:
     with Store(golden) as store:
         assert len(store) == 7
         assert [(r.id, r.state) for r in store.slides] == [
@@ -148,11 +148,11 @@ def test_the_golden_store_read_by_this_version(golden: Path) -> None:
 
 
 @given(st.integers(0, 50), st.data())
-def test_an_index_comes_back_as_it_was(count: int, data: st.DataObject) -> None:
+def test_index_round_trip(count: int, data: st.DataObject) -> None:
     columns = {
         name: data.draw(hnp.arrays(np.dtype(kind), count)) for name, kind in INDEX_COLUMNS.items()
     }
-    columns["later"] = np.arange(count, dtype=np.int16)  # of a version to come
+    columns["later"] = np.arange(count, dtype=np.int16)  # of a later version
     again = decode_index(b"key", encode_index(b"key", columns), where="here")
     assert list(again) == list(columns)
     for name, values in columns.items():
@@ -160,16 +160,16 @@ def test_an_index_comes_back_as_it_was(count: int, data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_a_damaged_index_is_told(block: bytes) -> None:
+def test_damaged_index_is_reported(block: bytes) -> None:
     with pytest.raises(DamagedStore, match="here: the index block is damaged"):
         decode_index(b"key", block, where="here")
 
 
-def test_a_crc_is_bound_to_its_key() -> None:
+def test_crc_depends_on_key() -> None:
     assert value_crc(patch_key(0, 1), b"x") != value_crc(patch_key(0, 2), b"x")
 
 
-def test_what_is_not_complete_is_not_seen(tmp_path: Path) -> None:
+def test_only_complete_slides_are_visible(tmp_path: Path) -> None:
     path = tmp_path / "s.lmdb"
     with StoreWriter(path, SPEC) as writer:
         number = writer.register([RECORD])["a"]
@@ -190,7 +190,7 @@ def test_what_is_not_complete_is_not_seen(tmp_path: Path) -> None:
                 store.value(number, 0)
 
 
-def test_numbers_are_in_order_and_never_used_again(tmp_path: Path) -> None:
+def test_slide_numbers_are_ascending_and_not_reused(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
         assert writer.register([RECORD]) == {"a": 0}
         others = [dataclasses.replace(RECORD, id=name) for name in ("a", "b", "c")]
@@ -199,7 +199,7 @@ def test_numbers_are_in_order_and_never_used_again(tmp_path: Path) -> None:
         assert writer.register([dataclasses.replace(RECORD, id="d")])["d"] == 3
 
 
-def test_another_spec_is_refused_with_both_shown(tmp_path: Path) -> None:
+def test_other_spec_is_refused_with_differences(tmp_path: Path) -> None:
     StoreWriter(tmp_path / "s.lmdb", SPEC).close()
     with pytest.raises(SpecMismatch, match="patch_size: 16 in the store, 32 asked for"):
         StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5), patch_size=32))
@@ -207,7 +207,7 @@ def test_another_spec_is_refused_with_both_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "error", "says"),
+    ("name", "value", "error", "message"),
     [
         (
             b"format",
@@ -222,18 +222,18 @@ def test_another_spec_is_refused_with_both_shown(tmp_path: Path) -> None:
         (b"required_features", ["zebra"], UnknownVersion, "needs a feature.*found zebra"),
     ],
 )
-def test_unknown_versions_and_features(
-    golden: Path, name: bytes, value: object, error: type[Exception], says: str
+def test_unknown_versions_and_features_are_refused(
+    golden: Path, name: bytes, value: object, error: type[Exception], message: str
 ) -> None:
     edit_meta(golden, name, value)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         Store(golden)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         StoreWriter(golden, SPEC)
 
 
 @pytest.mark.parametrize("value", [None, {}, {"patch_size": "x"}, 3])
-def test_a_damaged_spec_is_told(golden: Path, value: object) -> None:
+def test_damaged_spec_is_reported(golden: Path, value: object) -> None:
     edit_meta(golden, b"spec", value)
     with pytest.raises(DamagedStore, match="meta 'spec'"):
         Store(golden)
@@ -243,7 +243,7 @@ def test_a_damaged_spec_is_told(golden: Path, value: object) -> None:
         writer.register([RECORD])
 
 
-def test_unknown_fields_are_kept(tmp_path: Path) -> None:
+def test_unknown_record_fields_are_kept(tmp_path: Path) -> None:
     value = {**RECORD.to_json(), "added_later": [1]}
     record = SlideRecord.from_json(value, where="here")
     assert dataclasses.replace(record, label="x").to_json() == {**value, "label": "x"}
@@ -252,35 +252,37 @@ def test_unknown_fields_are_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"planned": "3"}, {"state": "odd"}, {"mpp": "x"}, {"notes": [1]}, {"id": None}]
 )
-def test_a_wrong_field_is_named(wrong: dict[str, Any]) -> None:
+def test_wrong_record_field_is_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(DamagedStore, match=f"here: field '{next(iter(wrong))}'"):
         SlideRecord.from_json(RECORD.to_json() | wrong, where="here")
 
 
-def test_no_store(tmp_path: Path) -> None:
+def test_paths_that_are_not_stores(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no store at"):
         open_store(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     with lmdb.open(str(tmp_path / "other")):
         pass
-    with pytest.raises(NothingToDo, match="no histopipe store"):
+    with pytest.raises(NothingToDo, match="not a histopipe store"):
         Store(tmp_path / "other")
-    with lmdb.open(str(tmp_path / "theirs")) as env, env.begin(write=True) as txn:
-        txn.put(b"their-key", b"x")
-    with pytest.raises(UsageError, match="an LMDB environment of something else"):
-        StoreWriter(tmp_path / "theirs", SPEC)
-    with lmdb.open(str(tmp_path / "theirs")) as env, env.begin() as txn:
-        assert [key for key, _ in txn.cursor()] == [b"their-key"]
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / "data.mdb").touch()
+    with lmdb.open(str(tmp_path / "foreign")) as env, env.begin(write=True) as txn:
+        txn.put(b"foreign-key", b"x")
+    with pytest.raises(UsageError, match="an LMDB environment of another program"):
+        StoreWriter(tmp_path / "foreign", SPEC)
+    with lmdb.open(str(tmp_path / "foreign")) as env, env.begin() as txn:
+        assert [key for key, _ in txn.cursor()] == [b"foreign-key"]
+    (tmp_path / "started").mkdir()
+    (tmp_path / "started" / "data.mdb").touch()
     with pytest.raises(NothingToDo, match="no store at"):
-        Store(tmp_path / "begun")
-    open_environment(tmp_path / "begun", write=True).close()
-    with pytest.raises(NothingToDo, match="is empty: an ingest has only just begun it"):
-        Store(tmp_path / "begun")
+        Store(tmp_path / "started")
+    open_environment(tmp_path / "started", write=True).close()
+    with pytest.raises(NothingToDo, match="is empty: an ingest has just started"):
+        Store(tmp_path / "started")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "thesis.doc").write_text("")
-    with pytest.raises(UsageError, match="a folder of something else"):
+    with pytest.raises(
+        UsageError, match=r"folder is not a store, and not empty: found thesis\.doc"
+    ):
         StoreWriter(tmp_path / "folder", SPEC)
     with pytest.raises(UsageError, match="is a file"):
         StoreWriter(tmp_path / "folder" / "thesis.doc", SPEC)
@@ -305,7 +307,7 @@ def test_a_store_that_a_writer_extends_is_not_truncated(
 
 
 @pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])
-def test_a_truncated_store_is_refused_not_a_sigbus(tmp_path: Path, keep: float) -> None:
+def test_truncated_store_is_refused_without_sigbus(tmp_path: Path, keep: float) -> None:
     one_slide(tmp_path / "s.lmdb", [bytes(10_000)] * 20).close()
     data = tmp_path / "s.lmdb" / "data.mdb"
     os.truncate(data, int(data.stat().st_size * keep))
@@ -315,22 +317,22 @@ def test_a_truncated_store_is_refused_not_a_sigbus(tmp_path: Path, keep: float) 
 
 def test_garbage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"garbage" * 5000)
-    with pytest.raises(DamagedStore, match="is no LMDB file"):
+    with pytest.raises(DamagedStore, match="is not an LMDB file"):
         Store(tmp_path)
 
 
-def test_a_changed_value_is_found(tmp_path: Path) -> None:
+def test_changed_value_is_detected(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (16, 16)).save(buffer, "PNG")
     with one_slide(tmp_path / "s.lmdb", [buffer.getvalue()] * 2) as writer:
         writer.put_patches(0, [1], [buffer.getvalue() + b"!"])
         with Store(tmp_path / "s.lmdb") as store:
             assert store.read("a", 0).shape == (16, 16, 3)
-            with pytest.raises(DamagedStore, match="slide a: patch 1 is not what was written"):
+            with pytest.raises(DamagedStore, match="slide a: patch 1 does not match its checksum"):
                 store.read("a", 1)
 
 
-def test_an_environment_is_shared_within_a_process(tmp_path: Path) -> None:
+def test_environment_is_shared_within_process(tmp_path: Path) -> None:
     path = tmp_path / "s.lmdb"
     one_slide(path, [b"x"]).close()
     first, second = Store(path), Store(path)
@@ -343,9 +345,9 @@ def test_an_environment_is_shared_within_a_process(tmp_path: Path) -> None:
         assert third.value(0, 0) == b"x"
 
 
-def test_several_stores_as_one(tmp_path: Path, golden: Path) -> None:
+def test_store_set_reads_several_stores(tmp_path: Path, golden: Path) -> None:
     one_slide(tmp_path / "s.lmdb", [b"x"]).close()
-    with pytest.raises(UsageError, match="slide 'a': found in 2 of the stores"):
+    with pytest.raises(UsageError, match="slide 'a' is in 2 of the stores: expected exactly one"):
         StoreSet([golden, tmp_path / "s.lmdb"]).read("a", 0)
     both = histopipe.open_store([golden, tmp_path / "s.lmdb"])
     assert isinstance(both, StoreSet)
@@ -371,7 +373,7 @@ print(writer._environment.handle.info()["map_size"])
 """
 
 
-def test_where_address_space_is_limited_the_map_grows(tmp_path: Path) -> None:
+def test_map_grows_with_limited_address_space(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path / "s.lmdb"), str(Path(__file__).parent)],
         capture_output=True,
@@ -383,7 +385,7 @@ def test_where_address_space_is_limited_the_map_grows(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
+def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
@@ -401,7 +403,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting read-only needs root")
-def test_a_store_on_a_read_only_mount(tmp_path: Path, golden: Path) -> None:
+def test_store_on_read_only_mount(tmp_path: Path, golden: Path) -> None:
     mount = tmp_path / "mount"
     mount.mkdir()
     subprocess.run(["mount", "--bind", str(golden), str(mount)], check=True)
@@ -409,7 +411,7 @@ def test_a_store_on_a_read_only_mount(tmp_path: Path, golden: Path) -> None:
         subprocess.run(["mount", "-o", "remount,ro,bind", str(mount)], check=True)
         with Store(mount) as store:
             assert len(store) == 7
-        with pytest.raises(UsageError, match=r"read-only|may not be written"):
+        with pytest.raises(UsageError, match=r"read-only|cannot be written"):
             StoreWriter(mount, SPEC)
     finally:
         subprocess.run(["umount", str(mount)], check=True)
@@ -427,7 +429,7 @@ for first in range(0, 10**9, 50):
 """
 
 
-def test_a_writer_killed_at_any_moment_leaves_a_whole_store(tmp_path: Path) -> None:
+def test_killed_writer_leaves_intact_store(tmp_path: Path) -> None:
     path = tmp_path / "s.lmdb"
     one_slide(path, [b"x" * 1000] * 3).close()
     rng = np.random.default_rng(0)
@@ -452,22 +454,20 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_store(tmp_path: Path) -> N
             assert store.value(0, 1) == b"x" * 1000
 
 
-def test_room_left_by_deleted_values_is_known(tmp_path: Path) -> None:
-    """What a slide that begins anew leaves free is what its values took, and is used before the file grows."""
+def test_space_of_deleted_values_is_reused(tmp_path: Path) -> None:
+    """A restarted slide frees the space of its values, which is used before the file grows."""
     with StoreWriter(tmp_path / "s.lmdb", TilingSpec(mpp=Mpp(0.5))) as writer:
         record = SlideRecord(id="a", path="a.svs", resolved_path="/a.svs")
         number = writer.register([record])["a"]
         before = writer.reusable_bytes()
         values: list[bytes | None] = [bytes(20_000)] * 300
         writer.put_patches(number, range(300), values)
-        taken = int(stored_size(np.full(300, 20_000)).sum())
-        assert writer.reusable_bytes() - before < taken / 50
+        used = int(stored_size(np.full(300, 20_000)).sum())
+        assert writer.reusable_bytes() - before < used / 50
         writer.restart(number, record)
-        assert writer.reusable_bytes() - before == pytest.approx(taken, rel=0.02)
+        assert writer.reusable_bytes() - before == pytest.approx(used, rel=0.02)
         size = (tmp_path / "s.lmdb" / "data.mdb").stat().st_size
-        for first in range(
-            0, 280, 10
-        ):  # LMDB uses what a transaction left free in the next but one
+        for first in range(0, 280, 10):  # LMDB reuses freed pages two transactions later
             writer.put_patches(number, range(first, first + 10), values[:10])
         assert (tmp_path / "s.lmdb" / "data.mdb").stat().st_size < size * 1.05
 
@@ -476,7 +476,7 @@ STAC = {"type": "Catalog", "id": "slides", "stac_version": "1.0.0", "links": []}
 
 
 @pytest.mark.parametrize("content", [json.dumps(STAC), "[]", "not JSON", '{"version": 2}'])
-def test_a_catalog_of_another_tool_next_to_a_store_is_ignored(tmp_path: Path, content: str) -> None:
+def test_catalog_of_another_tool_is_ignored(tmp_path: Path, content: str) -> None:
     one_slide(tmp_path / "s.lmdb", [b"x"]).close()
     (tmp_path / "catalog.json").write_text(content)
     with Store(tmp_path / "s.lmdb") as store:
@@ -485,7 +485,7 @@ def test_a_catalog_of_another_tool_next_to_a_store_is_ignored(tmp_path: Path, co
         open_store(tmp_path)
 
 
-def test_a_damaged_catalog_hides_nothing_of_a_store_next_to_it(tmp_path: Path) -> None:
+def test_damaged_catalog_hides_no_slides(tmp_path: Path) -> None:
     one_slide(tmp_path / "s.lmdb", [b"x"]).close()
     (tmp_path / CATALOG).write_text('{"version": 2}')
     with Store(tmp_path / "s.lmdb") as store:
@@ -495,14 +495,14 @@ def test_a_damaged_catalog_hides_nothing_of_a_store_next_to_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", [CATALOG, "catalog.json"])
-def test_a_folder_of_parts_is_opened_by_its_catalog(tmp_path: Path, name: str) -> None:
+def test_folder_of_parts_is_opened_by_catalog(tmp_path: Path, name: str) -> None:
     for part in ("part-a.lmdb", "part-b.lmdb"):
         one_slide(tmp_path / part, [b"x"]).close()
     catalog = Catalog(tmp_path, slides={"a": "part-b.lmdb"})
     catalog.write()
     (tmp_path / CATALOG).rename(tmp_path / name)
     assert parts_of(tmp_path) == [tmp_path / "part-b.lmdb"]
-    merged = tmp_path / "all.lmdb"  # next to the parts, and no part
+    merged = tmp_path / "all.lmdb"  # next to the parts, but not in the catalog
     assert merge([tmp_path], merged, progress=SilentProgress()).slides == ["a"]
     with Store(merged) as store:
         assert len(store) == 1

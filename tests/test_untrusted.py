@@ -1,4 +1,4 @@
-"""What others have made: any bytes are read or refused, in bounded memory, and no path in them is followed."""
+"""Tests with untrusted input: any bytes are read or refused, in limited memory, and no path in them is followed."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
 
-def test_any_changed_byte_is_read_or_refused(
-    trained: Path, made_store: Path, tmp_path: Path
-) -> None:
-    """Splits, settings, metrics, predictions, tables, outlines, records and pictures; with little memory to spare."""
+def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_path: Path) -> None:
+    """Splits, settings, metrics, predictions, tables, annotations, records and pictures, with little free memory."""
     done = subprocess.run(
         [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "150"],
         capture_output=True, text=True, check=False, timeout=300,
@@ -50,7 +48,7 @@ def test_any_changed_byte_is_read_or_refused(
     assert all(count > 3 for count in refused.values()), refused
 
 
-def test_a_stranger_s_store_is_looked_at_first(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_untrusted_store_is_verified_first(made_store: Path, tmp_path: Path, run: Run) -> None:
     for command in (["info", made_store], ["report", made_store, "--out", tmp_path / "r.html"]):
         done = run(*command, "--untrusted")
         assert done.returncode == 0, done.stderr
@@ -62,16 +60,16 @@ def test_a_stranger_s_store_is_looked_at_first(made_store: Path, tmp_path: Path,
         ["merge", store, "--out", tmp_path / "m"],
     ):
         done = run(*command, "--untrusted")
-        assert (done.returncode, "is not to be trusted" in done.stderr) == (5, True), done.stderr
+        assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), (
+            done.stderr
+        )
     assert not (tmp_path / "run").exists()
-    shutil.copytree(store, tmp_path / "patches.lmdb")  # what is taken where none is named
+    shutil.copytree(store, tmp_path / "patches.lmdb")  # the default store
     done = run("embed", "--untrusted", "--model", "resnet50", "--out", tmp_path / "f", cwd=tmp_path)
-    assert (done.returncode, "is not to be trusted" in done.stderr) == (5, True), done.stderr
+    assert (done.returncode, "s.lmdb failed verification" in done.stderr) == (5, True), done.stderr
 
 
-def test_a_lock_that_is_a_link_is_not_written_through(
-    made_store: Path, tmp_path: Path, run: Run
-) -> None:
+def test_lock_file_that_is_link_is_not_written(made_store: Path, tmp_path: Path, run: Run) -> None:
     store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
     victim = tmp_path / "thesis.txt"
     victim.write_text("chapter 1")
@@ -94,15 +92,15 @@ def test_a_lock_that_is_a_link_is_not_written_through(
         ("created", "\x1b[2J"), ("classes", ["\x1b[2J"]),
     ],
 )  # fmt: skip
-def test_what_a_store_says_of_itself_is_looked_at(
+def test_settings_of_store_are_checked(
     made_store: Path, tmp_path: Path, run: Run, name: str, value: Any
 ) -> None:
     store = Path(shutil.copytree(made_store, tmp_path / "s.lmdb"))
 
     def change(txn: Any, db: Any) -> None:
         before = json.loads(bytes(txn.get(name.encode(), db=db)))
-        made = {**before, **value} if isinstance(value, dict) else value
-        txn.put(name.encode(), json.dumps(made).encode(), db=db)
+        after = {**before, **value} if isinstance(value, dict) else value
+        txn.put(name.encode(), json.dumps(after).encode(), db=db)
 
     edited(store, "meta", change)
     assert {finding.kind for finding in verify(store).findings} == {FindingKind.FORMAT}
@@ -112,22 +110,22 @@ def test_what_a_store_says_of_itself_is_looked_at(
         assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_an_untrusted_store_is_not_opened_before_its_pages_are_verified(
+def test_untrusted_store_is_opened_after_page_verification(
     made_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_untrusted(made_store)
-    monkeypatch.setattr("histopipe.maintenance.verify.page_faults", upside_down)
-    monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # is not called
-    with pytest.raises(DamagedStore, match="page 3 is upside down"):
+    monkeypatch.setattr("histopipe.maintenance.verify.page_faults", faulty_page)
+    monkeypatch.setattr("histopipe.maintenance.verify.check_store", None)  # must not be called
+    with pytest.raises(DamagedStore, match="page 3 is damaged"):
         check_untrusted(made_store)
 
 
-def upside_down(store: Path, keep_state: bool) -> list[str]:
+def faulty_page(store: Path, keep_state: bool) -> list[str]:
     assert not keep_state
-    return ["page 3 is upside down"]
+    return ["page 3 is damaged"]
 
 
-def test_a_run_s_paths_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
+def test_paths_in_run_are_not_followed(trained: Path, run: Run, tmp_path: Path) -> None:
     for flags, shown in (([], True), (["--untrusted"], False)):
         page = tmp_path / f"{shown}.html"
         assert run("report", trained, "--out", page, *flags).returncode == 0
@@ -135,7 +133,7 @@ def test_a_run_s_paths_are_not_followed(trained: Path, run: Run, tmp_path: Path)
 
 
 def png_bomb(side: int) -> bytes:
-    """A PNG of a few kB that says it is of side × side pixels."""
+    """Return a PNG of a few kB that declares side × side pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -152,17 +150,15 @@ def png_bomb(side: int) -> bytes:
 
 
 def jpeg_bomb(side: int) -> bytes:
-    """A JPEG of another size than it says."""
+    """Return a small JPEG that declares side × side pixels."""
     small = bytearray(jpegs(0, 1, 32)[0])
-    place = small.index(b"\xff\xc0")
-    small[place + 5 : place + 9] = struct.pack(">HH", side, side)
+    start = small.index(b"\xff\xc0")
+    small[start + 5 : start + 9] = struct.pack(">HH", side, side)
     return bytes(small)
 
 
 @pytest.mark.parametrize("bomb", [png_bomb(30_000), jpeg_bomb(65_000)])
-def test_what_an_image_claims_is_looked_at_before_it_is_decoded(
-    tmp_path: Path, bomb: bytes
-) -> None:
+def test_declared_image_size_is_checked_before_decoding(tmp_path: Path, bomb: bytes) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a": [*jpegs(0, 2, 32), bomb]}, patch_size=32)
     check_untrusted(store)  # its checksum is right
     with Store(store) as opened, pytest.raises(DamagedStore, match=r"size|decoded"):
@@ -183,35 +179,34 @@ HANGS_HDF5 = (
     "fY+i+pnzz+kYZle1J8dfjcXnE3EywX2v9LY2xT1pLI7gxymHcXKub8tsbW998l7Z8y+PD8/fm3lnFweO3xvIVzjcbxxRAg0n1Q/j3wtCot7F+p"
     "nPpW7ZxrV+rW2wv05KXzMt3egpm6xJxQOrqYCDRXwJCIIgCIIgCIIgCPLTfADVCtLZ"
 )
-"""A feature file with a few bytes changed: opening it never ends, at least with HDF5 1.14.6; compressed, in base64."""
+"""A damaged feature file, compressed, in base64. Opening it hangs, at least with HDF5 1.14.6."""
 
 
-def test_a_file_that_hdf5_hangs_of(tmp_path: Path, run: Run) -> None:
+def test_hdf5_files_that_hang_or_declare_huge_sizes(tmp_path: Path, run: Run) -> None:
     content = zlib.decompress(base64.b64decode(HANGS_HDF5))
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / "a.h5").write_bytes(content)
     with pytest.raises(DamagedStore, match=r"a.h5 cannot be (trusted|read)"):
         check_features(tmp_path / "features", seconds=3)
-    with writing(tmp_path / "sound" / "a.h5", 20, 8, "float32") as made:
-        made.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
-        made.finish({}, {})
-    check_features(tmp_path / "sound")
-    with h5py.File(
-        tmp_path / "sound" / "a.h5", "a"
-    ) as file:  # a terabyte, of which nothing is there
+    with writing(tmp_path / "intact" / "a.h5", 20, 8, "float32") as features:
+        features.append(np.ones((20, 8), np.float32), np.zeros((20, 2), np.int64))
+        features.finish({}, {})
+    check_features(tmp_path / "intact")
+    # The file declares a terabyte, but has no data.
+    with h5py.File(tmp_path / "intact" / "a.h5", "a") as file:
         del file["features"], file["coords"]
         file.create_dataset("features", (1 << 35, 8), np.float32, chunks=(1024, 8))
         del file.attrs["crc32"]
     with pytest.raises(DamagedStore, match="bytes in a file of"):
-        check_features(tmp_path / "sound")
-    with h5py.File(tmp_path / "sound" / "a.h5", "w") as file:
+        check_features(tmp_path / "intact")
+    with h5py.File(tmp_path / "intact" / "a.h5", "w") as file:
         file.create_dataset("coords", (1 << 35, 2), np.int64, chunks=(1024, 2))
         file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
-    with pytest.raises(SlideUnreadable, match="too large for the file size"):
-        check_coords(tmp_path / "sound")
+    with pytest.raises(SlideUnreadable, match="numbers in so small a file"):
+        check_coords(tmp_path / "intact")
 
 
-def test_an_id_cannot_lead_out_of_a_folder(tmp_path: Path) -> None:
+def test_slide_id_cannot_leave_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 2)})
 
     def change(txn: object, db: object) -> None:
@@ -224,10 +219,10 @@ def test_an_id_cannot_lead_out_of_a_folder(tmp_path: Path) -> None:
         Store(store)
 
 
-def test_a_record_cannot_drive_a_terminal(tmp_path: Path, run: Run) -> None:
+def test_control_characters_in_record_are_refused(tmp_path: Path, run: Run) -> None:
     store = a_store(tmp_path / "s.lmdb", {"a\xa0b": jpegs(0, 2)})
     with Store(store) as opened:
-        assert opened.number("a\xa0b") == 0  # a name that is only odd
+        assert opened.number("a\xa0b") == 0  # an unusual name is allowed
 
     def change(txn: object, db: object) -> None:
         record = bytes(txn.get(bytes(4), db=db))  # type: ignore[attr-defined]
@@ -240,12 +235,12 @@ def test_a_record_cannot_drive_a_terminal(tmp_path: Path, run: Run) -> None:
     assert "\x1b" not in done.stdout + done.stderr
 
 
-def test_copies_of_a_finished_store(made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_copied_store_is_intact(made_store: Path, tmp_path: Path, run: Run) -> None:
     copy = tmp_path / "copy.lmdb"
     subprocess.run(["cp", "-r", str(made_store), str(copy)], check=True)
-    with Store(made_store) as one, Store(copy) as other:
-        assert one.records == other.records
-        assert one.value(0, 0) == other.value(0, 0) == one.value(0, 0)
+    with Store(made_store) as original, Store(copy) as copied:
+        assert original.records == copied.records
+        assert original.value(0, 0) == copied.value(0, 0) == original.value(0, 0)
         assert patch_key(0, 0) == bytes(8)
     (copy / "lock.mdb").unlink()
     assert run("verify", copy).returncode == 0

@@ -1,4 +1,4 @@
-"""`histopipe verify`: every kind of damage found and named, a healthy store quiet, no file that brings it down."""
+"""Tests of `histopipe verify`: all kinds of damage, no findings in intact stores, and no crash on any file."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from histopipe.store.writer import StoreWriter
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three slides of 400 values, some among the keys and some on pages of their own: trees of two and three levels."""
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three slides of 400 values, on the pages of keys and on separate pages: trees with two and three levels."""
     rng = random.Random(0)
     slides = {
         name: [rng.randbytes(rng.choice([40, 300, 1500, 3000, 9000])) for _ in range(400)]
         for name in ("a", "b", "c")
     }
-    return a_store(tmp_path_factory.mktemp("verify") / "sound.lmdb", slides)
+    return a_store(tmp_path_factory.mktemp("verify") / "intact.lmdb", slides)
 
 
 @pytest.fixture
-def store(sound: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sound, tmp_path / "s.lmdb"))
+def store(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "s.lmdb"))
 
 
 def kinds(found: VerifyResult) -> set[tuple[FindingKind, str | None]]:
     return {(finding.kind, finding.slide) for finding in found.findings}
 
 
-def patched(path: Path, at: int, byte: int | None = None) -> None:
+def patched(path: Path, offset: int, byte: int | None = None) -> None:
     """Change one byte of a file."""
     with path.open("r+b") as file:
-        file.seek(at)
+        file.seek(offset)
         old = file.read(1)[0]
-        file.seek(at)
+        file.seek(offset)
         file.write(bytes([old ^ 0x40 if byte is None else byte]))
 
 
 def edited(path: Path, database: str, change: Callable[[Any, Any], object]) -> None:
-    """Change a database by LMDB itself, past all that keeps a store right."""
+    """Change a database directly with LMDB, without the checks of a store."""
     with (
         lmdb.open(str(path), max_dbs=32, map_size=1 << 30) as env,
         env.begin(write=True) as txn,
@@ -71,7 +71,9 @@ def _put(key: bytes, value: bytes, txn: Any, db: Any) -> None:
     txn.put(key, value, db=db)
 
 
-def test_a_healthy_store_is_quiet(store: Path, golden: Path, made_store: Path, run: Any) -> None:
+def test_intact_store_has_no_findings(
+    store: Path, golden: Path, made_store: Path, run: Any
+) -> None:
     for path, patches in ((store, 1200), (golden, 8)):
         before = (path / "data.mdb").read_bytes()
         found = verify(path)
@@ -81,32 +83,32 @@ def test_a_healthy_store_is_quiet(store: Path, golden: Path, made_store: Path, r
     value = json.loads(done.stdout)
     assert (done.returncode, value["findings"], done.stderr) == (0, [], "")
     assert value["patches"] > 100
-    assert "is whole" in run("verify", made_store).stdout
+    assert "is intact" in run("verify", made_store).stdout
 
 
-def test_a_flipped_byte_in_a_value(store: Path, run: Any) -> None:
+def test_flipped_byte_in_value(store: Path, run: Any) -> None:
     flip_a_byte(store, 1, 7)
     done = run("verify", store, "--json")
     found = json.loads(done.stdout)
     assert done.returncode == 5
     assert [(f["kind"], f["slide"], f["what"]) for f in found["findings"]] == [
-        ("value", "b", "a patch is not what was written: 7")
+        ("value", "b", "1 patch does not match its checksum: 7")
     ]
     assert found["damaged_slides"] == ["b"]
     text = run("verify", store)
     assert (text.returncode, text.stdout.splitlines()[0]) == (
-        5, "value: b: a patch is not what was written: 7",
+        5, "value: b: 1 patch does not match its checksum: 7",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("column", ["x_l0", "tissue", "crc", "label"])
-def test_a_flipped_byte_in_an_index_block(store: Path, column: str) -> None:
+def test_flipped_byte_in_index_block(store: Path, column: str) -> None:
     def flip(txn: Any, db: Any) -> None:
         block = bytearray(txn.get(slide_key(2), db=db))
         (length,) = struct.unpack_from("<Q", block)
         header = json.loads(bytes(block[8 : 8 + length]))
-        (place,) = (c["offset"] for c in header["columns"] if c["name"] == column)
-        block[place + 41] ^= 1
+        (offset,) = (c["offset"] for c in header["columns"] if c["name"] == column)
+        block[offset + 41] ^= 1
         txn.put(slide_key(2), bytes(block), db=db)
 
     edited(store, "index", flip)
@@ -118,20 +120,20 @@ def test_a_flipped_byte_in_an_index_block(store: Path, column: str) -> None:
         opened.index(2)
 
 
-def test_a_flipped_byte_on_a_branch_page(store: Path) -> None:
+def test_flipped_byte_on_branch_page(store: Path) -> None:
     pages = pages_of(store)
     root = pages.roots["patches"]
     assert root in pages.branches["patches"]
-    patched(store / "data.mdb", PAGE * root + 10, 4)  # as if it held a value
+    patched(store / "data.mdb", PAGE * root + 10, 4)  # the flags of an overflow page
     found = verify(store)
     assert found.is_structural
     assert any(re.search(rf"page {root}\b", f.what) for f in found.findings)
     assert set(found.damaged_slides.values()) == {"a", "b", "c"}
 
 
-def test_a_flipped_byte_on_a_leaf_page_names_the_slides_under_it(store: Path) -> None:
+def test_flipped_byte_on_leaf_page_names_its_slide(store: Path) -> None:
     leaf = pages_of(store).leaves["patches"][1]
-    patched(store / "data.mdb", PAGE * leaf + 10, 4)  # as if it held a value
+    patched(store / "data.mdb", PAGE * leaf + 10, 4)  # the flags of an overflow page
     found = verify(store)
     assert any(
         f.kind is FindingKind.STRUCTURE and re.search(rf"page {leaf}\b", f.what)
@@ -140,8 +142,8 @@ def test_a_flipped_byte_on_a_leaf_page_names_the_slides_under_it(store: Path) ->
     assert len(found.damaged_slides) == 1
 
 
-def test_a_key_that_a_lookup_does_not_reach(store: Path) -> None:
-    """A branch page that sends a reader to the wrong leaf: LMDB's verifier does not notice."""
+def test_key_that_lookup_does_not_reach(store: Path) -> None:
+    """A branch page that leads to the wrong leaf, which LMDB's verifier does not detect."""
     pages, data = pages_of(store), bytearray((store / "data.mdb").read_bytes())
     for branch in pages.branches["patches"]:
         for node in list(nodes_of(bytes(data), branch))[1:]:
@@ -157,15 +159,15 @@ def test_a_key_that_a_lookup_does_not_reach(store: Path) -> None:
     pytest.fail("no branch page with a key of the second slide")
 
 
-def test_a_file_cut_short(store: Path, run: Any) -> None:
-    whole = (store / "data.mdb").read_bytes()
+def test_truncated_file(store: Path, run: Any) -> None:
+    content = (store / "data.mdb").read_bytes()
     for keep in (0.9, 0.5, 0.1):
-        (store / "data.mdb").write_bytes(whole[: int(len(whole) * keep)])
+        (store / "data.mdb").write_bytes(content[: int(len(content) * keep)])
         done = run("verify", store)
         assert done.returncode == 5
         assert "is truncated: found" in done.stdout
     for keep in (0, 1, 100, 4096, 4200, 8192, 8300):
-        (store / "data.mdb").write_bytes(whole[:keep])
+        (store / "data.mdb").write_bytes(content[:keep])
         done = run("verify", store)
         assert done.returncode in (4, 5), done.stderr
         assert "Traceback" not in done.stderr
@@ -180,12 +182,12 @@ def test_swapped_values(store: Path) -> None:
 
     edited(store, "patches", swap)
     assert {(f.kind, f.slide, f.what) for f in verify(store).findings} == {
-        (FindingKind.SWAPPED, "a", "patch 3 holds the value of patch 9 of c"),
-        (FindingKind.SWAPPED, "c", "patch 9 holds the value of patch 3 of a"),
+        (FindingKind.SWAPPED, "a", "patch 3 has the value of patch 9 of c"),
+        (FindingKind.SWAPPED, "c", "patch 9 has the value of patch 3 of a"),
     }
 
 
-def test_what_is_missing_and_what_is_too_much(store: Path) -> None:
+def test_missing_and_unexpected_entries(store: Path) -> None:
     edited(store, "index", lambda txn, db: txn.delete(slide_key(0), db=db))
     edited(store, "patches", lambda txn, db: txn.delete(patch_key(1, 399), db=db))
     edited(store, "patches", lambda txn, db: txn.put(patch_key(2, 400), b"x", db=db))
@@ -209,7 +211,7 @@ def test_what_is_missing_and_what_is_too_much(store: Path) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "kind"),
     [
-        ("stored", 399, FindingKind.RECORD),  # planned = stored + unreadable no longer holds
+        ("stored", 399, FindingKind.RECORD),  # planned != stored + unreadable
         ("stored_bytes", 1, FindingKind.COUNT),
         ("width", -1, FindingKind.RECORD),
         ("state", "perfect", FindingKind.RECORD),
@@ -219,13 +221,13 @@ def test_what_is_missing_and_what_is_too_much(store: Path) -> None:
         ("thumbnail_crc", {"thumb": 1}, FindingKind.HOLE),
     ],
 )
-def test_records_are_held_against_their_schema(
+def test_records_are_checked_against_schema(
     store: Path, field: str, value: object, kind: FindingKind
 ) -> None:
     def change(txn: Any, db: Any) -> None:
         record = json.loads(bytes(txn.get(slide_key(1), db=db)))
         record[field] = value
-        del record["crc"]  # one that agrees would be no defence either
+        del record["crc"]  # the schema is checked also without a checksum
         txn.put(slide_key(1), json.dumps(record).encode(), db=db)
 
     edited(store, "slides", change)
@@ -233,7 +235,7 @@ def test_records_are_held_against_their_schema(
     assert {(f.kind, f.number) for f in found.findings} == {(kind, 1)}
 
 
-def test_a_changed_record_and_a_wrong_count(store: Path) -> None:
+def test_changed_record_does_not_match_checksum(store: Path) -> None:
     def change(txn: Any, db: Any) -> None:
         record = bytes(txn.get(slide_key(1), db=db))
         assert b'"label":"b"' in record
@@ -242,10 +244,10 @@ def test_a_changed_record_and_a_wrong_count(store: Path) -> None:
     edited(store, "slides", change)
     (finding,) = verify(store).findings
     assert (finding.kind, finding.number) == (FindingKind.RECORD, 1)
-    assert "not what was written" in finding.what
+    assert "does not match its checksum" in finding.what
 
 
-def test_meta_is_held_against_what_it_should_be(store: Path) -> None:
+def test_meta_is_checked_against_schema(store: Path) -> None:
     for name, value, what in (
         (b"next_number", b"1", "'next_number'"),
         (b"spec", b"{}", "meta 'spec'"),
@@ -271,16 +273,16 @@ def test_meta_is_held_against_what_it_should_be(store: Path) -> None:
         verify(store / "nowhere")
 
 
-def test_pictures_stains_and_images(tmp_path: Path) -> None:
+def test_full_finds_patches_that_cannot_be_decoded(tmp_path: Path) -> None:
     path = a_store(tmp_path / "s.lmdb", {"a": jpegs(0, 4), "b": [*jpegs(0, 3), b"no image"]})
     found = verify(path, full=True)
     assert {(f.kind, f.slide) for f in found.findings} == {(FindingKind.IMAGE, "b")}
-    assert "patches 3 are no images" in found.findings[0].what
+    assert "cannot decode patches 3: " in found.findings[0].what
     assert verify(path).findings == []
 
 
-def test_a_store_that_is_being_written_is_whole(tmp_path: Path) -> None:
-    """Pages that the newest state does not use are given out again only when nobody reads that state any more."""
+def test_store_is_intact_during_writes(tmp_path: Path) -> None:
+    """A writer must not reuse pages of the state that is being verified."""
     from test_store import one_slide
 
     path = tmp_path / "s.lmdb"
@@ -292,20 +294,20 @@ def test_a_store_that_is_being_written_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("databases", [0, 3, 6])
-def test_a_store_that_has_only_just_begun_is_no_damage(tmp_path: Path, databases: int) -> None:
-    """As a kill leaves it before its first transaction, or before its second."""
+def test_just_created_store_is_not_damaged(tmp_path: Path, databases: int) -> None:
+    """The state after a kill before the first or the second transaction."""
     store = tmp_path / "s.lmdb"
     with lmdb.open(str(store), max_dbs=32) as env:
         for name in DATABASES[:databases]:
             env.open_db(name)
-    for look in (verify, Store):
-        with pytest.raises(NothingToDo, match=r"empty|no histopipe store"):
-            look(store)
+    for read in (verify, Store):
+        with pytest.raises(NothingToDo, match=r"empty|not a histopipe store"):
+            read(store)
     StoreWriter(store, SPEC).close()
     assert verify(store).findings == []
 
 
-def test_an_unfinished_ingest_is_no_damage(tmp_path: Path) -> None:
+def test_unfinished_ingest_is_not_damage(tmp_path: Path) -> None:
     from test_store import RECORD, SPEC
 
     with StoreWriter(tmp_path / "s.lmdb", SPEC) as writer:
@@ -314,7 +316,7 @@ def test_an_unfinished_ingest_is_no_damage(tmp_path: Path) -> None:
         assert verify(tmp_path / "s.lmdb").findings == []
 
 
-def test_what_a_later_version_has_added_is_no_damage(store: Path) -> None:
+def test_entries_of_later_version_are_not_damage(store: Path) -> None:
     edited(store, "later", lambda txn, db: txn.put(slide_key(0) + b"new", bytes(5000), db=db))
     edited(store, "thumbnails", lambda txn, db: txn.put(slide_key(0) + b"overview", b"x", db=db))
     assert verify(store).findings == []
@@ -322,19 +324,19 @@ def test_what_a_later_version_has_added_is_no_damage(store: Path) -> None:
 
 @settings(max_examples=8)
 @given(st.data())
-def test_no_file_brings_it_down(
-    sound: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+def test_verify_survives_any_file(
+    intact: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Any bytes at any places, in files of any length: findings, or a refusal."""
+    """Any bytes at any offsets in files of any length result in findings or an error of histopipe."""
     path = tmp_path_factory.mktemp("any") / "s.lmdb"
     path.mkdir()
-    content = bytearray((sound / "data.mdb").read_bytes())
+    content = bytearray((intact / "data.mdb").read_bytes())
     for _ in range(data.draw(st.integers(1, 6))):
-        at = data.draw(
+        offset = data.draw(
             st.integers(0, len(content) - 1) | st.integers(0, 64) | st.integers(4096, 4250)
         )
         new = data.draw(st.binary(min_size=1, max_size=64))
-        content[at : at + len(new)] = new
+        content[offset : offset + len(new)] = new
     (path / "data.mdb").write_bytes(
         content[: data.draw(st.integers(0, len(content)) | st.just(len(content)))]
     )
@@ -342,17 +344,17 @@ def test_no_file_brings_it_down(
         found = verify(path, untrusted=True, workers=1)
     except (DamagedStore, NothingToDo):
         return
-    if not found.findings:  # bytes that hold nothing
-        with Store(path) as theirs, Store(sound) as ours:
-            assert theirs.records == ours.records
+    if not found.findings:  # only unused bytes were changed
+        with Store(path) as changed, Store(intact) as original:
+            assert changed.records == original.records
             assert all(
-                theirs.value(slide, row) == ours.value(slide, row)
+                changed.value(slide, row) == original.value(slide, row)
                 for slide in range(3)
                 for row in range(400)
             )
 
 
-def test_whatever_a_reader_sees_is_found(tmp_path: Path) -> None:
+def test_visible_damage_is_always_found(tmp_path: Path) -> None:
     """`python tests/damage_trials.py` runs more of these trials."""
     _, missed = run_trials(tmp_path, 22, seed=1)
     assert missed == []

@@ -2,8 +2,9 @@
 
 python tools/bench_store.py --work /scratch [--patches 1000000] [--value-bytes 12000] [--slides shared/slides] [--rounds 3]
 
-Verify is compared with reading the file by `cat`, both with a cold cache (which needs root), in turns; medians are printed.
-With `--only-verify`, nothing else is measured. Repair is measured on real slides, after a byte of two slides was changed.
+Verify is compared with reading the file by `cat`, in turns, both with a cold cache (which needs root). Medians are
+printed. With `--only-verify`, nothing else is measured. Repair is measured on real slides, after one byte in each of
+two was changed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SIDE, PER_SLIDE, PICTURES = 64, 2000, 512
 
 
 def make_store(path: Path, patches: int, value_bytes: int) -> None:
-    """Slides of 2,000 patches of two classes: of 64 pixels, about 3 kB each, or noise of a given size."""
+    """Create slides of two classes with 2,000 patches each: JPEGs of about 3 kB, or noise of `value_bytes`."""
     rng = np.random.default_rng(0)
     spec = TilingSpec(patch_size=SIDE, mpp=Mpp(0.5))
     coarse = rng.integers(90, 230, (PICTURES, SIDE // 4, SIDE // 4, 3), dtype=np.uint8)
@@ -77,24 +78,24 @@ def cold() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def timed(name: str, words: list[str]) -> None:
-    """Run a command from a cold cache; its seconds and largest anonymous memory."""
+def timed(name: str, arguments: list[str]) -> None:
+    """Run a command with a cold cache, and print its duration and largest anonymous memory of a process."""
     cold()
     started = time.monotonic()
-    code, peaks = peaks_of([*COMMAND, *words], quiet=True)
+    code, peaks = peaks_of([*COMMAND, *arguments], quiet=True)
     seconds = time.monotonic() - started
     memory = max((kilobytes for kilobytes, _ in peaks.values()), default=0) / 1024
     print(
-        f"{name:<28} {seconds:8.2f} s  {memory:7.0f} MB a process"
+        f"{name:<28} {seconds:8.2f} s  {memory:7.0f} MB per process"
         + (f"  exit {code}" if code else ""),
         flush=True,
     )
 
 
 def compared(store: Path, rounds: int) -> None:
-    """Compare verify with reading, in turns."""
-    took: dict[str, list[float]] = {"cat": [], "verify": [], "verify --workers 1": []}
-    ways: dict[str, Callable[[], object]] = {
+    """Compare verify with reading the file, in turns."""
+    times: dict[str, list[float]] = {"cat": [], "verify": [], "verify --workers 1": []}
+    commands: dict[str, Callable[[], object]] = {
         "cat": lambda: subprocess.run(["/bin/cat", str(store / "data.mdb")], stdout=subprocess.DEVNULL, check=True),
         "verify": lambda: subprocess.run([*COMMAND, "verify", str(store)], stdout=subprocess.DEVNULL, check=True),
         "verify --workers 1": lambda: subprocess.run(
@@ -102,23 +103,23 @@ def compared(store: Path, rounds: int) -> None:
         ),
     }  # fmt: skip
     for _ in range(rounds):
-        for name, way in ways.items():
+        for name, run in commands.items():
             cold()
             started = time.monotonic()
-            way()
-            took[name].append(time.monotonic() - started)
-    medians = {name: statistics.median(seconds) for name, seconds in took.items()}
+            run()
+            times[name].append(time.monotonic() - started)
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     size = (store / "data.mdb").stat().st_size
     for name, seconds in medians.items():
         share = medians["cat"] / seconds
         print(
-            f"{name:<28} {seconds:8.2f} s  {size / seconds / 1e6:7.0f} MB/s  {share:.2f} of reading's speed",
+            f"{name:<28} {seconds:8.2f} s  {size / seconds / 1e6:7.0f} MB/s  {share:.2f} of the reading speed",
             flush=True,
         )
 
 
 def flip(store: Path, slides: list[int]) -> None:
-    """Change a byte of a patch of some slides."""
+    """Change one byte of the first patch of some slides."""
     with lmdb.open(str(store), max_dbs=32, map_size=1 << 40) as handle:
         database = handle.open_db(b"patches", create=False)
         with handle.begin(write=True) as transaction:
@@ -157,7 +158,7 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
             ],
         )
         timed(
-            "merge, of the three sides",
+            "merge three sides",
             ["merge", str(work / "sides"), "--out", str(work / "merged.lmdb")],
         )
         shutil.rmtree(work / "sides")
@@ -166,30 +167,30 @@ def measured(store: Path, work: Path, slides: Path | None, rounds: int) -> None:
     some = names[:: max(2, len(names) // 50)] if len(names) > 4 else names[:1]
     timed(f"remove {len(some)} slides", ["remove", str(work / "merged.lmdb"), *some])
     timed("compact", ["compact", str(work / "merged.lmdb")])
-    timed("verify of that", ["verify", str(work / "merged.lmdb")])
+    timed("verify after compact", ["verify", str(work / "merged.lmdb")])
     if slides is not None:
-        hit = [number for number, record in complete.items() if record.stored][:2]
-        flip(store, hit)
+        damaged = [number for number, record in complete.items() if record.stored][:2]
+        flip(store, damaged)
         found = subprocess.run(
             [*COMMAND, "verify", str(store), "--json"], capture_output=True, check=False
         )
         print("  damaged:", json.loads(found.stdout)["damaged_slides"])
-        timed(f"repair {len(hit)} slides", ["repair", str(store), str(slides)])
-        timed("verify of that", ["verify", str(store)])
+        timed(f"repair {len(damaged)} slides", ["repair", str(store), str(slides)])
+        timed("verify after repair", ["verify", str(store)])
     shutil.rmtree(work / "merged.lmdb")
 
 
 def main() -> None:
-    """Make the stores and measure."""
+    """Create the stores and measure the commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--work", type=Path, required=True, help="An empty folder on the disk in question."
+        "--work", type=Path, required=True, help="New or empty folder on the disk to measure."
     )
     parser.add_argument("--patches", type=int, default=1_000_000)
     parser.add_argument("--slides", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--value-bytes", type=int, default=0, help="Of a patch; 0: a JPEG of 64 pixels."
+        "--value-bytes", type=int, default=0, help="Bytes per patch; 0: a JPEG of 64 pixels."
     )
     parser.add_argument("--only-verify", action="store_true")
     arguments = parser.parse_args()
@@ -211,11 +212,11 @@ def main() -> None:
         )
         measured(work / "real.lmdb", work, arguments.slides, arguments.rounds)
     if arguments.patches:
-        make_store(work / "made.lmdb", arguments.patches, arguments.value_bytes)
+        make_store(work / "synthetic.lmdb", arguments.patches, arguments.value_bytes)
         if arguments.only_verify:
-            compared(work / "made.lmdb", arguments.rounds)
+            compared(work / "synthetic.lmdb", arguments.rounds)
             return
-        measured(work / "made.lmdb", work, None, arguments.rounds)
+        measured(work / "synthetic.lmdb", work, None, arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Make the committed golden store of a format version. Run once a version; later versions must read what it made.
+"""Create the committed golden store of a format version. Run it once per version; later versions must read the store.
 
 python tools/make_golden_store.py tests/golden/store-v1
 """
@@ -21,7 +21,7 @@ PATCH = 16
 
 
 def main() -> None:
-    """Two complete slides, one with an unreadable patch, and one that failed."""
+    """Create two complete slides, one of them with an unreadable patch, and a failed slide."""
     path = Path(sys.argv[1])
     spec = TilingSpec(patch_size=PATCH, mpp=Mpp(0.5))
     with StoreWriter(path, spec) as writer:
@@ -66,7 +66,7 @@ def _complete(
 
 
 def colour(slide: int, patch: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """A patch of one colour that tells where it belongs: red is 40 × slide number, green 20 × patch number."""
+    """Return a patch of one colour: red is 40 × slide number, green is 20 × patch number."""
     return np.full((PATCH, PATCH, 3), (40 * slide, 20 * patch, 100), np.uint8)
 
 

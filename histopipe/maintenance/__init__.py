@@ -1,1 +1,1 @@
-"""Keeping a store for years: verify, repair, merge, remove, compact, split."""
+"""Maintenance of stores: info, verify, repair, merge, remove, compact, split."""

@@ -24,17 +24,17 @@ from histopipe.system.result import Result
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, silence
 
 _SPARE_BYTES = 16 << 20
-_NOT_CARRIED = ("data.mdb", "lock.mdb", "ingest.lock")
-"""Files that the copy has, or will have, itself."""
+_NOT_COPIED = ("data.mdb", "lock.mdb", "ingest.lock")
+"""Files that the copy already has, or creates when it is opened."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CompactResult(Result):
-    """What was compacted.
+    """Result of `compact`.
 
     Attributes:
         store: path of the copy, which may be the store itself.
-        before, after: bytes of data.mdb.
+        before, after: size of data.mdb in bytes.
     """
 
     store: str
@@ -42,7 +42,7 @@ class CompactResult(Result):
     after: int
 
     def __str__(self) -> str:
-        return f"{self.store}: {self.before / 1e6:,.1f} MB before, {self.after / 1e6:,.1f} MB now"
+        return f"{self.store}: {self.before / 1e6:,.1f} MB before, {self.after / 1e6:,.1f} MB after"
 
 
 def compact(
@@ -54,19 +54,19 @@ def compact(
 ) -> CompactResult:
     """Copy a store without its free pages, and replace the store by the copy.
 
-    Everything is kept, also what a later version has added. Processes that read the store meanwhile continue to read the old
-    file. Interrupted at any moment, the store is as before.
+    All entries are kept, also those of a later version. Processes that read the store continue with the old file.
+    After an interruption, the store is unchanged.
 
     Args:
         store: the store's folder. No process may have it open for writing.
-        out: a path that does not exist, for the copy; the store then stays as it is.
+        out: new path for the copy; the store is then not changed.
         untrusted: verify the store before LMDB opens it.
         progress: where to show progress.
 
     Raises:
         NothingToDo, DamagedStore: there is no store, or it cannot be copied.
-        UsageError: it is being written, `out` exists, or the filesystem cannot put one folder in another's place.
-        MachineShort: there is no room for the copy.
+        UsageError: it is being written, `out` exists, or the filesystem cannot exchange two folders.
+        MachineShort: there is not enough disk space for the copy.
     """
     store, out = Path(store), Path(out) if out is not None else None
     progress = progress or default_progress()
@@ -78,14 +78,14 @@ def compact(
         size = environment.used_bytes()
     before = (store / "data.mdb").stat().st_size
     if out is not None and (out.exists() or out.absolute().is_relative_to(store.absolute())):
-        raise UsageError(f"{out} exists already, or lies in the store", todo="choose another --out")
+        raise UsageError(f"{out} already exists, or is in the store", todo="choose another --out")
     target = (out or store.resolve()).absolute()
-    with _own_errors(target):
+    with _file_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         free = free_bytes(target.parent)
         if free < size + _SPARE_BYTES:
             raise MachineShort(
-                f"the disk that holds {target.parent} has no room for a copy of {store}",
+                f"not enough disk space in {target.parent} for a copy of {store}",
                 found=f"{free >> 20} MB free",
                 expected=f"{size >> 20} MB",
                 todo="make room, or pass --out with a path on another disk",
@@ -103,7 +103,7 @@ def compact(
 def carry_files(store: Path, part: Path) -> None:
     """Copy the other files of a store's folder, such as `ingest.log`, and the owner and permissions of data.mdb."""
     for path in store.iterdir():
-        if path.name in _NOT_CARRIED or path == part:
+        if path.name in _NOT_COPIED or path == part:
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, part / path.name, symlinks=True)
@@ -111,14 +111,14 @@ def carry_files(store: Path, part: Path) -> None:
             shutil.copy2(path, part / path.name, follow_symlinks=False)
     data = store / "data.mdb"
     shutil.copymode(data, part / "data.mdb")
-    with suppress(PermissionError):  # only root gives files away
+    with suppress(PermissionError):  # only root can change the owner
         os.chown(part / "data.mdb", data.stat().st_uid, data.stat().st_gid)
         os.chown(part, store.stat().st_uid, store.stat().st_gid)
 
 
 @contextmanager
-def _own_errors(path: Path) -> Iterator[None]:
-    """Raise our errors for a folder that cannot be written and for a full disk."""
+def _file_errors(path: Path) -> Iterator[None]:
+    """Convert errors of a folder that cannot be written, and of a full disk."""
     try:
         yield
     except HistopipeError:
@@ -133,16 +133,16 @@ def _own_errors(path: Path) -> Iterator[None]:
 
 @contextmanager
 def in_place_of(store: Path) -> Iterator[Path]:
-    """An empty folder that replaces a store at the end, by one rename. No process may have the store open for writing.
+    """Yield an empty folder that replaces a store at the end, by one rename.
 
     Raises:
-        UsageError: a process has, or the filesystem cannot exchange two folders.
+        UsageError: a process has the store open for writing, or the filesystem cannot exchange two folders.
     """
     real = store.resolve()
     if real.is_mount():  # before anything is copied
         raise UsageError(
-            f"{store} is a mount point, which no copy can replace",
-            todo="write the copy elsewhere (histopipe compact --out), or mount the folder above",
+            f"{store} is a mount point and cannot be replaced by a copy",
+            todo="write the copy to another path (histopipe compact --out), or mount the parent folder",
         )
     with WriteLease(store, alone=True):
         try:
@@ -152,23 +152,23 @@ def in_place_of(store: Path) -> Iterator[Path]:
             if error.filename != str(real):
                 raise
             raise UsageError(
-                f"the filesystem of {store} cannot put a copy in its place",
+                f"{store} cannot be replaced by a copy on its filesystem",
                 found=error.strerror,
-                todo="write the copy elsewhere (histopipe compact --out), and move it there yourself",
+                todo="write the copy to another path (histopipe compact --out), and move it",
             ) from error
 
 
 @contextmanager
 def _new_folder(path: Path) -> Iterator[Path]:
-    """An empty folder that gets its name at the end."""
+    """Yield an empty folder that is renamed to `path` at the end."""
     with appearing(path, hidden=True) as part:
-        shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(part, ignore_errors=True)  # left by a killed process
         part.mkdir()
         yield part
 
 
 def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
-    """Copy in a worker process, which can be ended at any moment, and which a damaged store may kill."""
+    """Copy in a worker process, which can be interrupted at any time. A damaged store may kill it."""
     copy = part / "data.mdb"
     try:
         with WorkerPool(1, silence) as pool:
@@ -184,7 +184,7 @@ def _copy(store: Path, part: Path, size: int, bar: Bar) -> None:
 
 
 def _copy_compacted(store: Path, folder: Path) -> None:
-    """Let LMDB copy data.mdb into an empty folder, verify the copy, and write it to disk."""
+    """Copy data.mdb into an empty folder with LMDB, verify the copy, and flush it to disk."""
     with open_environment(store) as environment, mapped_errors(folder):
         environment.handle.copy(str(folder), compact=True)
     faults = page_faults(folder, False)

@@ -1,4 +1,4 @@
-"""Copy slides from one store into another, with everything that is stored of them, known to this version or not."""
+"""Copy slides from one store into another with all their entries, also those that this version does not know."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from histopipe.system.result import Result
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
-"""Trees and free pages take a little besides the values."""
+"""Factor for trees and free pages, in addition to the values."""
 _CHUNK_ROWS, _CHUNK_BYTES = 4096, 32 << 20
-"""Of patches that are held in memory and written by one transaction."""
+"""Maximum patches, and their bytes, in memory and in one transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredSlide:
-    """A slide to copy: its store, and its number there."""
+    """A slide to copy: its store, and its number in this store."""
 
     store: Store
     number: int
@@ -58,14 +58,14 @@ class StoredSlide:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CopyResult(Result):
-    """What was copied into a store.
+    """Result of copying slides into a store.
 
     Attributes:
         store: path of the store.
-        slides: ids of slides that were copied now.
-        already: ids of slides that were there before.
-        patches: of both.
-        notes: what the user should know.
+        slides: ids of the copied slides.
+        already: ids of slides that were already in the store.
+        patches: number of patches of both.
+        notes: notes for the user.
     """
 
     store: str
@@ -75,14 +75,14 @@ class CopyResult(Result):
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        already = f", {len(self.already)} were there" if self.already else ""
+        already = f", {len(self.already)} already in the store" if self.already else ""
         return f"{self.store}: {len(self.slides)} slides copied{already}; {self.patches:,} patches"
 
 
 def open_stores(
     paths: Sequence[Path], stack: ExitStack, *, untrusted: bool, progress: Progress
 ) -> list[Store]:
-    """Open stores of one spec, to be closed by the stack. Untrusted ones are verified before.
+    """Open stores of one spec, which the stack closes. Untrusted stores are verified first.
 
     Raises:
         SpecMismatch: the stores have different specs.
@@ -97,7 +97,7 @@ def open_stores(
             texts = "; ".join(differences(other.spec, first.spec))
             texts = texts.replace("in the store", f"in {other.path}")
             raise SpecMismatch(
-                f"{other.path} was made with other settings than {first.path}",
+                f"{other.path} was created with other settings than {first.path}",
                 found=texts.replace("asked for", f"in {first.path}"),
                 expected="equal settings",
             )
@@ -112,23 +112,23 @@ def copy_slides(
     allow_network: bool,
     bar: Bar,
 ) -> CopyResult:
-    """Copy complete and failed slides of different ids into a store, which is made if missing. Slides that it has stay.
+    """Copy complete and failed slides with different ids into a store. Slides in it stay. A missing store is created.
 
-    Each slide appears by one transaction. After an interruption, the same call continues. `bar` is advanced by bytes of values.
+    Each slide becomes visible by one transaction. After an interruption, the same call continues. `bar` counts bytes.
 
     Raises:
-        SpecMismatch, UsageError: the store has another spec or is something else, or another process works on a slide.
-        DamagedStore: a slide is not what was written; those before it are copied.
+        SpecMismatch, UsageError: the store has another spec, `out` is not a store, or another process uses a slide.
+        DamagedStore: a slide does not match its checksums; those before it are copied.
         MachineShort: there is not enough free space.
     """
     if not allow_network:
         refuse_network(out)
     copied, already = [], []
     if not (out / "data.mdb").exists():
-        _check_room(slides, out, set(), 0)  # before anything is made
+        _check_space(slides, out, set(), 0)  # before the store is created
     with StoreWriter(out, spec) as writer, Claims(out) as claims:
-        there = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
-        _check_room(slides, out, there, writer.reusable_bytes())
+        existing = {r.id for r in writer.records().values() if r.state is SlideState.COMPLETE}
+        _check_space(slides, out, existing, writer.reusable_bytes())
         records = [slide.record for slide in slides]
         pending = [
             SlideRecord(id=r.id, path=r.path, resolved_path=r.resolved_path) for r in records
@@ -138,7 +138,8 @@ def copy_slides(
             record, number = slide.record, numbers[slide.record.id]
             if not claims.take(number):
                 raise UsageError(
-                    f"another process is at slide {record.id} of {out}", todo="wait for it"
+                    f"slide {record.id} of {out} is in use by another process",
+                    todo="wait until that process has finished",
                 )
             before = writer.record(number)
             if before.state is SlideState.COMPLETE:
@@ -157,18 +158,20 @@ def copy_slides(
     return CopyResult(str(out), copied, already, sum(slide.record.planned for slide in slides))
 
 
-def _check_room(slides: Sequence[StoredSlide], out: Path, there: set[str], reusable: int) -> None:
-    """Refuse what the disk cannot hold, before anything is copied."""
+def _check_space(
+    slides: Sequence[StoredSlide], out: Path, existing: set[str], reusable: int
+) -> None:
+    """Check that there is enough disk space, before slides are copied."""
     size = 0
     for record in (slide.record for slide in slides):
-        if record.planned and record.id not in there:
+        if record.planned and record.id not in existing:
             average = np.array([record.stored_bytes / record.planned])
             size += int(stored_size(average)[0]) * record.planned
     disk = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = free_bytes(disk) + reusable
     if free < size * _SPARE:
         raise MachineShort(
-            f"the disk that holds {out} has no room for {len(slides)} slides",
+            f"not enough disk space in {out} for {len(slides)} slides",
             found=f"{free >> 20} MB free",
             expected=f"about {int(size * _SPARE) >> 20} MB",
             todo="make room, or choose another --out",
@@ -176,15 +179,15 @@ def _check_room(slides: Sequence[StoredSlide], out: Path, there: set[str], reusa
 
 
 def _copy_slide(slide: StoredSlide, target: StoreWriter, number: int, bar: Bar) -> None:
-    """Copy a complete slide to a pending one of the target, which stays pending if a value is not what was written."""
+    """Copy a complete slide to a pending one of the target. It stays pending if a value does not match its checksum."""
     index = dict(slide.store.index(slide.number))
-    made = np.zeros(len(index["crc"]), np.uint32)
+    crcs = np.zeros(len(index["crc"]), np.uint32)
     for rows in _chunks(index["length"]):
         slide.store.advise([(slide.number, row) for row in rows])
         values = _values(slide, rows, index)
-        made[rows] = target.put_patches(number, rows, values)
+        crcs[rows] = target.put_patches(number, rows, values)
         bar.advance(sum(map(len, values)))
-    index["crc"] = made  # bound to the new keys
+    index["crc"] = crcs  # the checksums include the new keys
     index["label"] = _renumbered(index["label"], slide.store.classes, target)
     target.complete(
         number, slide.record, index, _thumbnails(slide), dict(_other_entries(slide, number))
@@ -199,25 +202,25 @@ def _values(slide: StoredSlide, rows: Sequence[int], index: dict[str, NDArray[An
         key = patch_key(slide.number, row)
         if len(value) != size or (size and value_crc(key, value) != checksum):
             raise DamagedStore(
-                f"{slide}: patch {row} is not what was written",
-                todo="see `histopipe verify` and `histopipe repair`",
+                f"{slide}: patch {row} does not match its checksum",
+                todo="run `histopipe verify`, then `histopipe repair`",
             )
     return values
 
 
 def _thumbnails(slide: StoredSlide) -> dict[str, bytes]:
-    """A slide's pictures by name."""
+    """Return the pictures of a slide by name."""
     pictures, known = {}, slide.record.thumbnail_crc
     for key, value in slide.store.entries(THUMBNAILS, slide.number):
         name, crc = key[len(slide_key(slide.number)) :].decode(), value_crc(key, value)
         if known.get(name, crc) != crc:
-            raise DamagedStore(f"{slide}: picture {name!r} is not what was written")
+            raise DamagedStore(f"{slide}: picture {name!r} does not match its checksum")
         pictures[name] = value
     return pictures
 
 
 def _other_entries(slide: StoredSlide, number: int) -> Iterator[tuple[tuple[bytes, bytes], bytes]]:
-    """The stain fit, and what a later version stores of a slide, by database and key under its new number."""
+    """Yield the stain fit and the entries of later versions, by database and key with the new slide number."""
     for key, value in slide.store.entries(STAINS, slide.number):
         stain = unseal(key, value, where=f"{slide}: stain")
         yield (STAINS, slide_key(number)), seal(slide_key(number), stain)
@@ -229,17 +232,17 @@ def _other_entries(slide: StoredSlide, number: int) -> Iterator[tuple[tuple[byte
 def _renumbered(
     labels: NDArray[np.int32], classes: Sequence[str], target: StoreWriter
 ) -> NDArray[np.int32]:
-    """Class numbers of the target, -1 for none. Classes that it lacks are added to it."""
+    """Convert labels to class numbers of the target, -1 for none. Missing classes are added to the target."""
     used = np.unique(labels[labels >= 0]).tolist()
     numbers = target.class_numbers([classes[number] for number in used])
-    made = labels.copy()
+    renumbered = labels.copy()
     for old in used:
-        made[labels == old] = numbers[classes[old]]
-    return made
+        renumbered[labels == old] = numbers[classes[old]]
+    return renumbered
 
 
 def _chunks(lengths: NDArray[np.integer]) -> Iterator[list[int]]:
-    """Rows that are copied at once."""
+    """Yield the rows of each transaction."""
     rows: list[int] = []
     size = 0
     for row, length in enumerate(lengths.tolist()):

@@ -1,4 +1,4 @@
-"""The result of verifying a store: what is wrong, and with which slide."""
+"""Result of verifying a store: findings, and the slides that they belong to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHOWN = 8
 
 
 class FindingKind(StrEnum):
-    """What a finding is about; docs/maintenance.md describes the kinds."""
+    """Kind of a finding. docs/how-to/stores.md describes the kinds."""
 
     STRUCTURE = "structure"
     FORMAT = "format"
@@ -32,9 +32,9 @@ class FindingKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong, and the slide that is damaged, if any.
+    """One fault in a store, and the damaged slide, if any.
 
-    `entry` is the database and the key, in hexadecimal digits, of a single entry that should not be there.
+    `entry` is the database and the key, in hexadecimal digits, of a single unexpected entry.
     """
 
     kind: FindingKind
@@ -50,15 +50,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class VerifyResult(Result):
-    """What was verified, and what is wrong.
+    """Result of `verify`.
 
     Attributes:
         store: path of the store.
-        full: whether every value was decoded, too.
-        slides, patches: how many were verified; patches of complete slides.
+        full: whether every value was also decoded.
+        slides, patches: number of verified slides, and of patches of complete slides.
         file_bytes: length of data.mdb.
-        seconds: how long it took.
-        findings: what is wrong; empty for a sound store.
+        seconds: duration.
+        findings: faults; empty for an intact store.
     """
 
     store: str
@@ -86,11 +86,11 @@ class VerifyResult(Result):
 
     @property
     def is_structural(self) -> bool:
-        """Whether the file itself is damaged, so that LMDB cannot be trusted with it."""
+        """Whether the file itself is damaged, so that LMDB may crash on it."""
         return any(finding.kind is FindingKind.STRUCTURE for finding in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as a JSON-ready dict."""
+        """Return the result as a JSON-ready dict."""
         return Result.to_json(self) | {"damaged_slides": list(self.damaged_slides.values())}
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class VerifyResult(Result):
         )
         if not self.findings:
             decoded = ", every patch decoded" if self.full else ""
-            return f"{self.store} is whole: {checked}{decoded}"
+            return f"{self.store} is intact: {checked}{decoded}"
         counts = f"{len(self.findings)} findings, {len(self.damaged_slides)} damaged slides"
         return "\n".join(
             [*map(str, self.findings), "", f"{self.store} is damaged: {counts}; {checked}"]
@@ -108,12 +108,12 @@ class VerifyResult(Result):
 
 
 def entry_of(database: bytes, key: bytes) -> tuple[str, str]:
-    """Return a database and a key as a finding has them."""
+    """Return a database and a key in the form of `Finding.entry`."""
     return database.decode("ascii", "replace"), key.hex()
 
 
 def some(items: Iterable[object]) -> str:
-    """List the first few of many items, for a message."""
+    """List the first items, and the number of the others, for a message."""
     items = list(items)
     text = ", ".join(map(str, items[:_SHOWN]))
     return text + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

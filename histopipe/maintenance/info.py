@@ -20,16 +20,16 @@ class StoreInfo(Result):
     """The contents of a store.
 
     Attributes:
-        path: of the store.
-        version: of its format.
-        uuid, created: of the store; ISO 8601.
-        spec: how its patches were made.
-        patches, unreadable, patch_bytes: sums over complete slides; bytes of the patches' files.
-        file_bytes: that data.mdb takes on the disk.
-        states: slides by state.
-        labels, mpp_sources, routes: complete slides by label, source of their scale, and route.
-        patch_labels: patches by the class that annotations give them.
-        slides: every slide's record, as JSON.
+        path: path of the store.
+        version: version of its format.
+        uuid, created: identifier, and time of creation in ISO 8601.
+        spec: tiling settings of its patches.
+        patches, unreadable, patch_bytes: totals of complete slides; bytes of the patches' files.
+        file_bytes: disk space of data.mdb.
+        states: number of slides by state.
+        labels, mpp_sources, routes: number of complete slides by label, source of the scale, and route.
+        patch_labels: number of patches by class of the annotations.
+        slides: slide records, as JSON.
     """
 
     path: str
@@ -59,11 +59,11 @@ class StoreInfo(Result):
             "slides    " + _counts(self.states),
             "labels    " + _counts(self.labels),
             "patch labels  " + _counts(self.patch_labels),
-            "mpp from  " + _counts(self.mpp_sources),
+            "mpp source  " + _counts(self.mpp_sources),
             "routes    " + _counts(self.routes),
             f"unreadable patches  {self.unreadable}",
             "",
-            f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} why, notes",
+            f"{'slide':<40} {'state':<9} {'patches':>9} {'mpp':>8}  {'label':<12} {'route':<9} reason, notes",
         ]
         return "\n".join([*lines, *map(_slide_line, self.slides)])
 
@@ -76,7 +76,7 @@ def store_info(
     Args:
         store: the store's folder.
         untrusted: verify the store before LMDB opens it.
-        progress: where to show the progress of that.
+        progress: where to show the progress of `untrusted`.
 
     Raises:
         NothingToDo: there is no store.
@@ -124,8 +124,8 @@ def _counts(counts: Mapping[str, int]) -> str:
 def _slide_line(slide: Mapping[str, Any]) -> str:
     mpp = f"{slide['mpp']:.4g}" if slide["mpp"] else "-"
     reason = slide["error"] or slide["route_reason"]
-    why = "; ".join(filter(None, [reason, *slide["notes"], *slide["annotation_notes"]]))
+    texts = "; ".join(filter(None, [reason, *slide["notes"], *slide["annotation_notes"]]))
     return (
         f"{slide['id']:<40} {slide['state']:<9} {slide['stored']:>9,} {mpp:>8}  "
-        f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {why}".rstrip()
+        f"{slide['label'] or '-':<12} {slide['route'] or '-':<9} {texts}".rstrip()
     )

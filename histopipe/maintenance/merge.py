@@ -19,7 +19,7 @@ from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
 
-_PLACES = ("x_l0", "y_l0", "length")
+_COMPARED = ("x_l0", "y_l0", "length")
 
 
 def merge(
@@ -30,11 +30,11 @@ def merge(
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> CopyResult:
-    """Copy the slides of several stores into one, which is made if missing.
+    """Copy the slides of several stores into one. A missing store is created.
 
-    Slides keep everything that is stored of them, also what a later version has added, but get new numbers: a run's
-    `splits.json` belongs to the stores that the run began with. Of a slide that several stores have, the first one's is
-    taken. Slides that an ingest has not finished are left out.
+    All entries of a slide are copied, also those of a later version. Slides get new numbers, so that the `splits.json`
+    of a run is valid only for the stores of that run. If several stores have a slide, it is copied from the first one.
+    Slides that an ingest has not finished are skipped.
 
     Args:
         sources: stores, or folders of stores, `*.lmdb`.
@@ -46,19 +46,19 @@ def merge(
     Raises:
         NothingToDo: there is no store.
         SpecMismatch: the stores have different specs.
-        UsageError: slides of one id are not the same.
-        DamagedStore: a slide is not what was written.
+        UsageError: slides with the same id differ.
+        DamagedStore: a slide does not match its checksums.
         MachineShort: there is not enough free space.
     """
     out, progress = Path(out), progress or default_progress()
     with ExitStack() as stack:
         paths = find_stores([Path(source) for source in sources], out)
         stores = open_stores(paths, stack, untrusted=untrusted, progress=progress)
-        there: list[StoredSlide] = []
+        existing: list[StoredSlide] = []
         try:
             with Store(out) as before:
                 chosen, notes = choose(stores, before)
-                there = [slide for slide in chosen if slide.store is before]
+                existing = [slide for slide in chosen if slide.store is before]
                 chosen = [slide for slide in chosen if slide.store is not before]
         except NothingToDo:
             chosen, notes = choose(stores)
@@ -67,24 +67,24 @@ def merge(
         result = copy_slides(chosen, out, stores[0].spec, allow_network=allow_network, bar=bar)
     return replace(
         result,
-        already=[*result.already, *(slide.record.id for slide in there)],
-        patches=result.patches + sum(slide.record.planned for slide in there),
+        already=[*result.already, *(slide.record.id for slide in existing)],
+        patches=result.patches + sum(slide.record.planned for slide in existing),
         notes=notes,
     )
 
 
 def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
-    """List the stores to merge, each once: those given, and all in a folder except `out`.
+    """List the stores to merge, without duplicates and without `out`. For a folder, list the stores in it.
 
     Raises:
-        NothingToDo: a path is no store, and no folder of stores.
+        NothingToDo: a path is neither a store nor a folder of stores.
         UsageError: `out` is one of the given stores.
     """
     found: dict[Path, Path] = {}
     for source in sources:
         if (source / "data.mdb").exists():
             if source.resolve() == out.resolve():
-                raise UsageError(f"{out} is one of the stores that are to be merged into it")
+                raise UsageError(f"{out} is one of the stores to merge", expected="another store")
             inside = [source]
         else:
             catalog = read_catalog(source)
@@ -92,7 +92,7 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
             inside = sorted(stores) if catalog is None else catalog.parts
         if not inside:
             raise NothingToDo(
-                f"{source} is no store", expected="a store, or a folder of stores called *.lmdb"
+                f"{source} is not a store", expected="a store, or a folder of stores named *.lmdb"
             )
         found |= {path.resolve(): path for path in inside if path.resolve() != out.resolve()}
     return list(found.values())
@@ -101,12 +101,12 @@ def find_stores(sources: Sequence[Path], out: Path) -> list[Path]:
 def choose(
     stores: Sequence[Store], out: Store | None = None
 ) -> tuple[list[StoredSlide], list[str]]:
-    """Choose the store that each slide is copied from, in the order of the stores. Slides that are in `out` stay.
+    """Choose the store to copy each slide from, in the order of the stores. Slides in `out` stay.
 
     Returns the slides, and notes for the user.
 
     Raises:
-        UsageError: slides of one id are not the same.
+        UsageError: slides with the same id differ.
     """
     chosen: dict[str, StoredSlide] = {}
     twice: dict[tuple[Path, Path], list[str]] = defaultdict(list)
@@ -127,60 +127,59 @@ def choose(
                 contradictions = _contradictions(first.record, record)
                 if contradictions:
                     unequal.append(
-                        f"{record.id}: {contradictions} of {first.store.path} and of {store.path}"
+                        f"{record.id}: {contradictions} in {first.store.path} and in {store.path}"
                     )
                 elif _has_more(record, first.record):
                     notes.append(
-                        f"{record.id}: {store.path} records more of it than {first.store.path}; left out"
+                        f"{record.id}: its record in {store.path} has more fields than in "
+                        f"{first.store.path}, but was not copied"
                     )
             else:
-                unequal.append(f"{record.id} of {first.store.path} and of {store.path}")
+                unequal.append(f"{record.id} in {first.store.path} and in {store.path}")
     if unequal:
         raise UsageError(
-            "slides of one id are not the same",
+            "slides with the same id differ",
             found=some(unequal),
-            todo="take one of each out of its store first (`histopipe remove`)",
+            todo="remove one of each from its store with `histopipe remove`",
         )
     notes += [
-        f"{name} of {path} is not done yet: left out"
-        for name, path in pending
-        if name not in chosen
+        f"{name} of {path} is not complete: skipped" for name, path in pending if name not in chosen
     ]
     notes += [
-        f"{len(ids)} slides are in {one} and in {other}, of which the first is taken: {some(ids)}"
+        f"{len(ids)} slides are in {one} and in {other}, and copied from the first: {some(ids)}"
         for (one, other), ids in twice.items()
-        if out is None or one != out.path  # copied by an earlier call, most likely
+        if out is None or one != out.path  # usually copied by an earlier call
     ]
     return list(chosen.values()), notes + duplicates(slide.record for slide in chosen.values())
 
 
 def _contradictions(one: SlideRecord, other: SlideRecord) -> str:
-    """Labels, patients and sites in which two records differ."""
+    """List the labels, patients and sites in which two records differ."""
     texts = []
-    for fact in ("label", "patient", "site"):
-        here, there = _given(one, fact), _given(other, fact)
-        if None not in (here, there) and here != there:
-            texts.append(f"{fact} {here!r} and {there!r}")
+    for name in ("label", "patient", "site"):
+        first, second = _given(one, name), _given(other, name)
+        if None not in (first, second) and first != second:
+            texts.append(f"{name} {first!r} and {second!r}")
     return ", ".join(texts)
 
 
 def _has_more(one: SlideRecord, other: SlideRecord) -> bool:
-    """Whether a record has a label, patient, site or measurement that another record of the slide lacks."""
-    facts = ("label", "patient", "site", "annotations", "quality")
-    return any(_given(other, fact) is None and _given(one, fact) is not None for fact in facts)
+    """Return whether a record has a label, patient, site or measurement that the other record does not have."""
+    names = ("label", "patient", "site", "annotations", "quality")
+    return any(_given(other, name) is None and _given(one, name) is not None for name in names)
 
 
-def _given(record: SlideRecord, fact: str) -> str | None:
-    """A field of a record; None for a patient who is only the slide's id, which ingest records by default."""
-    value: str | None = getattr(record, fact)
-    return None if fact == "patient" and value == record.id else value
+def _given(record: SlideRecord, name: str) -> str | None:
+    """Return a field of a record; None for a patient that equals the slide id, which is the default of ingest."""
+    value: str | None = getattr(record, name)
+    return None if name == "patient" and value == record.id else value
 
 
 def _is_same(one: StoredSlide, other: StoredSlide) -> bool:
-    """Whether two stores have the same patches of the same scan; their values are not read."""
-    here, there = one.record, other.record
-    facts = ("content", "width", "height", "planned", "stored", "stored_bytes")
-    if any(getattr(here, fact) != getattr(there, fact) for fact in facts):
+    """Return whether two stores have the same patches of the same scan. Their values are not read."""
+    first, second = one.record, other.record
+    names = ("content", "width", "height", "planned", "stored", "stored_bytes")
+    if any(getattr(first, name) != getattr(second, name) for name in names):
         return False
     columns, others = one.store.index(one.number), other.store.index(other.number)
-    return all(np.array_equal(columns[name], others[name]) for name in _PLACES)
+    return all(np.array_equal(columns[name], others[name]) for name in _COMPARED)

@@ -1,6 +1,6 @@
-"""Rebuild a store whose file is damaged: copy what can be read into a new file, slide by slide, and replace the old one.
+"""Rebuild a store whose file is damaged: copy the readable entries into a new file that replaces the old one.
 
-Worker processes read the old file, since LMDB may crash on it. What makes one crash is left out.
+Worker processes read the old file, since LMDB may crash on it. Entries that crash a worker are skipped.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from histopipe.system.progress import Bar, Progress
 from histopipe.system.worker_pool import WorkerPool, results_of, silence
 
 _CHUNK_BYTES = 32 << 20
-"""Of one transaction."""
+"""Bytes of values in one transaction."""
 _BATCH, _SECONDS = 4096, 600.0
-"""Items of one task; seconds after which its worker counts as hanging."""
+"""Items of one task, and seconds until its worker counts as hanging."""
 
 Item = tuple[bytes, bytes, bool]
-"""Database, key, and whether it is a prefix of the keys of what is copied."""
+"""Database, key, and whether the key is a prefix: all entries whose keys begin with it are copied."""
 
 
 def rebuild(
@@ -50,12 +50,12 @@ def rebuild(
     next_number: int,
     progress: Progress,
 ) -> None:
-    """Copy what can be read of a store into a new file, under the same numbers, which replaces the old one by one rename.
+    """Copy the readable entries of a store into a new file that replaces the old one by one rename.
 
-    `store` is without links. The new file has the slides of `records` only, which are by number.
+    `store` is a path without links. Only the slides of `records` are copied, under the same numbers.
 
     Raises:
-        UsageError: the store is open for writing, or was written since it was verified.
+        UsageError: the store is open for writing, or was written after it was verified.
         MachineShort: there is not enough free space.
     """
     with (
@@ -63,20 +63,22 @@ def rebuild(
         in_place_of(store) as part,
     ):
         if newest_transaction(store / "data.mdb") != found.transaction:
-            raise UsageError(f"{store} was written meanwhile", todo="run the same command again")
+            raise UsageError(
+                f"{store} was written after it was verified", todo="run the same command again"
+            )
         with WorkerPool(1, silence) as pool:
             items = _items(records, found.databases, bar)
             task = partial(_copy_items, store, part)
             while batch := list(islice(items, _BATCH)):
-                # An item that kills the worker cannot be read, and is left out.
+                # An item that kills the worker cannot be read, and is skipped.
                 deque(results_of(pool, _SECONDS, task, [batch]), maxlen=0)
         entries = {(SLIDES, slide_key(n)): record.to_bytes(n) for n, record in records.items()}
         _put(part, entries | {(META, b"next_number"): to_json(next_number)})
         carry_files(store, part)
     try:
         Path.cwd()
-    except FileNotFoundError:  # it was the old folder, and worker processes begin in it
-        os.chdir(store)
+    except FileNotFoundError:
+        os.chdir(store)  # worker processes start in the working directory, which was the old folder
 
 
 def _items(records: Mapping[int, SlideRecord], databases: set[bytes], bar: Bar) -> Iterator[Item]:
@@ -112,11 +114,11 @@ def _copy_items(store: Path, part: Path, items: list[Item]) -> None:
 
 
 def _keys(raw: RawStore, database: bytes, prefix: bytes) -> list[bytes]:
-    """The keys that begin with a prefix, as far as they can be listed."""
+    """Return the keys that begin with a prefix, as far as they can be listed."""
     keys = []
     with suppress(DamagedStore):
         for key in raw.keys(database, prefix):
-            keys.append(key)  # one by one, for those before an error
+            keys.append(key)  # not list(), to keep the keys before an error
     return keys
 
 

@@ -1,8 +1,8 @@
-"""Ingest damaged slides of a store again, in their places.
+"""Ingest damaged slides of a store again, under the same numbers.
 
-What is known of a slide is set aside meanwhile, so that a kill at any moment loses none of it. One transaction copies the
-slide's record, index and all else but its patches and thumbnails into the database `set-aside`, and makes the slide pending.
-Once the slide is complete again, one transaction returns what still fits.
+The data of a slide is set aside during the ingest, so that a kill at any time loses none of it. One transaction copies
+the slide's entries, except patches and thumbnails, into the database `set-aside`, and makes the slide pending. When the
+slide is complete again, one transaction restores the data that is still valid.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from histopipe.system.progress import Progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, results_of
 from histopipe.tiling.spec import spec_of_store
 
-_LEAST_UNREADABLE = 0.01
+_MIN_UNREADABLE = 0.01
 _OPENING_SECONDS = 120.0
 _NUMBER = 4
-"""Bytes of a slide number at the start of a key."""
-_ANEW = {META, PATCHES, THUMBNAILS, SET_ASIDE}
-"""Databases that an ingest fills anew, or that are of no slide."""
+"""Bytes of the slide number at the start of a key."""
+_NOT_SET_ASIDE = {META, PATCHES, THUMBNAILS, SET_ASIDE}
+"""Databases that an ingest writes again, or that belong to no slide."""
 _OF_CLASSES = {"label", "covered"}
 _MEASURED = {*_OF_CLASSES, "focus", "pen", "dark"}
 
@@ -61,13 +61,13 @@ Columns = dict[str, NDArray[Any]]
 
 @dataclass(slots=True)
 class Reingestion:
-    """Ingests the damaged slides of a store again, by an ordinary ingest. The store's file must be sound.
+    """A repeated ingest of the damaged slides of a store. The store's file must be intact.
 
     Attributes:
-        annotations: files of outlines by slide id.
+        annotations: annotation files by slide id.
         done: ids of slides that are complete again, by number.
-        left: reasons by id, of slides that are not.
-        notes: what the user should know.
+        left: reasons why slides were not ingested, by id.
+        notes: notes for the user.
     """
 
     store: Path
@@ -81,14 +81,14 @@ class Reingestion:
     notes: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Ingest what can be ingested, and return to the slides what was set aside of them.
+        """Ingest the slides whose files are available, and restore the data that was set aside.
 
         Raises:
-            SpecMismatch: this version cannot make the patches of the store.
+            SpecMismatch: this version cannot tile slides with the settings of the store.
         """
-        hit = {f.number for f in self.found.findings if f.entry is None}
+        numbers = {f.number for f in self.found.findings if f.entry is None}
         records = self.found.records.items()
-        damaged = {n: r for n, r in records if n in hit and r.state is SlideState.COMPLETE}
+        damaged = {n: r for n, r in records if n in numbers and r.state is SlideState.COMPLETE}
         with open_for_change(self.store) as environment:
             begun = self._restore(environment)
             if damaged or begun:
@@ -96,7 +96,7 @@ class Reingestion:
                 self._restore(environment)
 
     def _restore(self, environment: Environment) -> dict[int, SlideRecord]:
-        """Return to complete slides what was set aside, forget what was of removed ones, and return all others."""
+        """Restore data to complete slides, delete that of removed ones, and return the records of all others."""
         with environment.read() as transaction:
             records = read_records(transaction, environment.databases, self.store)
             kept = environment.databases.get(SET_ASIDE)
@@ -121,13 +121,13 @@ class Reingestion:
         damaged: Mapping[int, SlideRecord],
         wanted: Sequence[SlideRecord],
     ) -> None:
-        """Ingest the wanted slides: damaged ones, and those that an interrupted repair has set aside."""
+        """Ingest the wanted slides: damaged ones, and those that an interrupted repair has left."""
         spec = spec_of_store(self.found.spec or {})
         files = self._files(wanted)
         for number, record in damaged.items():
             file = files.get(record.id)
             if file is not None and not self._set_aside(environment, number, record, file):
-                self.left[record.id] = "it was changed meanwhile"
+                self.left[record.id] = "it was changed during the repair"
                 del files[record.id]
         if not files:
             return
@@ -135,7 +135,7 @@ class Reingestion:
         options = replace(
             self.options,
             rules=replace(self.options.rules, roi=spec.roi),
-            max_unreadable=max([_LEAST_UNREADABLE, *shares]),
+            max_unreadable=max([_MIN_UNREADABLE, *shares]),
         )
         mpps = {r.id: Mpp(r.mpp) for r in wanted if r.mpp}
         slides = [
@@ -146,11 +146,11 @@ class Reingestion:
         self.left |= report.failed
 
     def _files(self, wanted: Sequence[SlideRecord]) -> dict[str, SlideFile]:
-        """The files of slides by id, where they are given and of the same scan."""
+        """Return the files of slides by id, if they were given and contain the same scan."""
         given = {slide.id: slide for slide in with_recorded_ids(self.given, self.found.records)}
         scans = {record.id: record.content for record in wanted}
         self.left |= {
-            name: "its file is not among those given" for name in scans if name not in given
+            name: "its file is not among the given slides" for name in scans if name not in given
         }
         files = {name: given[name] for name in scans if name in given}
         with WorkerPool(self.options.worker_count) as pool:
@@ -159,7 +159,7 @@ class Reingestion:
                 if isinstance(content, WorkerDied | SlideError):
                     self.left[slide.id] = f"its file cannot be opened: {content}"
                 elif scans[slide.id] not in (None, content):
-                    self.left[slide.id] = f"{slide.path} is another scan by now"
+                    self.left[slide.id] = f"{slide.path} is now another scan"
                 else:
                     continue
                 del files[slide.id]
@@ -173,14 +173,14 @@ class Reingestion:
             state=SlideState.PENDING,
             path=storable(str(file.path)),
             resolved_path=resolved(file.path),
-            annotations=None,  # else the ingest would note that its classes are gone
+            annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
         )
         with Claims(self.store) as claims:
             return claims.take(number) and set_aside(environment, number, record, pending)
 
 
 def _content(slides: list[SlideFile]) -> str | SlideError | None:
-    """What copies of one scan have in common, of a slide; None where there is nothing of that kind."""
+    """Return the hash that is equal for copies of one scan; None if there is none."""
     (slide,) = slides
     try:
         with Slide(slide.path) as opened:
@@ -192,43 +192,43 @@ def _content(slides: list[SlideFile]) -> str | SlideError | None:
 def set_aside(
     environment: Environment, number: int, expected: SlideRecord, pending: SlideRecord
 ) -> bool:
-    """Set aside what is stored of a slide, and give it the record `pending`, in one transaction.
+    """Set aside the data of a slide, and replace its record by `pending`, in one transaction.
 
-    Returns False, and changes nothing, if the slide no longer has the record `expected`.
+    Returns False without changes if the current record differs from `expected`.
     """
-    own = slide_key(number)
+    slide = slide_key(number)
 
     def work(transaction: Any) -> bool:
         databases = environment.databases
-        if _decoded(number, transaction.get(own, db=databases[SLIDES])) != expected:
+        if _decoded(number, transaction.get(slide, db=databases[SLIDES])) != expected:
             return False
         kept = environment.database(SET_ASIDE, transaction)
         for name, database in list(databases.items()):
-            if database is None or name in _ANEW:
+            if database is None or name in _NOT_SET_ASIDE:
                 continue
-            for key, entry in list(entries_with(transaction, database, own)):
+            for key, entry in list(entries_with(transaction, database, slide)):
                 transaction.put(_kept_key(number, name) + key[_NUMBER:], entry, db=kept)
-        transaction.put(own, pending.to_bytes(number), db=databases[SLIDES])
+        transaction.put(slide, pending.to_bytes(number), db=databases[SLIDES])
         return True
 
     return environment.change(work)
 
 
 def restore(environment: Environment, number: int) -> str | None:
-    """Return to a slide that is complete again what was set aside, where it still fits. Of a removed slide, forget it.
+    """Restore the data of a slide that is complete again, if it is still valid. Delete the data of a removed slide.
 
-    Returns a note for the user on what could not be returned, if any.
+    Returns a note for the user about data that could not be restored, if any.
     """
 
     def work(transaction: Any) -> str | None:
         note = None
         kept = environment.database(SET_ASIDE, transaction)
-        held = dict(entries_with(transaction, kept, _kept_key(number)))
+        entries = dict(entries_with(transaction, kept, _kept_key(number)))
         databases, key = environment.databases, slide_key(number)
-        before = _decoded(number, held.get(_kept_key(number, SLIDES)))
+        before = _decoded(number, entries.get(_kept_key(number, SLIDES)))
         now = _decoded(number, transaction.get(key, db=databases[SLIDES]))
         if before is not None and now is not None:
-            old = _index(number, held.get(_kept_key(number, INDEX)))
+            old = _index(number, entries.get(_kept_key(number, INDEX)))
             index = _index(number, transaction.get(key, db=databases[INDEX]))
             classes = json.loads(bytes(transaction.get(b"classes", db=databases[META]) or b"[]"))
             columns = _still_valid(old, index, len(classes))
@@ -238,7 +238,7 @@ def restore(environment: Environment, number: int) -> str | None:
             if index:
                 transaction.put(key, encode_index(key, {**index, **columns}), db=databases[INDEX])
             transaction.put(key, record.to_bytes(number), db=databases[SLIDES])
-        for kept_key, entry in held.items():
+        for kept_key, entry in entries.items():
             name, _, rest = kept_key[_NUMBER:].partition(b"\0")
             if now is not None and name not in (SLIDES, INDEX):
                 transaction.put(key + rest, entry, db=environment.database(name, transaction))
@@ -249,7 +249,7 @@ def restore(environment: Environment, number: int) -> str | None:
 
 
 def _kept_key(number: int, database: bytes | None = None) -> bytes:
-    """Begin of a slide's keys in `set-aside`, or of those of one database. No slide has these numbers."""
+    """Return the prefix of a slide's keys in `set-aside`, or of those of one database. It is no slide number."""
     prefix = b"\xff" + number.to_bytes(_NUMBER - 1, "big")
     return prefix if database is None else prefix + database + b"\0"
 
@@ -261,27 +261,27 @@ def _decoded(number: int, value: bytes | memoryview | None) -> SlideRecord | Non
 
 
 def _index(number: int, block: bytes | memoryview | None) -> Columns:
-    """Columns of an index block; none if it is missing or damaged."""
+    """Return the columns of an index block; empty if it is missing or damaged."""
     with suppress(DamagedStore):
         return decode_index(slide_key(number), bytes(block or b""), where=f"slide {number}")
     return {}
 
 
 def _still_valid(old: Columns, new: Columns, classes: int) -> Columns:
-    """Columns that were measured or decided after the ingest, if the patches are at the same places."""
+    """Return the columns that were measured or labelled after the ingest, if the patch coordinates are equal."""
     if not (old and new and all(np.array_equal(old[name], new[name]) for name in ("x_l0", "y_l0"))):
         return {}
-    keep = {name: c for name, c in old.items() if name in _MEASURED or name not in INDEX_COLUMNS}
-    labels = keep["label"]
-    if len(labels) and not -1 <= labels.min() <= labels.max() < classes:  # their names are lost
-        return {name: c for name, c in keep.items() if name not in _OF_CLASSES}
-    return keep
+    valid = {name: c for name, c in old.items() if name in _MEASURED or name not in INDEX_COLUMNS}
+    labels = valid["label"]
+    if len(labels) and not -1 <= labels.min() <= labels.max() < classes:  # class names are lost
+        return {name: c for name, c in valid.items() if name not in _OF_CLASSES}
+    return valid
 
 
 def _record(
     before: SlideRecord, now: SlideRecord, columns: Mapping[str, Any]
 ) -> tuple[SlideRecord, str | None]:
-    """The record with the fields that users gave, and those that belong to the columns that are kept; a note."""
+    """Return the record with the fields from users and those of the restored columns, and a note."""
     names = ["patient", "label", "site", "mpp_source", "unknown"]
     if "label" in columns:
         names += ["annotations", "annotation_notes", "patch_labels"]
@@ -290,8 +290,8 @@ def _record(
     record = replace(now, **{name: getattr(before, name) for name in names})
     notes = []
     if before.annotations is not None and now.annotations is None and "label" not in columns:
-        notes.append("the classes of its patches are gone: `histopipe annotate` makes them again")
+        notes.append("its patch labels are lost: run `histopipe annotate` again")
         record = replace(record, notes=list(dict.fromkeys([*record.notes, *notes])))
     if record.unreadable > before.unreadable:
-        notes.append(f"{record.unreadable} patches cannot be read, {before.unreadable} before")
+        notes.append(f"{record.unreadable} patches are unreadable, {before.unreadable} before")
     return record, f"{now.id}: {'; '.join(notes)}" if notes else None

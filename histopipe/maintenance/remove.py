@@ -19,13 +19,13 @@ from histopipe.system.result import Result
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoveResult(Result):
-    """What was removed.
+    """Result of `remove`.
 
     Attributes:
         store: path of the store.
         slides: ids of the removed slides.
-        patches: of these slides.
-        reusable_bytes: that are free inside the file now, also by earlier removals.
+        patches: number of patches of these slides.
+        reusable_bytes: free bytes inside the file, also from earlier removals.
     """
 
     store: str
@@ -35,7 +35,7 @@ class RemoveResult(Result):
 
     def __str__(self) -> str:
         return (
-            f"{self.store}: {len(self.slides)} slides of {self.patches:,} patches removed; "
+            f"{self.store}: {len(self.slides)} slides with {self.patches:,} patches removed; "
             f"{self.reusable_bytes / 1e6:,.1f} MB of the file are free (`histopipe compact` returns them to the disk)"
         )
 
@@ -47,17 +47,17 @@ def remove(
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> RemoveResult:
-    """Remove slides from a store, each with everything that is stored of it by one transaction.
+    """Remove slides from a store, each with all its entries in one transaction.
 
     Args:
         store: the store's folder.
-        slides: ids. If one is unknown, nothing is removed.
+        slides: ids of the slides. If one is unknown, nothing is removed.
         untrusted: verify the store before LMDB opens it.
         progress: where to show progress.
 
     Raises:
         NothingToDo, DamagedStore: there is no store, or it cannot be written.
-        UsageError: a slide is not in the store, or an ingest is at it.
+        UsageError: a slide is not in the store, or is being ingested.
     """
     store, progress = Path(store), progress or default_progress()
     if untrusted:
@@ -65,25 +65,26 @@ def remove(
     with Store(store) as opened:
         numbers = {record.id: number for number, record in opened.records.items()}
         planned = {record.id: record.planned for record in opened.slides}
-    wanted = list(dict.fromkeys(slides))
-    unknown = [name for name in wanted if name not in numbers]
+    names = list(dict.fromkeys(slides))
+    unknown = [name for name in names if name not in numbers]
     if unknown:
         raise UsageError(
             f"{store} has no such slide", found=some(unknown),
-            expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers) or "any slide",
+            expected=some(difflib.get_close_matches(unknown[0], numbers) or numbers) or "a store with slides",
         )  # fmt: skip
     with (
         StoreWriter(store) as writer,
         Claims(store) as claims,
-        progress.bar("remove", unit="slides", total=len(wanted)) as bar,
+        progress.bar("remove", unit="slides", total=len(names)) as bar,
     ):
-        for name in wanted:
+        for name in names:
             if not claims.take(numbers[name]):
                 raise UsageError(
-                    f"an ingest is at slide {name} of {store}", todo="wait until it is done"
+                    f"slide {name} of {store} is being ingested",
+                    todo="wait until the ingest has finished",
                 )
             writer.remove(numbers[name])
             claims.release(numbers[name])
             bar.advance()
         free = writer.reusable_bytes()
-    return RemoveResult(str(store), wanted, sum(planned[name] for name in wanted), free)
+    return RemoveResult(str(store), names, sum(planned[name] for name in names), free)

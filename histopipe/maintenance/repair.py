@@ -1,4 +1,4 @@
-"""Repair a store: ingest its damaged slides again, in their places. Sound slides are not touched."""
+"""Repair a store: ingest its damaged slides again, under the same numbers. Intact slides are not changed."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from histopipe.system.result import Result
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepairResult(Result):
-    """What was repaired.
+    """Result of `repair`.
 
     Attributes:
         store: path of the store.
-        findings: how much was wrong.
+        findings: number of findings before the repair.
         slides: ids of slides that were ingested again.
-        left: reasons by id, of damaged slides that were not.
-        notes: what the user should know.
-        remaining: what is still wrong, except for the slides in `left`.
+        left: reasons why damaged slides were not ingested again, by id.
+        notes: notes for the user.
+        remaining: findings after the repair, except for the slides in `left`.
     """
 
     store: str
@@ -65,7 +65,7 @@ class RepairResult(Result):
 
     def __str__(self) -> str:
         if not self.findings and not self.slides and not self.left:
-            return f"{self.store} is whole: nothing to repair"
+            return f"{self.store} is intact: nothing to repair"
         names = f": {', '.join(self.slides)}" if self.slides else ""
         return f"{self.store}: {self.findings} findings, {len(self.slides)} slides ingested again{names}"
 
@@ -83,18 +83,18 @@ def repair(
     allow_network: bool = False,
     progress: Progress | None = None,
 ) -> RepairResult:
-    """Verify a store, ingest the damaged slides again in their places, and verify it again.
+    """Verify a store, ingest the damaged slides again under the same numbers, and verify it again.
 
-    A slide keeps its number, label, patient, site, stain fit, and what was measured of its patches if these are at the same
-    places. It is touched only if its file is given and is the same scan. If the file of the store is damaged, all that can be
-    read is first copied into a new one. After an interruption, the same call continues.
+    A slide keeps its number, label, patient, site and stain fit. It keeps the measurements of its patches if their
+    coordinates are equal. It is changed only if its file is given and contains the same scan. If the file of the store
+    is damaged, the readable entries are first copied into a new one. After an interruption, the same call continues.
 
     Args:
         store: the store's folder.
         slides: files or folders of slides.
-        annotations: file or folder of outlines. Without them, patches keep their classes where these are intact.
+        annotations: file or folder of annotations. Without them, patches keep their labels where these are intact.
         annotation_threshold, unclassified, annotation_origin: as for `annotate`.
-        full: decode every patch, too, and ingest slides again that have patches which are no images.
+        full: also decode every patch, and ingest slides again whose patches cannot be decoded.
         workers: number of processes; one per core if not given.
         allow_network: allow the store to be on a network filesystem.
         progress: where to show progress.
@@ -102,7 +102,7 @@ def repair(
     Raises:
         NothingToDo, UnknownVersion: there is no store, or a later version wrote it.
         DamagedStore: the entries of `meta` are damaged.
-        UsageError, MachineShort: the store cannot be written, or was written meanwhile.
+        UsageError, MachineShort: the store cannot be written, or another process wrote it during the repair.
     """
     paths = [slides] if isinstance(slides, str | Path) else slides
     given = discover([Path(path) for path in paths])
@@ -120,46 +120,48 @@ def repair(
     real = Path(store).resolve()
     progress = progress or default_progress()
     notes: list[str] = []
-    look = partial(examine, real, full=full, workers=workers, progress=progress)
+    check = partial(examine, real, full=full, workers=workers, progress=progress)
     if not (real / "data.mdb").is_file():
         raise no_store(real)
-    with _alone(real):
+    with _exclusive(real):
         length = make_readable(real)
-        before = found = look()
+        before = found = check()
         count = len(found.findings)
-        fits = sum(finding.kind is FindingKind.STAIN for finding in found.findings)
-        if fits:
-            notes.append(f"the stain fits of {fits} slides are damaged: run `histopipe stains`")
+        stains = sum(finding.kind is FindingKind.STAIN for finding in found.findings)
+        if stains:
+            notes.append(f"the stain fits of {stains} slides are damaged: run `histopipe stains`")
         known = _known_records(found)
         if found.result.is_structural:
             _rebuild(real, found, known, length, progress)
-            notes.append(f"{real / 'data.mdb'} was rebuilt from all that could be read of it")
-    with _alone(real):  # again, since the folder may be another one
+            notes.append(f"{real / 'data.mdb'} was rebuilt from its readable entries")
+    with _exclusive(real):  # lock again, since the rebuild has replaced the folder
         if before.result.is_structural:
-            found = look()
+            found = check()
         else:
             _refuse_lost_meta(found)
             _delete_orphans(real, found, known)
             if found.damaged_records or found.without_record:
-                found = look()
-        work = Reingestion(real, found, given, options, outlines, progress)
-        work.run()
-    left = work.left | _lost(before, known, given, found)
+                found = check()
+        ingest = Reingestion(real, found, given, options, outlines, progress)
+        ingest.run()
+    left = ingest.left | _lost(before, known, given, found)
     remaining = []
-    if count or work.done:
-        findings = look().findings
+    if count or ingest.done:
+        findings = check().findings
         remaining = [str(f).partition(": ")[2] for f in findings if f.slide not in left]
     return RepairResult(
-        str(store), count, list(work.done.values()), left, notes + work.notes, remaining
+        str(store), count, list(ingest.done.values()), left, notes + ingest.notes, remaining
     )
 
 
 @contextmanager
-def _alone(store: Path) -> Iterator[None]:
-    """Refuse that two repairs of a store run at once."""
+def _exclusive(store: Path) -> Iterator[None]:
+    """Raise UsageError if another repair of the store is running."""
     with locked(store) as free:
         if not free:
-            raise UsageError("another repair of the store is at work", todo="wait until it is done")
+            raise UsageError(
+                f"another repair of {store} is running", todo="wait until it has finished"
+            )
         yield
 
 
@@ -170,7 +172,7 @@ def _rebuild(
     length: int,
     progress: Progress,
 ) -> None:
-    """Rebuild the file. If that is refused because `meta` is lost, the file gets its former length back."""
+    """Rebuild the file. If that is impossible because `meta` is lost, restore the original length of the file."""
     try:
         _refuse_lost_meta(found)
     except DamagedStore:
@@ -180,13 +182,13 @@ def _rebuild(
 
 
 def _refuse_lost_meta(found: Examination) -> None:
-    """Refuse a store whose own settings are damaged: no slide could bring them back."""
+    """Raise DamagedStore if the settings in `meta` are damaged, since they cannot be restored from slides."""
     lost = [f for f in found.findings if f.kind is FindingKind.FORMAT]
     if lost or found.spec is None:
         raise DamagedStore(
-            f"what {found.result.store} says of itself is lost",
+            f"the settings of {found.result.store} are lost",
             found=some(f.what for f in lost or found.findings),
-            todo="take it from a backup, or ingest into a new store",
+            todo="restore the store from a backup, or ingest into a new one",
         )
 
 
@@ -195,7 +197,7 @@ def _next_number(found: Examination, numbers: Iterable[int]) -> int:
 
 
 def _known_records(found: Examination) -> dict[int, SlideRecord]:
-    """Records by number: those that can be read or corrected, and placeholders that hide what is stored of other slides."""
+    """Return readable and corrected records by number, and placeholders that hide the entries of other slides."""
     records = dict(found.records)
     lost = [n for n in found.without_record if n < _next_number(found, records)]
     for number in [*found.damaged_records, *lost]:
@@ -207,27 +209,27 @@ def _known_records(found: Examination) -> dict[int, SlideRecord]:
 
 
 def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRecord]) -> None:
-    """Delete what belongs to no slide, write records that were corrected, and hide slides that have none."""
+    """Delete entries that belong to no slide, write corrected records, and hide slides without a record."""
     if not found.findings:
         return
     hidden = known.keys() - found.records
     entries = [f.entry for f in found.findings if f.entry and f.number not in hidden]
-    hit = {f.number for f in found.findings if f.number is not None and f.entry is None}
-    strays = {n for n in hit if n not in known or known[n].state is SlideState.FAILED}
+    damaged = {f.number for f in found.findings if f.number is not None and f.entry is None}
+    orphans = {n for n in damaged if n not in known or known[n].state is SlideState.FAILED}
     changed = {n: record for n, record in known.items() if found.records.get(n) != record}
     with open_for_change(store) as environment, Claims(store) as claims:
-        for number in sorted(strays):
+        for number in sorted(orphans):
             if claims.take(number) and not _is_in_use(environment, number):
                 delete_entries(environment, number)
 
         def work(transaction: Any) -> None:
-            for database, key in entries:
-                held = environment.database(database.encode(), transaction)
-                transaction.delete(bytes.fromhex(key), db=held)
+            for name, key in entries:
+                database = environment.database(name.encode(), transaction)
+                transaction.delete(bytes.fromhex(key), db=database)
             slides, meta = (environment.database(name, transaction) for name in (SLIDES, META))
             for number, record in changed.items():
                 transaction.put(slide_key(number), record.to_bytes(number), db=slides)
-            # An ingest may have given numbers to slides since the store was verified.
+            # An ingest may have registered slides after the store was verified.
             now = read_records(transaction, environment.databases, store)
             next_number = _next_number(found, [*known, *now])
             transaction.put(b"next_number", to_json(next_number), db=meta)
@@ -236,7 +238,7 @@ def _delete_orphans(store: Path, found: Examination, known: Mapping[int, SlideRe
 
 
 def _is_in_use(environment: Environment, number: int) -> bool:
-    """Whether a number has a slide by now, which has not failed."""
+    """Return whether a number now has a slide that has not failed."""
     try:
         with environment.read() as transaction:
             record = read_record(transaction, environment.databases, number, environment.path)
@@ -251,13 +253,13 @@ def _lost(
     given: Sequence[SlideFile],
     found: Examination,
 ) -> dict[str, str]:
-    """Reasons why slides are not back whose records are lost, and files that no slide of the store is of."""
-    why = "its record is lost: `histopipe ingest` adds its file again, `histopipe remove` removes what is left"
+    """Return reasons, by id, for slides whose records are lost and for files without a slide in the store."""
+    reason = "its record is lost: add its file with `histopipe ingest`, delete the rest with `histopipe remove`"
     placeholders = (r for n, r in known.items() if n not in before.records and not r.path)
-    lost = {r.id: why for r in placeholders if r.state is SlideState.PENDING}
+    lost = {r.id: reason for r in placeholders if r.state is SlideState.PENDING}
     pages = [f.what for f in before.findings if f.kind is FindingKind.STRUCTURE]
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in found.records.values()}
-        missing = "it is not in the store, or its record is lost: `histopipe ingest` adds it"
+        missing = "it is not in the store, or its record is lost: add it with `histopipe ingest`"
         lost |= {s.id: missing for s in given if resolved(s.path) not in stored}
     return lost

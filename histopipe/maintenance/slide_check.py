@@ -1,4 +1,4 @@
-"""Check everything that a store holds of one slide. Runs in a worker process, which a damaged file may kill."""
+"""Check all entries of single slides. Runs in a worker process, which a damaged file may kill."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState, read_fits
 
 _NUMBER = 4
-"""Bytes of a slide number at the start of a key."""
+"""Bytes of the slide number at the start of a key."""
 
 Columns = dict[str, NDArray[Any]]
 
 
 class WrongValue(NamedTuple):
-    """A patch that differs from what its index says: its length and CRC, and those expected."""
+    """A patch that differs from its index: its length and CRC, and the expected ones."""
 
     slide: int
     row: int
@@ -49,7 +49,7 @@ class WrongValue(NamedTuple):
 
 @dataclass(slots=True)
 class SlideCheck:
-    """The result for one slide. A record that is damaged is None, and its bytes are kept."""
+    """Result for one slide. A damaged record is None, and its bytes are in `damaged_record`."""
 
     number: int
     record: SlideRecord | None = None
@@ -67,9 +67,10 @@ class SlideCheck:
 def check_slides(
     store: Path, numbers: Sequence[int], *, side: int | None = None, records_only: bool = False
 ) -> list[SlideCheck]:
-    """Check slides, each in one transaction. Slides that were removed meanwhile have no result.
+    """Check slides, each in one transaction. Slides that another process has removed have no result.
 
-    With `side`, in pixels, every patch and picture is decoded, too; with 0, which is unknown, every picture. `records_only` is for slides whose patches kill a worker.
+    `side` is the patch size in pixels: every patch and picture is also decoded. If it is 0 (unknown), only pictures
+    are. `records_only` is for slides whose patches kill a worker.
     """
     checks = []
     with RawStore(store) as raw:
@@ -133,7 +134,7 @@ def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns
     ):
         if expected != found:
             check.add(FindingKind.COUNT, f"{what}: {expected} in its record, {found} in its index")
-    with contextlib.suppress(DamagedStore, ValueError, TypeError):  # found as damage of `meta`
+    with contextlib.suppress(DamagedStore, ValueError, TypeError):  # reported as damage of `meta`
         classes = len(json.loads(bytes(raw.get(META, b"classes") or b"")))
         if len(labels) and not -1 <= labels.min() <= labels.max() < classes:
             check.add(
@@ -143,10 +144,10 @@ def _check_counts(raw: RawStore, check: SlideCheck, record: SlideRecord, columns
 
 
 def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int | None) -> None:
-    """Look up every patch as a reader does, and compare it with its CRC. With `side`, decode it, too."""
+    """Look up every patch as a reader does, and compare it with its CRC. With `side`, also decode it."""
     pixels = None
     if side:
-        # Late: otherwise no image library is needed.
+        # Imported late: otherwise, no image library is needed.
         from histopipe.dataset.patch_batches import decode
 
         pixels = np.empty((side, side, 3), np.uint8)
@@ -154,7 +155,7 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
     lengths, crcs = columns["length"].tolist(), columns["crc"].tolist()
     found: set[int] = set()
     faults: dict[int, str] = {}
-    no_images: dict[int, str] = {}
+    undecodable: dict[int, str] = {}
     for row, (length, crc) in enumerate(zip(lengths, crcs, strict=True)):
         key = patch_key(check.number, row)
         try:
@@ -174,7 +175,7 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
             try:
                 decode(value, pixels)
             except DamagedStore as error:
-                no_images[row] = str(error)
+                undecodable[row] = str(error)
     if faults:
         texts = some(sorted(set(faults.values())))
         check.add(FindingKind.STRUCTURE, f"cannot read patches {some(faults)}: {texts}")
@@ -183,20 +184,20 @@ def _check_patches(raw: RawStore, check: SlideCheck, columns: Columns, side: int
         check.add(
             FindingKind.HOLE, f"{len(missing)} of {len(crcs)} patches are missing: {some(missing)}"
         )
-    if no_images:
-        why = next(iter(no_images.values()))
-        check.add(FindingKind.IMAGE, f"patches {some(no_images)} are no images: {why}")
+    if undecodable:
+        reason = next(iter(undecodable.values()))
+        check.add(FindingKind.IMAGE, f"cannot decode patches {some(undecodable)}: {reason}")
     _check_patch_keys(raw, check, len(crcs), found)
 
 
 def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set[int]) -> None:
-    """Check that there are no other patches, and that a lookup reaches all that lie in the tree."""
+    """Check that there are no other patches, and that a lookup reaches all patches in the tree."""
     beyond, unreached = [], []
     try:
         for key in raw.keys(PATCHES, slide_key(check.number)):
             if len(key) != 2 * _NUMBER:
                 entry = entry_of(PATCHES, key)
-                check.add(FindingKind.ORPHAN, f"patches: a key {key.hex()}", entry)
+                check.add(FindingKind.ORPHAN, f"patches: unexpected key {key.hex()}", entry)
                 continue
             row = int.from_bytes(key[_NUMBER:], "big")
             if row >= planned:
@@ -206,7 +207,7 @@ def _check_patch_keys(raw: RawStore, check: SlideCheck, planned: int, found: set
     except DamagedStore as error:
         check.add(FindingKind.STRUCTURE, str(error))
     if beyond:
-        check.add(FindingKind.ORPHAN, f"patches {some(beyond)}, of {planned}")
+        check.add(FindingKind.ORPHAN, f"patches {some(beyond)} are not in its index of {planned}")
     if unreached:
         check.add(FindingKind.STRUCTURE, f"a lookup does not reach patches {some(unreached)}")
 
@@ -219,12 +220,14 @@ def _check_thumbnails(
         for key in list(raw.keys(THUMBNAILS, slide_key(check.number))):
             kind = key[_NUMBER:].decode("utf-8", "replace")
             if not kind:
-                continue  # found among the entries of no slide
+                continue  # `find_orphans` reports it
             kinds.add(kind)
             value = bytes(raw.get(THUMBNAILS, key) or b"")
             crc = value_crc(key, value)
             if record.thumbnail_crc.get(kind, crc) != crc:
-                check.add(FindingKind.THUMBNAIL, f"its picture {kind!r} is not what was written")
+                check.add(
+                    FindingKind.THUMBNAIL, f"its picture {kind!r} does not match its checksum"
+                )
             elif is_full:
                 try:
                     decode_picture(value, "it")

@@ -1,4 +1,4 @@
-"""Split a store into one store per side of a split."""
+"""Split stores into one store per side of a split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from histopipe.system.progress import Progress, default_progress
 
 @dataclass(frozen=True, slots=True)
 class SplitResult:
-    """What was copied, by side of the split. Sides without slides have no store."""
+    """Result of `split`: the copied slides by side. Sides without slides have no store."""
 
     sides: dict[Side, CopyResult]
 
@@ -43,20 +43,20 @@ def split(
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> SplitResult:
-    """Copy slides into `train.lmdb`, `validation.lmdb` and `test.lmdb`, by the sides of a split.
+    """Copy the slides of each side of a split into `train.lmdb`, `validation.lmdb` and `test.lmdb`.
 
     Args:
-        sources: the stores that the split was made of, in their order.
-        splits: its `splits.json`.
-        out: folder for the new stores, made if missing. After an interruption, the same call continues.
+        sources: the stores of the split, in the same order.
+        splits: path of its `splits.json`.
+        out: folder for the new stores, created if missing. After an interruption, the same call continues.
         allow_network: allow it to be on a network filesystem.
         untrusted: verify the stores before LMDB opens them.
         progress: where to show progress.
 
     Raises:
         NothingToDo: there is no store, or no slide has a side.
-        UsageError: the split divides slides, as by region or patch; a store holds slides whole.
-        DamagedStore: the split is not of these stores, or a slide is not what was written.
+        UsageError: the split assigns patches of one slide to several sides, as a split by region or patch does.
+        DamagedStore: the split belongs to other stores, or a slide does not match its checksums.
         MachineShort: there is not enough free space.
     """
     splits, out, progress = Path(splits), Path(out), progress or default_progress()
@@ -68,42 +68,42 @@ def split(
         if not sides:
             raise NothingToDo(f"{splits} has no slide on any side")
         slides = {
-            side: [StoredSlide(stores[slide.store], slide.slide) for slide in held]
-            for side, held in sides.items()
+            side: [StoredSlide(stores[slide.store], slide.slide) for slide in of_side]
+            for side, of_side in sides.items()
         }
         targets = {side: out / f"{side}.lmdb" for side in slides}
-        for side, held in slides.items():
-            _refuse_others(targets[side], {slide.record.id for slide in held})
-        total = sum(slide.record.stored_bytes for held in slides.values() for slide in held)
+        for side, of_side in slides.items():
+            _refuse_others(targets[side], {slide.record.id for slide in of_side})
+        total = sum(slide.record.stored_bytes for of_side in slides.values() for slide in of_side)
         out.mkdir(parents=True, exist_ok=True)
         bar = stack.enter_context(progress.bar("split", unit="bytes", total=total))
         copied = {
-            side: copy_slides(held, targets[side], spec, allow_network=allow_network, bar=bar)
-            for side, held in slides.items()
+            side: copy_slides(of_side, targets[side], spec, allow_network=allow_network, bar=bar)
+            for side, of_side in slides.items()
         }
     return SplitResult(copied)
 
 
 def _refuse_others(store: Path, ids: set[str]) -> None:
-    """Refuse to add to the store of another split: a slide would be on two sides."""
+    """Refuse to add slides to the store of another split, since a slide would be on two sides."""
     try:
-        with Store(store) as there:
-            others = [record.id for record in there.slides if record.id not in ids]
+        with Store(store) as existing:
+            others = [record.id for record in existing.slides if record.id not in ids]
     except NothingToDo:
         return
     if others:
         raise UsageError(
-            f"{store} holds slides that are not of its side", found=some(others),
-            expected="the stores of this split, or none", todo="choose another --out",
+            f"{store} contains slides of another side or split", found=some(others),
+            expected="stores of this split, or no stores", todo="choose another --out",
         )  # fmt: skip
 
 
 def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSplit]]:
-    """Slides by their side, of the sides that have any."""
+    """Return the slides by side, without empty sides."""
     found: dict[Side, list[SlideSplit]] = {side: [] for side in SIDES}
     divided = []
     for slide in slides:
-        # Patches that are left out do not count: a store holds slides whole.
+        # Patches without a side do not count: slides are copied with all their patches.
         numbers = sorted(set(slide.sides.tolist()) - {DROPPED})
         if len(numbers) > 1:
             divided.append(slide.id)
@@ -111,7 +111,7 @@ def _sides(slides: Sequence[SlideSplit], path: Path) -> dict[Side, list[SlideSpl
             found[SIDES[numbers[0]]].append(slide)
     if divided:
         raise UsageError(
-            f"{path} divides slides among sides", found=some(divided),
-            expected="whole slides, as by patient, site or slide",
+            f"{path} assigns patches of one slide to several sides", found=some(divided),
+            expected="one side per slide: a split by patient, site or slide",
         )  # fmt: skip
-    return {side: held for side, held in found.items() if held}
+    return {side: of_side for side, of_side in found.items() if of_side}

@@ -1,4 +1,4 @@
-"""Check what a store holds besides its slides. Runs in a worker process, which a damaged file may kill."""
+"""Check all entries of a store except those of slides. Runs in a worker process, which a damaged file may kill."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from histopipe.store.record import SlideRecord, SlideState
 T = TypeVar("T")
 
 _NUMBER, _PATCH = 4, 8
-"""Bytes of a slide number at the start of a key; bytes of a patch's key."""
+"""Bytes of the slide number at the start of a key, and of the key of a patch."""
 _FAILED = f'"state":"{SlideState.FAILED}"'.encode()
 _NO_RECORD = "which has no record"
 
 
 @dataclass(slots=True)
 class Examination:
-    """What was found out about a store.
+    """Findings about a store, and the entries that could be read.
 
     Attributes:
-        spec, next_number: of `meta`, as far as they can be read.
-        slides: numbers of all slides; numbers that may be slides', if these cannot be listed.
-        records: by slide number, of those that can be read; `damaged_records` has the bytes of the others.
-        without_record: numbers that have entries, but no record.
+        spec, next_number: entries of `meta`, as far as they can be read.
+        slides: numbers of all slides; all possible numbers if slides cannot be listed.
+        records: readable records by slide number; `damaged_records` has the bytes of the others.
+        without_record: slide numbers with entries, but no record.
         transaction: number of the last transaction before the store was verified.
     """
 
@@ -68,7 +68,7 @@ def check_store(store: Path) -> Examination:
     """Check the databases and the entries of `meta`, and list the slides.
 
     Raises:
-        NothingToDo: the store is empty, or the environment of another program.
+        NothingToDo: the store is empty, or the environment belongs to another program.
         UnknownVersion: a later version wrote the store.
     """
     check = Examination()
@@ -76,7 +76,7 @@ def check_store(store: Path) -> Examination:
         check.databases = raw.databases
         if all(_is_empty(raw, name) for name in raw.databases):
             raise NothingToDo(
-                f"{store} is empty: an ingest has only just begun it, or was stopped there"
+                f"{store} is empty: an ingest has just started, or was stopped at its start"
             )
         for database in DATABASES:
             if database not in raw.databases and database != STAINS:
@@ -91,7 +91,7 @@ def check_store(store: Path) -> Examination:
     if last >= check.next_number:
         check.add(
             FindingKind.COUNT,
-            f"meta 'next_number' is {check.next_number}, but there is a slide number {last}",
+            f"meta 'next_number' is {check.next_number}, but slide number {last} exists",
         )
     return check
 
@@ -133,14 +133,16 @@ def _slides(raw: RawStore, check: Examination) -> list[int]:
         if len(key) == _NUMBER:
             numbers.append(slide_number(key))
         else:
-            check.add(FindingKind.ORPHAN, f"slides: a key {key.hex()}", entry_of(SLIDES, key))
+            check.add(
+                FindingKind.ORPHAN, f"slides: unexpected key {key.hex()}", entry_of(SLIDES, key)
+            )
     return numbers
 
 
 def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[int]]:
     """Find entries whose slide has no record or has failed. The patches of `complete` slides are not listed.
 
-    Returns a finding for each entry, or for all patches of a number, and the numbers that have entries but no record.
+    Returns one finding per entry, or per slide number for patches, and the numbers that have entries but no record.
     """
     findings: list[Finding] = []
     without_record: set[int] = set()
@@ -148,7 +150,7 @@ def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[in
     with RawStore(store) as raw:
 
         @cache
-        def why_orphan(number: int) -> str | None:
+        def orphan_reason(number: int) -> str | None:
             record = raw.get(SLIDES, slide_key(number)) if number <= MAX_SLIDE_NUMBER else None
             if record is None:
                 without_record.add(number)
@@ -161,26 +163,26 @@ def find_orphans(store: Path, complete: set[int]) -> tuple[list[Finding], set[in
                 for key in raw.keys(database, skip=complete if database == PATCHES else set()):
                     entry = entry_of(database, key)
                     if not _is_usual(database, key):
-                        what = f"{name}: a key {key.hex()}"
+                        what = f"{name}: unexpected key {key.hex()}"
                         findings.append(Finding(FindingKind.ORPHAN, what, entry=entry))
                         continue
                     number = slide_number(key[:_NUMBER])
-                    why = why_orphan(number)
-                    if why is not None and database == PATCHES:
+                    reason = orphan_reason(number)
+                    if reason is not None and database == PATCHES:
                         patches[number] += 1
-                    elif why is not None:
-                        what = f"{name}: an entry of slide number {number}, {why}"
+                    elif reason is not None:
+                        what = f"{name}: an entry of slide number {number}, {reason}"
                         findings.append(Finding(FindingKind.ORPHAN, what, None, number, entry))
             except DamagedStore as error:
                 findings.append(Finding(FindingKind.STRUCTURE, f"{name}: {error}"))
         for number, count in patches.items():
-            what = f"{count} patches of slide number {number}, {why_orphan(number)}"
+            what = f"{count} patches of slide number {number}, {orphan_reason(number)}"
             findings.append(Finding(FindingKind.ORPHAN, what, None, number))
     return findings, without_record
 
 
 def _is_usual(database: bytes, key: bytes) -> bool:
-    """Whether a key has the form that its database has."""
+    """Return whether a key has the form of the keys of its database."""
     if database == PATCHES:
         return len(key) == _PATCH
     if database in (INDEX, STAINS):

@@ -1,7 +1,7 @@
-"""Verify a store: its file, its records, its indices and every value.
+"""Verify a store: its file, its records, its indexes and every value.
 
-The main process never opens the file with LMDB, which a damaged tree can crash or hang. Worker processes do, and one that dies
-costs only the slide that it was reading.
+Only worker processes open the file with LMDB, since a damaged tree can crash or hang it. If a worker dies, only the
+slide that it was reading counts as damaged.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.worker_pool import WorkerDied, WorkerPool, result_of, results_of, silence
 
 _SMALL_BYTES = 32 << 20
-"""A file that one worker reads sooner than a second one has started."""
+"""File size up to which one worker is faster than starting a second one."""
 _BATCH_BYTES, _BATCH_SLIDES = 64 << 20, 500
-"""Of the slides that one task checks."""
-_LEAST_SECONDS, _SLOWEST = 60.0, 2e6
-"""What a task may take: so long, and the time to read the file with so many bytes per second."""
-_MOST_COMPARED = 200
-"""Wrong values that are compared with each other, to find swapped ones."""
+"""Maximum bytes and slides of one task."""
+_BASE_SECONDS, _MIN_BYTES_PER_SECOND = 60.0, 2e6
+"""Time limit of a task: these seconds, plus the time to read the file at this rate."""
+_MAX_COMPARED = 200
+"""Maximum number of wrong values that are compared with each other, to find swapped ones."""
 
 
 def verify(
@@ -44,22 +44,22 @@ def verify(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyResult:
-    """Verify the integrity of a store. Nothing is written.
+    """Verify the integrity of a store. The store is not written.
 
     Args:
         store: the store's folder.
-        full: decode every patch and picture, too.
-        untrusted: do not let LMDB open the file before its pages are verified; refuse links in the folder.
+        full: also decode every patch and picture.
+        untrusted: verify the pages of the file before LMDB opens it, and refuse links in the folder.
         workers: number of processes; one per core if not given.
         progress: where to show progress.
 
     Returns:
-        What is wrong. Slides that an ingest has not finished are no finding.
+        The findings. Slides that an ingest has not finished are not reported.
 
     Raises:
         NothingToDo: there is no store, or it is empty.
         UnknownVersion: a later version wrote the store.
-        MachineShort: memory ran out.
+        MachineShort: out of memory.
 
     Example:
         >>> verify("patches.lmdb").findings  # doctest: +SKIP
@@ -71,21 +71,21 @@ def verify(
 
 
 def check_untrusted(store: Path, *, progress: Progress | None = None) -> None:
-    """Refuse a store that is damaged, before LMDB opens it in this process.
+    """Check that an untrusted store is intact, before LMDB opens it in this process.
 
-    What the store says may still be wrong, as in any file of an unknown source. But it cannot make a reader follow a path,
-    leave a folder, or use more memory than its size and its patch size account for.
+    Its contents may still be wrong, as in any file from an unknown source. But they cannot make a reader follow a path,
+    leave a folder, or use more memory than the file size and the patch size explain.
 
     Raises:
         NothingToDo: there is no store.
-        DamagedStore, UnknownVersion: something is wrong with it.
+        DamagedStore, UnknownVersion: verification has findings.
     """
     findings = [f.what for f in verify(store, untrusted=True, progress=progress).findings]
     if findings:
         raise DamagedStore(
-            f"the store {store} is not to be trusted",
+            f"the untrusted store {store} failed verification",
             found=f"{len(findings)} findings: {some(findings)}"[:500],
-            todo="see `histopipe verify --untrusted`",
+            todo="run `histopipe verify --untrusted` for details",
         )
 
 
@@ -97,7 +97,7 @@ def examine(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> Examination:
-    """Verify a store, as `verify`, and return all that was found out."""
+    """Verify a store as `verify` does, and return the findings with the readable entries."""
     started = time.monotonic()
     data = store / "data.mdb"
     if not data.is_file() or data.stat().st_size == 0:
@@ -107,7 +107,7 @@ def examine(
         check_length(data)
         transaction = newest_transaction(data)
     except DamagedStore as error:
-        found = Examination(findings=[_broken(error)])
+        found = Examination(findings=[_structural(error)])
     else:
         progress = progress or default_progress()
         count = 1 if size < _SMALL_BYTES else workers or len(os.sched_getaffinity(0))
@@ -137,12 +137,12 @@ def _examine(
     pages_first: bool,
     bar: Bar,
 ) -> Examination:
-    """Verify a store of sound length.
+    """Verify a store whose file has the right length.
 
-    LMDB's verifier reads one page of each value, which is slow while the file is not in memory. Without `pages_first`, it
+    LMDB's verifier reads one page of each value, which is slow if the file is not in memory. Without `pages_first`, it
     runs after all values were read.
     """
-    seconds = _LEAST_SECONDS + size / _SLOWEST
+    seconds = _BASE_SECONDS + size / _MIN_BYTES_PER_SECOND
 
     @cache
     def pages() -> Future[list[str]]:
@@ -164,7 +164,7 @@ def _examine(
     except UnknownVersion:
         raise
     except (WorkerDied, DamagedStore) as error:
-        failure = _broken(f"LMDB cannot read `meta` and `slides`: {error}")
+        failure = _structural(f"LMDB cannot read `meta` and `slides`: {error}")
         return Examination(findings=[*_page_findings(pages()), failure])
     average = max(1, size // max(1, len(found.slides)))
     batch_size = min(_BATCH_SLIDES, max(1, _BATCH_BYTES // average))
@@ -178,7 +178,7 @@ def _examine(
         task = pool.submit_within(seconds, find_orphans, store, complete)
         orphans, found.without_record = result_of(task)
     except (WorkerDied, DamagedStore) as error:
-        orphans = [_broken(f"LMDB cannot list the keys: {error}")]
+        orphans = [_structural(f"LMDB cannot list the keys: {error}")]
     found.findings = [
         *_page_findings(pages()),
         *found.findings,
@@ -190,24 +190,24 @@ def _examine(
     return found
 
 
-def _broken(what: object) -> Finding:
+def _structural(what: object) -> Finding:
     return Finding(FindingKind.STRUCTURE, str(what))
 
 
 def _page_findings(pages: Future[list[str]]) -> list[Finding]:
-    """Findings of LMDB's verifier."""
+    """Return the findings of LMDB's verifier."""
     try:
-        return [_broken(fault) for fault in result_of(pages)]
+        return [_structural(fault) for fault in result_of(pages)]
     except WorkerDied as error:
-        return [_broken(f"LMDB's verifier crashes or hangs: {error}")]
+        return [_structural(f"LMDB's verifier crashes or hangs: {error}")]
     except DamagedStore as error:
-        return [_broken(error)]
+        return [_structural(error)]
 
 
 def _links(store: Path) -> list[Finding]:
-    """Files of the folder that would have another file read or written."""
+    """Return findings for links and devices in the folder, since other files would be read or written."""
     return [
-        _broken(f"{path.name} is a link or a device, not a regular file")
+        _structural(f"{path.name} is a link or a device, not a regular file")
         for path in sorted(store.iterdir())
         if path.is_symlink() or not (path.is_file() or path.is_dir())
     ]
@@ -220,7 +220,7 @@ def _check_slides(
     seconds: float,
     bar: Bar,
 ) -> list[SlideCheck]:
-    """Check slides by number. A slide that ends its worker is checked by its record only."""
+    """Check slides by number. For a slide that kills its worker, check only the record."""
     checks: list[SlideCheck] = []
     died: dict[int, WorkerDied] = {}
     for batch, result in results_of(pool, seconds, task, batches):
@@ -232,8 +232,8 @@ def _check_slides(
     task = partial(task, records_only=True)
     for (number,), result in results_of(pool, seconds, task, [[number] for number in died]):
         check = SlideCheck(number) if isinstance(result, WorkerDied) or not result else result[0]
-        why = f"LMDB crashes or hangs reading this slide: {died[number]}"
-        check.add(FindingKind.STRUCTURE, why)
+        what = f"LMDB crashes or hangs reading this slide: {died[number]}"
+        check.add(FindingKind.STRUCTURE, what)
         checks.append(check)
     return sorted(checks, key=lambda check: check.number)
 
@@ -241,40 +241,41 @@ def _check_slides(
 def _duplicate_ids(found: Examination) -> list[Finding]:
     names = Counter(record.id for record in found.records.values())
     return [
-        Finding(FindingKind.RECORD, f"{count} slides are called {name!r}")
+        Finding(FindingKind.RECORD, f"{count} slides have the id {name!r}")
         for name, count in names.items()
         if count > 1
     ]
 
 
 def _wrong_values(found: Examination, wrong: list[WrongValue]) -> list[Finding]:
-    """Findings of wrong values by slide. If there are few, values under each other's keys are found, too."""
+    """Return findings of wrong values by slide. If there are few, also find values that were swapped."""
     findings: list[Finding] = []
     changed: dict[int, list[int]] = defaultdict(list)
-    others = wrong if len(wrong) <= _MOST_COMPARED else []
+    others = wrong if len(wrong) <= _MAX_COMPARED else []
     for value in wrong:
         owner = next((other for other in others if _is_value_of(value, other)), None)
         if owner is None:
             changed[value.slide].append(value.row)
             continue
         place = "" if owner.slide == value.slide else f" of {found.records[owner.slide].id}"
-        what = f"patch {value.row} holds the value of patch {owner.row}{place}"
+        what = f"patch {value.row} has the value of patch {owner.row}{place}"
         name = found.records[value.slide].id
         findings.append(Finding(FindingKind.SWAPPED, what, name, value.slide))
     for slide, rows in changed.items():
-        count = f"{len(rows)} patches are" if len(rows) > 1 else "a patch is"
-        what = f"{count} not what was written: {some(rows)}"
+        one = "1 patch does not match its checksum"
+        text = one if len(rows) == 1 else f"{len(rows)} patches do not match their checksums"
+        what = f"{text}: {some(rows)}"
         findings.append(Finding(FindingKind.VALUE, what, found.records[slide].id, slide))
     return findings
 
 
 def _is_value_of(wrong: WrongValue, other: WrongValue) -> bool:
-    """Whether the value under one key is the one that belongs under another key.
+    """Return whether the value under one key belongs under another key.
 
-    CRC-32 is linear: the checksums of one value under two keys differ as those of zeros of the same length do.
+    CRC-32 is linear: checksums of a value under two keys differ by the same XOR as those of zeros of equal length.
     """
     if wrong is other or wrong.length != other.expected_length:
         return False
     zeros = bytes(wrong.length)
-    here, there = (crc32(zeros, crc32(patch_key(w.slide, w.row))) for w in (wrong, other))
-    return wrong.crc ^ here ^ there == other.expected_crc
+    one, two = (crc32(zeros, crc32(patch_key(w.slide, w.row))) for w in (wrong, other))
+    return wrong.crc ^ one ^ two == other.expected_crc

@@ -1,4 +1,4 @@
-"""The on-disk format: one LMDB environment of encoded patches, slide records and columnar indexes.
+"""The store on disk: one LMDB environment of encoded patches, slide records and columnar indexes.
 
-Only this package imports lmdb. `docs/store-format.md` is the format's manual.
+Only this package imports lmdb. `docs/reference/store-format.md` describes the format.
 """

@@ -1,7 +1,7 @@
-"""The catalog of a folder of parts: which part holds which slide of a data set that several machines have ingested.
+"""Catalog of a folder of parts: the part of each slide of a data set that several machines have ingested.
 
-Only the process that assigns slides writes it. If two parts hold the same slide, for example after a machine was thought
-lost, the catalog names one of them, and readers ignore the slide in the other one.
+Only the process that assigns slides writes it. Two parts may contain the same slide, for example after a machine
+counted as lost. The catalog then names one of them, and readers ignore the slide in the other one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from histopipe.system.files import appearing, read_json
 
 CATALOG = "histopipe-catalog.json"
 _OLD_CATALOG = "catalog.json"
-"""Its name until version 0.1. Other tools use this name too, for example STAC."""
+"""Name of the catalog up to version 0.1. Other tools, for example STAC, also use this name."""
 _VERSION = 1
 _SUFFIX = ".lmdb"
 
 
 @dataclass(slots=True)
 class Catalog:
-    """The slides of a folder of parts: the file name of each slide's part, by slide id."""
+    """Slides of a folder of parts: the file name of each slide's part, by slide id."""
 
     folder: Path
     uuid: str = field(default_factory=lambda: str(uuid.uuid4()))
@@ -37,11 +37,11 @@ class Catalog:
 
     @property
     def parts(self) -> list[Path]:
-        """The parts that hold slides, sorted by name."""
+        """Paths of the parts that contain slides, sorted by name."""
         return [self.folder / name for name in sorted(set(self.slides.values()))]
 
     def write(self) -> None:
-        """Write the catalog into its folder, by one rename."""
+        """Write the catalog into its folder with one rename."""
         content = {"version": _VERSION, "uuid": self.uuid, "slides": self.slides}
         with appearing(self.folder / CATALOG, hidden=True) as part, part.open("w") as file:
             json.dump(content, file, ensure_ascii=False, indent=0)
@@ -50,7 +50,7 @@ class Catalog:
 
 
 def read_catalog(folder: Path) -> Catalog | None:
-    """Read the catalog of a folder; None if it has none. A `catalog.json` of another tool is ignored.
+    """Read the catalog of a folder; None if there is none. A `catalog.json` of another tool is ignored.
 
     Raises:
         DamagedStore, UnknownVersion: the catalog cannot be read, or a later version wrote it.
@@ -72,7 +72,7 @@ def read_catalog(folder: Path) -> Catalog | None:
 
 
 def _catalog_file(folder: Path) -> Path | None:
-    """The catalog's file; None if there is none that histopipe wrote."""
+    """Return the path of the catalog; None if there is none, or another tool wrote it."""
     path, old = folder / CATALOG, folder / _OLD_CATALOG
     if path.is_file():
         return path
@@ -85,7 +85,7 @@ def _catalog_file(folder: Path) -> Path | None:
 
 
 def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
-    """Whether each slide has the name of a part within the folder."""
+    """Check that each slide has the name of a part in the folder."""
     return isinstance(slides, dict) and all(
         isinstance(part, str) and part.endswith(_SUFFIX) and part[0] != "." and "/" not in part
         for part in set(slides.values())
@@ -93,15 +93,15 @@ def _are_parts(slides: Any) -> TypeGuard[dict[str, str]]:
 
 
 def no_store(path: Path) -> NothingToDo:
-    """Return the error for a path that is no store. Only commands that read data sets accept a folder of parts."""
+    """Return the error for a path that is not a store. Only commands that read data sets accept a folder of parts."""
     if _catalog_file(path) is not None:
         return NothingToDo(
             f"no store at {path}", found="a folder of parts", expected="one store",
-            todo="name one of its parts, or make one store of them with `histopipe merge`",
+            todo="pass one of its parts, or merge them into one store with `histopipe merge`",
         )  # fmt: skip
     return NothingToDo(
         f"no store at {path}",
-        expected="a folder with a data.mdb, made by `histopipe ingest`",
+        expected="a folder with a data.mdb, created by `histopipe ingest`",
         todo="check the path",
     )
 
@@ -115,14 +115,14 @@ def parts_of(path: Path) -> list[Path]:
 
 
 def seen_in(store: Path, records: dict[int, SlideRecord]) -> dict[int, SlideRecord]:
-    """Leave out the records of a part that the catalog in its folder assigns to another part."""
-    seen = _seen(store.resolve())
-    if seen is None:
+    """Return the records of a part, without slides that the catalog in its folder assigns to another part."""
+    ids = _catalog_ids(store.resolve())
+    if ids is None:
         return records
-    return {number: record for number, record in records.items() if record.id in seen}
+    return {number: record for number, record in records.items() if record.id in ids}
 
 
-def _seen(store: Path) -> frozenset[str] | None:
+def _catalog_ids(store: Path) -> frozenset[str] | None:
     if not store.name.endswith(_SUFFIX):
         return None
     for name in (CATALOG, _OLD_CATALOG):
@@ -136,7 +136,7 @@ def _seen(store: Path) -> frozenset[str] | None:
 
 @functools.lru_cache(maxsize=4)
 def _by_part(folder: Path, _inode: int, _time: int) -> Mapping[str, frozenset[str]]:
-    """The slides of each part, cached while the file stays the same. A file that is no catalog names no part."""
+    """Return the slide ids of each part, cached until the file changes. A damaged catalog counts as empty."""
     try:
         catalog = read_catalog(folder)
     except DamagedStore:

@@ -1,8 +1,9 @@
-"""Locks by which processes that use one store at once share its slides.
+"""Locks that let several processes use one store at the same time.
 
-A claim is an open-file-description lock on one byte of `ingest.lock`: the byte at the slide's number. The kernel drops it when
-its process dies; a process id would mean nothing in another container. A process that writes to the store shares the lock
-of a byte after all slides. A process that replaces the store's file must hold that lock alone.
+A claim is an open-file-description lock on one byte of `ingest.lock`. The slide's number is the offset of the byte. The
+kernel releases the lock when the process dies; a process id would not be valid in another container. A process that
+writes to the store holds a shared lock on a byte after those of all slides. To replace the store's file, it must be
+exclusive.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FLOCK = struct.Struct("hhqqixxxx")
 
 
 class Claims(Closing):
-    """The claims of one run on the slides of a store. Closing drops them all."""
+    """Claims of one run on slides of a store. Closing releases all of them."""
 
     def __init__(self, store: Path) -> None:
         self._file = _open(store)
@@ -33,21 +34,21 @@ class Claims(Closing):
         return _lock(self._file, fcntl.F_WRLCK, slide)
 
     def release(self, slide: int) -> None:
-        """Let other runs have the slide."""
+        """Release the claim on a slide."""
         _lock(self._file, fcntl.F_UNLCK, slide)
 
     def close(self) -> None:
-        """Drop every claim."""
+        """Release all claims."""
         os.close(self._file)
 
 
 class WriteLease(Closing):
-    """The right to write a store, shared with other processes, or alone; held until it is closed.
+    """Lock for writing a store, shared or exclusive (`alone`); held until it is closed.
 
-    If the lock's file cannot be made, nothing is locked: LMDB then says that the store cannot be written.
+    If the lock file cannot be created, nothing is locked: LMDB then reports that the store cannot be written.
 
     Raises:
-        UsageError: another process has it alone, or has the store open for writing when it is wanted alone.
+        UsageError: another process holds an exclusive lock; with `alone`, another process holds any lock.
     """
 
     def __init__(self, store: Path, *, alone: bool = False) -> None:
@@ -69,14 +70,14 @@ class WriteLease(Closing):
                 doing = "written" if alone else "rewritten"
                 raise UsageError(
                     f"{store} is being {doing} by another process",
-                    todo="wait until that one is done",
+                    todo="wait until that process has finished",
                 )
             if self._is_in(store):
                 return
-            self.close()  # another store was put in its place just now
+            self.close()  # another process has just replaced the store
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the lock."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -93,7 +94,7 @@ def _open(store: Path) -> int:
 
 
 def _lock(file: int, kind: int, byte: int) -> bool:
-    """Lock a byte or unlock it; False if another process has it."""
+    """Lock or unlock a byte; return False if another process has locked it."""
     try:
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
     except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, by POSIX

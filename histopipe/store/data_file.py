@@ -1,4 +1,4 @@
-"""The file under a store, data.mdb, read without trusting it: its length, its trees of pages, and its entries one by one.
+"""Read data.mdb, the file of a store, without trusting it: its length, its page trees and its entries.
 
 Source:
     LMDB 0.9, mdb.c: struct MDB_meta, MDB_db and MDB_page, on a 64-bit little-endian machine.
@@ -24,16 +24,16 @@ from histopipe.system.files import Closing
 
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _META = struct.Struct("<10xH4x II16x I92x QQ")
-"""The flags in the page's header; magic and version; page size, in the record of the free pages; last page, transaction."""
+"""Flags of the page header; magic and version; page size (in the record of free pages); last page, transaction."""
 _META_FLAG = 0x08
-_LONGEST, _ROOM = 16, 1 << 30
-"""A meta page is damaged that wants the file so many times longer, and by so many bytes."""
+_MAX_GROWTH, _MAX_GROWTH_BYTES = 16, 1 << 30
+"""A meta page counts as damaged if it requires more than this factor times the file's length plus these bytes."""
 _PAGE_SIZES = (4096, 8192, 16384, 32768)
 _ATTEMPTS = 5
 
 
 class _MetaPage(NamedTuple):
-    """One of the two meta pages: the newest is the one of the higher transaction. `length` is what the file must have."""
+    """One of the two meta pages. The newest has the higher transaction. `length` is the required file length."""
 
     page_size: int
     length: int
@@ -41,10 +41,10 @@ class _MetaPage(NamedTuple):
 
 
 def check_length(data: Path) -> None:
-    """Refuse a file that is shorter than its newest meta page says. LMDB would be killed by SIGBUS when reading past its end.
+    """Check that a file has the length that its newest meta page requires. Reading past its end is a SIGBUS.
 
     Raises:
-        DamagedStore: the file is truncated, or no LMDB file.
+        DamagedStore: the file is truncated, or is not an LMDB file.
     """
     # In this order: while a writer extends the file, a length read first may be too short for the meta page read after it.
     expected = _newest_meta(data).length
@@ -54,7 +54,7 @@ def check_length(data: Path) -> None:
             f"{data} is truncated",
             found=f"{found} bytes",
             expected=f"at least {expected}",
-            todo="copy the store again, repair it, or ingest anew (a copy taken during an ingest is no store)",
+            todo="copy the store again, repair it, or ingest again (a copy taken during an ingest is not valid)",
         )
 
 
@@ -64,9 +64,9 @@ def newest_transaction(data: Path) -> int:
 
 
 def make_readable(store: Path) -> int:
-    """Change a damaged file so far that LMDB can open it to read what is left; return the length that it had, bytes.
+    """Change a damaged file so that LMDB can open it; return its original length in bytes.
 
-    A damaged meta page is replaced by the other one, whose state is at most one transaction older. A truncated file is
+    A damaged meta page is replaced by the other one, which is at most one transaction older. A truncated file is
     extended with zeros.
 
     Raises:
@@ -75,7 +75,10 @@ def make_readable(store: Path) -> int:
     data = store / "data.mdb"
     length = data.stat().st_size
     metas = _meta_pages(data)
-    usable = [meta is not None and meta.length <= _LONGEST * length + _ROOM for meta in metas]
+    usable = [
+        meta is not None and meta.length <= _MAX_GROWTH * length + _MAX_GROWTH_BYTES
+        for meta in metas
+    ]
     good = metas[usable.index(True)] if any(usable) else None
     if good is None or (all(usable) and length >= max(m.length for m in metas if m)):
         return length
@@ -86,8 +89,8 @@ def make_readable(store: Path) -> int:
             page = file.read(good.page_size)
             file.seek(number * good.page_size)
             file.write(number.to_bytes(8, "little") + page[8:])
-        wanted = [m.length for m, is_usable in zip(metas, usable, strict=True) if m and is_usable]
-        file.truncate(max(length, *wanted))
+        lengths = [m.length for m, is_usable in zip(metas, usable, strict=True) if m and is_usable]
+        file.truncate(max(length, *lengths))
     return length
 
 
@@ -95,12 +98,12 @@ def _newest_meta(data: Path) -> _MetaPage:
     known = list(filter(None, _meta_pages(data)))
     if not known:
         size = data.stat().st_size
-        raise DamagedStore(f"{data} is no LMDB file", found=f"{size} bytes of something else")
+        raise DamagedStore(f"{data} is not an LMDB file", found=f"{size} bytes without a meta page")
     return max(known, key=lambda meta: meta.transaction)
 
 
 def _meta_pages(data: Path) -> tuple[_MetaPage | None, _MetaPage | None]:
-    """Both meta pages; None for one that is damaged."""
+    """Return both meta pages; None for a damaged one."""
     with data.open("rb", buffering=0) as file:
         first = _parsed(file.read(_META.size))
         for size in (first.page_size,) if first else _PAGE_SIZES:
@@ -122,53 +125,56 @@ def _parsed(data: bytes) -> _MetaPage | None:
 
 
 def page_faults(store: Path, keep_state: bool) -> list[str]:
-    """Check the pages of a store with LMDB's own verifier, which only reads the file; return what is wrong.
+    """Check the pages of a store with LMDB's verifier, which only reads the file; return the faults.
 
-    `keep_state` holds a read transaction meanwhile, so that a writer does not reuse pages of the state that is checked. LMDB
-    opens the file for that, which must not happen to a file that is not trusted.
+    `keep_state` keeps a read transaction open, so that a writer does not reuse pages of the checked state. For that,
+    LMDB opens the file. Do not set it for an untrusted file.
     """
     with ExitStack() as stack:
         if keep_state:
-            with contextlib.suppress(DamagedStore), mapped_errors(store):  # the verifier says why
+            with (
+                contextlib.suppress(DamagedStore),
+                mapped_errors(store),
+            ):  # the verifier reports the reason
                 handle, _ = open_handle(store, write=False)
                 stack.callback(handle.close)
                 stack.enter_context(handle.begin())
         for _ in range(_ATTEMPTS):
             before = _newest_meta(store / "data.mdb").transaction
-            faults = _verifier_s(store) + _order_faults(store / "data.mdb")
+            faults = _verifier_faults(store) + _order_faults(store / "data.mdb")
             if not faults or _newest_meta(store / "data.mdb").transaction == before:
-                break  # else a writer made the file longer while its length was read
+                break  # otherwise, a writer extended the file while its length was read
         return faults
 
 
 def _order_faults(data: Path) -> list[str]:
-    """Check that the transactions of the meta pages follow each other; otherwise LMDB may use an older state."""
+    """Check that the transactions of the meta pages are consecutive; otherwise LMDB may use an older state."""
     known = sorted(meta.transaction for meta in _meta_pages(data) if meta is not None)
     if len(known) < 2 or known[1] - known[0] == (1 if known[1] else 0):
         return []
-    return [f"transactions {known[0]} and {known[1]} of the meta pages do not follow each other"]
+    return [f"transactions {known[0]} and {known[1]} of the meta pages are not consecutive"]
 
 
-def _verifier_s(store: Path) -> list[str]:
+def _verifier_faults(store: Path) -> list[str]:
     try:
         return [str(fault) for fault in verify_pages(str(store), subdir=True)]  # type: ignore[no-untyped-call]
     except VerifyError as error:
         return [str(error)]
     except (MemoryError, OverflowError, struct.error) as error:
-        return [f"its pages cannot be followed: {error!r}"]
+        return [f"LMDB's verifier cannot read the pages: {error!r}"]
 
 
 _NUMBER, _LONGEST_KEY = 4, 511
-"""Bytes of a slide number at the start of a key; bytes of the longest key that LMDB allows."""
+"""Bytes of the slide number at the start of a key, and of the longest key that LMDB allows."""
 
 
 class RawStore(Closing):
-    """A store open for reading entry by entry, in one transaction until `refresh`.
+    """A store open for reading single entries, in one transaction until `refresh`.
 
-    A damaged tree can make LMDB crash or hang the process. Open it in a worker process only.
+    A damaged tree can make LMDB crash or hang. Open it in a worker process only.
 
     Raises:
-        DamagedStore: the file is truncated, or LMDB refuses it.
+        DamagedStore: the file is truncated, or LMDB cannot open it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -185,16 +191,16 @@ class RawStore(Closing):
         return set(self._databases)
 
     def refresh(self) -> None:
-        """Begin a new transaction. Values read before must not be used any more."""
+        """Begin a new transaction. Values read before are no longer valid."""
         self._transaction.abort()
         with mapped_errors(self._path):
             self._transaction = self._handle.begin(buffers=True)
 
     def get(self, database: bytes, key: bytes) -> memoryview | None:
-        """Look up a value, as a view that is valid until `refresh`; None where there is no entry or no database.
+        """Return a value as a view that is valid until `refresh`; None if there is no entry or no database.
 
         Raises:
-            DamagedStore: a page on the way is damaged. A new transaction has begun.
+            DamagedStore: a page on the path to the value is damaged. A new transaction has begun.
         """
         if database not in self._databases:
             return None
@@ -211,21 +217,21 @@ class RawStore(Closing):
         """Iterate over the keys that begin with a prefix. The keys of the slides in `skip` are not read.
 
         Raises:
-            DamagedStore: a page on the way is damaged, or keys are out of order. A new transaction may have begun.
+            DamagedStore: a page on the path is damaged, or keys are out of order. A new transaction may have begun.
         """
         if database not in self._databases:
             return
         try:
             with self._transaction.cursor(db=self._databases[database]) as cursor:
                 found = cursor.set_range(prefix)
-                before = b""
+                previous = b""
                 while found:
                     key = bytes(cursor.key())
                     if not key.startswith(prefix):
                         return
-                    if key <= before and before:
+                    if key <= previous and previous:
                         raise DamagedStore(f"keys of {database.decode()!r} are out of order")
-                    before = key
+                    previous = key
                     if len(key) >= _NUMBER and int.from_bytes(key[:_NUMBER], "big") in skip:
                         found = cursor.set_range(key[:_NUMBER].ljust(_LONGEST_KEY, b"\xff"))
                     else:

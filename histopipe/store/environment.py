@@ -1,7 +1,7 @@
 """The LMDB environment of a store, opened once per process.
 
-LMDB forbids opening an environment twice in a process and using it in a forked child, and the process gets a SIGBUS if the file
-is shorter than LMDB's pages say. This module handles all three.
+LMDB forbids opening an environment twice in a process, and using it in a forked child. Reading a truncated file is a
+SIGBUS. This module handles all three.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from histopipe.system.files import Closing
 
 T = TypeVar("T")
 
-_DELETE_AT_ONCE = 20_000
+_DELETE_BATCH = 20_000
 
 
 @dataclass(slots=True)
 class Environment(Closing):
-    """An open environment, shared by all that use it in this process.
+    """An open environment, shared by all its users in this process.
 
-    Made by `open_environment` only. Close it as often as it was opened.
+    Only `open_environment` creates it. Close it as often as it was opened.
 
     Attributes:
-        path: as it was given, for messages.
-        real_path: absolute and without links.
-        databases: by name; None for one of this version that is missing. Those of a later version are included.
-        users: how often it was opened and not yet closed.
-        pid: the process that opened it. Another one must open its own.
-        generation: how often the map has moved in memory, because the file outgrew it.
+        path: path as passed by the user, for messages.
+        real_path: absolute path without links.
+        databases: databases by name, also those of a later version; None for a missing one of this version.
+        users: number of times that it was opened and not yet closed.
+        pid: process that opened it. Other processes must open it again.
+        generation: number of times that the map was moved in memory because the file outgrew it.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Environment(Closing):
 
     @property
     def descriptor(self) -> int:
-        """A file descriptor of data.mdb, for advice to the system; data is read through the map."""
+        """File descriptor of data.mdb, for `posix_fadvise`. Data is read through the map."""
         with _registry_lock:
             if self._descriptor < 0:
                 self._descriptor = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
@@ -69,9 +69,9 @@ class Environment(Closing):
 
     @contextmanager
     def read(self) -> Iterator[lmdb.Transaction]:
-        """Begin a read transaction; not within another one of the same thread.
+        """Begin a read transaction. Do not nest two in one thread.
 
-        Its values are views that must not outlive it. An environment that is closed meanwhile closes when it ends.
+        Its values are views that are valid until it ends. An environment that is closed before then closes at its end.
         """
         with _registry_lock:
             if self.users == 0:
@@ -84,18 +84,18 @@ class Environment(Closing):
                     with transaction:
                         yield transaction
                 finally:
-                    self._leave()
+                    self._end_read()
         finally:
             self.close()
 
     @contextmanager
     def write(self) -> Iterator[lmdb.Transaction]:
-        """Begin a write transaction: durable at the end, undone by an exception."""
+        """Begin a write transaction: durable after the block, rolled back by an exception."""
         with mapped_errors(self.path), self.handle.begin(write=True, buffers=True) as transaction:
             yield transaction
 
     def change(self, work: Callable[[lmdb.Transaction], T]) -> T:
-        """Run `work` in one write transaction, and again with a larger map if the map is full; return its result."""
+        """Run `work` in one write transaction, and return its result. If the map is full, enlarge it and repeat."""
         while True:
             try:
                 with self.write() as transaction:
@@ -107,7 +107,7 @@ class Environment(Closing):
                     self._remap(self.generation, self.handle.info()["map_size"] * 2)
 
     def used_bytes(self) -> int:
-        """Return the bytes of the pages in use; the rest of the file was deleted or replaced."""
+        """Return the bytes of the pages in use. The rest of the file is free."""
         known = [database for database in self.databases.values() if database is not None]
         with self.read() as transaction:
             stats = [transaction.stat(), *(transaction.stat(database) for database in known)]
@@ -115,18 +115,18 @@ class Environment(Closing):
         return int(pages * stats[0]["psize"])
 
     def database(self, name: bytes, transaction: lmdb.Transaction) -> Any:
-        """Return a database of any version, which a write transaction makes if it is missing."""
+        """Return a database of any version. A write transaction creates it if it is missing."""
         if self.databases.get(name) is None:
             self.databases[name] = self.handle.open_db(name, txn=transaction)
         return self.databases[name]
 
     def slide_databases(self) -> list[Any]:
-        """Databases with entries of slides besides their records. A later version's keys begin with slide numbers, too."""
-        held = self.databases.items()
-        return [db for name, db in held if db is not None and name not in (META, SLIDES)]
+        """Return the databases with entries of slides, except for `slides`. All their keys begin with slide numbers."""
+        databases = self.databases.items()
+        return [db for name, db in databases if db is not None and name not in (META, SLIDES)]
 
     def close(self) -> None:
-        """Give it back; the last user's call closes it."""
+        """Release the environment. The call of the last user closes it."""
         with _registry_lock:
             self.users -= 1
             if self.users == 0 and self.pid == os.getpid():
@@ -138,13 +138,13 @@ class Environment(Closing):
                     self._lease.close()
 
     def close_later(self) -> None:
-        """Close when an environment is next opened. For finalisers, which may run in a thread that holds the lock."""
-        _leaving.append(self)
+        """Close it at the next `open_environment`. For finalisers, which may run in a thread that holds the lock."""
+        _to_close.append(self)
 
     def close_in_child(self) -> bool:
-        """Close a forked child's copy; return False if that is impossible.
+        """Close the copy in a forked child; return False if that is impossible.
 
-        A transaction that was in progress has a slot in the lock file, which closing would take from the parent.
+        An open transaction has a slot in the lock file. Closing would free that slot, which the parent still uses.
         """
         if self.writable or self._readers:
             return False
@@ -159,23 +159,23 @@ class Environment(Closing):
             try:
                 return self.handle.begin(buffers=True)
             except lmdb.MapResizedError:
-                self._leave()
+                self._end_read()
                 self._remap(generation, read_map_size(self._data.stat().st_size))
             except BaseException:
-                self._leave()
+                self._end_read()
                 raise
 
     @property
     def _data(self) -> Path:
         return Path(self.real_path) / "data.mdb"
 
-    def _leave(self) -> None:
+    def _end_read(self) -> None:
         with self._idle:
             self._readers -= 1
             self._idle.notify_all()
 
     def _remap(self, generation: int, size: int) -> None:
-        """Give the map another size, once no view of it is in use and unless another thread has done so."""
+        """Resize the map when no view of it is in use, unless another thread has done so."""
         with self._idle:
             while self._readers:
                 self._idle.wait()
@@ -186,14 +186,14 @@ class Environment(Closing):
 
 _registry: dict[str, Environment] = {}
 _registry_lock = threading.Lock()
-_leaving: deque[Environment] = deque()
-"""To be closed when next an environment is opened."""
+_to_close: deque[Environment] = deque()
+"""Environments to close at the next `open_environment`."""
 _unusable: set[str] = set()
-"""In a forked child: environments that the parent was using during the fork."""
+"""In a forked child: environments that the parent was using at the fork."""
 
 
 def _close_in_child() -> None:
-    """Close the parent's environments in a forked child, so that LMDB lets the child open them again."""
+    """Close the parent's environments in a forked child, so that the child can open them again."""
     global _registry_lock  # noqa: PLW0603 - another thread of the parent may have held it
     _registry_lock = threading.Lock()
     _unusable.update(path for path, env in _registry.items() if not env.close_in_child())
@@ -204,21 +204,21 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_environment(path: Path, *, write: bool = False) -> Environment:
-    """Open the environment at a path; the same object for all users in a process.
+    """Open the environment at a path. All users in a process get the same object.
 
     Raises:
-        NothingToDo: there is none, and it is opened for reading.
-        DamagedStore: its file is truncated, or no LMDB file.
-        UsageError: it is open for reading in this process, and opened for writing.
-        MachineShort: no address space, no permission to lock.
+        NothingToDo: there is no store, and `write` is False.
+        DamagedStore: its file is truncated, or is not an LMDB file.
+        UsageError: `write` is True, and it is open for reading in this process.
+        MachineShort: there is no address space, or no permission to lock.
     """
     real_path = os.path.realpath(path)
-    while _leaving:
-        _leaving.popleft().close()
+    while _to_close:
+        _to_close.popleft().close()
     with _registry_lock:
         if real_path in _unusable:
             raise UsageError(
-                f"{path} was being read or written when this process was forked, and cannot be opened in it",
+                f"{path} cannot be opened in this process: it was in use when the process was forked",
                 todo="start processes by spawn or forkserver: multiprocessing.get_context('spawn')",
             )
         shared = _registry.get(real_path)
@@ -237,7 +237,7 @@ def open_environment(path: Path, *, write: bool = False) -> Environment:
 def _open(path: Path, real_path: str, *, write: bool) -> Environment:
     data = path / "data.mdb"
     try:
-        # Empty where a writer has only just begun, or was killed.
+        # The file is empty if a writer has just started, or was killed.
         begun = data.exists() and data.stat().st_size > 0
         if begun:
             check_length(data)
@@ -268,14 +268,14 @@ def entries_with(
 
 
 def delete_entries(environment: Environment, slide: int) -> None:
-    """Delete all that is stored of a slide but its record, in bounded transactions, since nothing of it is visible."""
+    """Delete all entries of a slide except its record, in small transactions, since none of them is visible."""
     for database in environment.slide_databases():
-        delete = partial(delete_slide, database=database, slide=slide, most=_DELETE_AT_ONCE)
-        while _holds(environment, database, slide):  # mostly not, and looking costs no commit
+        delete = partial(delete_slide, database=database, slide=slide, most=_DELETE_BATCH)
+        while _has_entries(environment, database, slide):  # usually False, and needs no commit
             environment.change(delete)
 
 
-def _holds(environment: Environment, database: Any, slide: int) -> bool:
+def _has_entries(environment: Environment, database: Any, slide: int) -> bool:
     with environment.read() as transaction:
         return any(entries_with(transaction, database, slide_key(slide)))
 
@@ -283,7 +283,7 @@ def _holds(environment: Environment, database: Any, slide: int) -> bool:
 def delete_slide(
     transaction: lmdb.Transaction, database: Any, slide: int, most: int | None = None
 ) -> None:
-    """Delete a slide's entries of a database, or at most so many of them."""
+    """Delete the entries of a slide in a database, at most `most` of them."""
     prefix = slide_key(slide)
     with transaction.cursor(db=database) as cursor:
         found = cursor.set_range(prefix)

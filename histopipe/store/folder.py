@@ -1,4 +1,4 @@
-"""Opening a store for writing, which may have to be made; a folder of something else is refused."""
+"""Open a store for writing, or create it. A folder with other contents is refused."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _OWN_FILES = {*_BEGUN_FILES, "ingest.log", "ingest.csv"}
 
 
 def open_for_change(path: Path) -> Environment:
-    """Open an existing store for writing, before any `Store` of it in the same process.
+    """Open an existing store for writing. Call it before a `Store` of it is opened in the same process.
 
     Raises:
         NothingToDo: there is no store.
         DamagedStore, UnknownVersion, UsageError, MachineShort: it cannot be written.
     """
-    open_environment(path).close()  # a wrong path must not become a store
+    open_environment(path).close()  # do not create a store at a wrong path
     environment = open_environment(path, write=True)
     try:
         with environment.read() as transaction:
@@ -40,7 +40,7 @@ def open_for_change(path: Path) -> Environment:
 
 
 def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
-    """Open a store of a spec for writing; raises as `StoreWriter`."""
+    """Open or create a store of a spec for writing; raises as `StoreWriter`."""
     is_new = _make_folder(path)
     try:
         environment = open_environment(path, write=True)
@@ -68,10 +68,10 @@ def open_or_make(path: Path, spec: Mapping[str, Any]) -> Environment:
 
 
 def check_spec(found: Mapping[str, Any], wanted: Mapping[str, Any], path: Path) -> None:
-    """Refuse to put patches of one spec into a store of another, with SpecMismatch."""
+    """Raise SpecMismatch if the spec of a store differs from the requested one."""
     if found != wanted:
         raise SpecMismatch(
-            f"{path} was made with other settings",
+            f"{path} was created with other settings",
             found="; ".join(differences(found, wanted)),
             todo="use the store's settings, or another --out",
         )
@@ -91,12 +91,12 @@ def _new_meta(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_folder(path: Path) -> bool:
-    """Make a store's folder; False if it was there. Something else than a store is refused, and nothing is written into it."""
+    """Create the folder of a store; return False if it exists. Nothing is written into a folder with other contents."""
     if path.is_dir():
         others = [p.name for p in path.iterdir() if p.name not in _OWN_FILES]
         if others and not (path / "data.mdb").exists():
             raise UsageError(
-                f"{path} is a folder of something else",
+                f"{path} is not a store, and not empty",
                 found=", ".join(sorted(others)[:3]),
                 expected="a store, an empty folder, or a new path",
                 todo="choose another --out",
@@ -106,18 +106,18 @@ def _make_folder(path: Path) -> bool:
     try:
         environment = open_environment(path)  # for reading
     except NothingToDo:
-        made = not path.exists()
+        is_new = not path.exists()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"{path} cannot be made", found=str(error)) from error
-        return made
+            raise UsageError(f"{path} cannot be created", found=str(error)) from error
+        return is_new
     with environment, environment.read() as transaction:
         if environment.databases[META] is not None:
             if transaction.stat(environment.databases[META])["entries"]:
                 read_meta(transaction, environment.databases, "format", dict, path)
         elif transaction.stat()["entries"]:
             raise UsageError(
-                f"{path} is an LMDB environment of something else", todo="choose another --out"
+                f"{path} is an LMDB environment of another program", todo="choose another --out"
             )
     return False

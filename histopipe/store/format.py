@@ -1,6 +1,6 @@
 """Store format, version 1: names, keys, checksums and the columnar index block.
 
-Pure functions on bytes. `docs/store-format.md` says the same in words.
+Pure functions on bytes. `docs/reference/store-format.md` describes the format.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from histopipe.errors import DamagedStore
 FORMAT_NAME = "histopipe-store"
 VERSION = 1
 KNOWN_FEATURES: frozenset[str] = frozenset()
-"""The features that `meta.required_features` may have: none yet. A store with another one is refused."""
+"""Features that `meta.required_features` may contain: none yet. A store with another one is refused."""
 
 MAX_SLIDE_NUMBER = (1 << 24) - 1
 MAX_JSON = 1 << 20
-"""Bytes of a JSON value; records are of a few thousand."""
+"""Maximum bytes of a JSON value. Records have a few thousand."""
 
 DATABASES = (b"meta", b"slides", b"patches", b"index", b"thumbnails", b"stains")
 META, SLIDES, PATCHES, INDEX, THUMBNAILS, STAINS = DATABASES
 
 SET_ASIDE = b"set-aside"
-"""Database of what a repair keeps of slides until they are ingested again. It is there only after an interrupted repair."""
+"""Database where a repair keeps data of slides until they are ingested again. Only an interrupted repair leaves it."""
 
 META_NAMES = frozenset(
     {b"format", b"required_features", b"uuid", b"created"}
@@ -50,100 +50,100 @@ INDEX_COLUMNS: Mapping[str, str] = {
     "crc": "<u4",
     "label": "<i4",
 }
-"""Columns of an index block with their little-endian types, in the order written."""
+"""Columns of an index block with their little-endian types, in the order of writing."""
 
 _KNOWN_COLUMNS = {**INDEX_COLUMNS, "covered": "<f4", "pen": "<f4", "dark": "<f4"}
-"""With the columns that a block may have besides, once they were measured."""
+"""`INDEX_COLUMNS`, and columns that a block gets when they are measured."""
 _PLAIN_TYPE = re.compile(r"[<|][biufS]\d{1,4}")
 _SEAL = b',"crc":'
 _NEARLY_SEAL = re.compile(rb',"(?:.rc|c.c|cr.)":(?=\d+\}$)')
 _ALIGNMENT = 8
 _PAGE, _PAGE_HEADER = 4096, 16
 _PAGE_SHARE = 64
-"""Bytes of a value's key, its place, and its part of the pages above it in the tree."""
+"""Bytes of the key and the page number of a value, and its share of the pages above it in the tree."""
 _HEADER_LENGTH = struct.Struct("<Q")
 _PATCH_KEY = struct.Struct(">II")
 _SLIDE_KEY = struct.Struct(">I")
 
 
 def slide_key(number: int) -> bytes:
-    """Return a slide's number as 4 bytes, big-endian, so that LMDB sorts by number."""
+    """Return the number of a slide as 4 bytes, big-endian, so that LMDB sorts by number."""
     return _SLIDE_KEY.pack(number)
 
 
 def slide_number(key: bytes) -> int:
-    """Return the number of a key that `slide_key` made."""
+    """Return the slide number of a key from `slide_key`."""
     return cast(int, _SLIDE_KEY.unpack(key)[0])
 
 
 def patch_key(slide: int, patch: int) -> bytes:
-    """Return the numbers of a slide and of its patch, each as 4 bytes, big-endian."""
+    """Return the numbers of a slide and a patch, each as 4 bytes, big-endian."""
     return _PATCH_KEY.pack(slide, patch)
 
 
 def thumbnail_key(slide: int, kind: str) -> bytes:
-    """Return a slide's number as 4 bytes, then `thumb` or `mask`."""
+    """Return the number of a slide as 4 bytes, then `thumb` or `mask`."""
     return slide_key(slide) + kind.encode()
 
 
 def value_crc(key: bytes, value: bytes | memoryview) -> int:
-    """Return the CRC-32 over key and value, which finds swapped values, too."""
+    """Return the CRC-32 of key and value, which also detects swapped values."""
     return zlib.crc32(value, zlib.crc32(key))
 
 
 def stored_size(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the bytes that values of these lengths take in LMDB's file: whole pages, with headers and keys."""
+    """Return the bytes that values of these lengths occupy in data.mdb: whole pages, with headers and keys."""
     return np.asarray(-(-(lengths + _PAGE_HEADER) // _PAGE) * _PAGE + _PAGE_SHARE, np.int64)
 
 
 def to_json(value: Any) -> bytes:
-    """Return JSON as it is stored: UTF-8, compact, keys as given, no NaN."""
+    """Return a value as stored JSON: UTF-8, compact, keys not sorted, no NaN."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes | memoryview, *, where: str) -> Any:
-    """Parse stored JSON; DamagedStore if it is none, with `where` as its place."""
+    """Parse stored JSON; DamagedStore if it is not JSON. `where` names its place in the message."""
     if len(data) > MAX_JSON:
         raise DamagedStore(where, found=f"{len(data)} bytes", expected=f"at most {MAX_JSON}")
     try:
         value = json.loads(bytes(data), parse_constant=_no_number)
         if b"\\u" in bytes(data):
-            to_json(value)  # halves of characters could not be written again
+            to_json(value)  # lone surrogates could not be written again
     except (ValueError, RecursionError) as error:
         raise DamagedStore(f"{where} is not JSON", found=bytes(data[:60])) from error
     return value
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def seal(key: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return a JSON object with a last field `crc`: the CRC-32 of its key and of the object without that field."""
+    """Return a JSON object whose last field `crc` is the CRC-32 of its key and of the object without that field."""
     body = to_json({name: value for name, value in fields.items() if name != "crc"})
     return body[:-1] + _SEAL + b"%d}" % value_crc(key, body)
 
 
 def unseal(key: bytes, data: bytes | memoryview, *, where: str) -> dict[str, Any]:
-    """Return a sealed object without its `crc`, which objects of earlier versions may lack.
+    """Return a sealed object without its `crc`. Objects of earlier versions may have none.
 
     Raises:
-        DamagedStore: it is no JSON object, or not what was written.
+        DamagedStore: it is not a JSON object, or does not match its checksum.
     """
     value = from_json(data, where=where)
     if not isinstance(value, dict):
         raise DamagedStore(where, found=type(value).__name__, expected="a JSON object")
     body, mark, _ = bytes(data).rpartition(_SEAL)
     if not mark and _NEARLY_SEAL.search(bytes(data)):
-        raise DamagedStore(f"{where} is not what was written", found="a damaged checksum")
+        raise DamagedStore(f"{where} does not match its checksum", found="a damaged checksum")
     crc = value.pop("crc", None)
     if mark and crc is not None and crc != value_crc(key, body + b"}"):
-        raise DamagedStore(f"{where} is not what was written", found=f"CRC-32 {crc}")
+        raise DamagedStore(f"{where} does not match its checksum", found=f"CRC-32 {crc}")
     return value
 
 
 def corrected(key: bytes, data: bytes) -> bytes | None:
-    """Correct one wrong byte of a sealed object by its CRC-32; None if more is wrong before the checksum."""
+    """Correct one wrong byte of a sealed object with its CRC-32; None if more bytes before the checksum are wrong."""
     body, mark, digits = _NEARLY_SEAL.sub(_SEAL, data).rpartition(_SEAL)
     if not mark:
         return None
@@ -155,7 +155,7 @@ def corrected(key: bytes, data: bytes) -> bytes | None:
         return None
     difference = value_crc(key, body) ^ int(digits[:-1])
     table = np.array([zlib.crc32(bytes([b])) ^ zlib.crc32(b"\0") for b in range(256)], np.int64)
-    effect = table  # on the checksum, of each change of the last byte; then of bytes before it
+    effect = table  # of each change of the last byte on the checksum; then of the bytes before it
     for position in reversed(range(len(body))):
         change = np.flatnonzero(effect == difference)
         if len(change):
@@ -167,7 +167,7 @@ def corrected(key: bytes, data: bytes) -> bytes | None:
 
 
 def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return a columnar block of arrays (N,): header length, JSON header, then each column at a multiple of 8.
+    """Return a columnar block of arrays (N,): header length, JSON header, then each column at a multiple of 8 bytes.
 
     The checksum includes the key. Columns with unknown names keep their types.
     """
@@ -177,7 +177,7 @@ def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
         )
         for name, values in columns.items()
     }
-    # The header contains offsets, which depend on its length: so it gets a fixed size for each column.
+    # The header contains offsets, which depend on its length. So its size is fixed per column.
     header_size = _aligned(_HEADER_LENGTH.size + 96 * len(arrays) + 64)
     offset, described = header_size, []
     for name, array in arrays.items():
@@ -186,8 +186,8 @@ def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
         )
         offset = _aligned(offset + array.nbytes)
     block = bytearray(offset)
-    for place, array in zip(described, arrays.values(), strict=True):
-        start = cast(int, place["offset"])
+    for column, array in zip(described, arrays.values(), strict=True):
+        start = cast(int, column["offset"])
         block[start : start + array.nbytes] = array.tobytes()
     crc = _index_crc(key, described, memoryview(block)[header_size:])
     header = to_json({"columns": described, "crc": crc}).ljust(header_size - _HEADER_LENGTH.size)
@@ -196,17 +196,17 @@ def encode_index(key: bytes, columns: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> dict[str, NDArray[Any]]:
-    """Return all columns of a block, as views into it; DamagedStore if it is not what was written."""
+    """Return all columns of a block, as views of it; DamagedStore if it is damaged."""
     block = memoryview(block)
     try:
         (header_length,) = _HEADER_LENGTH.unpack_from(block)
         if header_length > MAX_JSON:
-            raise ValueError(f"a header of {header_length} bytes")  # noqa: TRY301 - one way out for all that is wrong
+            raise ValueError(f"a header of {header_length} bytes")  # noqa: TRY301 - one handler for all faults
         end = _HEADER_LENGTH.size + header_length
         header = json.loads(bytes(block[_HEADER_LENGTH.size : end]))
         crc = header.get("crc")
         if crc is not None and crc != _index_crc(key, header["columns"], block[end:]):
-            raise ValueError(f"CRC-32 {crc}, which it has not")  # noqa: TRY301
+            raise ValueError(f"CRC-32 {crc} does not match")  # noqa: TRY301
         columns = {str(c["name"]): _column(block, c) for c in header["columns"]}
     except (
         struct.error, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
@@ -218,25 +218,25 @@ def decode_index(key: bytes, block: bytes | memoryview, *, where: str) -> dict[s
         raise DamagedStore(
             f"{where}: the index block is damaged",
             found=f"columns {', '.join(columns) or 'none'} of lengths {sorted(counts)}",
-            expected="one length, and among them " + ", ".join(INDEX_COLUMNS),
+            expected="one length, and at least the columns " + ", ".join(INDEX_COLUMNS),
         )
     return columns
 
 
-def _column(block: memoryview, place: Mapping[str, Any]) -> NDArray[Any]:
-    name, dtype = str(place["name"]), str(place["dtype"])
+def _column(block: memoryview, column: Mapping[str, Any]) -> NDArray[Any]:
+    name, dtype = str(column["name"]), str(column["dtype"])
     if dtype != _KNOWN_COLUMNS.get(name, dtype) or not _PLAIN_TYPE.fullmatch(dtype):
         raise ValueError(f"column {name[:40]!r} of type {dtype[:40]!r}")
-    count = int(place["count"])
-    if count == 0:  # numpy refuses an empty one at the end
+    count = int(column["count"])
+    if count == 0:  # numpy cannot read an empty column at the end of a block
         return np.empty(0, dtype)
     if count < 0:
         raise ValueError(f"column {name[:40]!r} of length {count}")
-    return np.frombuffer(block, dtype, count, int(place["offset"]))
+    return np.frombuffer(block, dtype, count, int(column["offset"]))
 
 
 def _index_crc(key: bytes, described: Any, columns: memoryview) -> int:
-    """CRC-32 of a block's key, of its columns' description, and of the columns."""
+    """Return the CRC-32 of a block's key, its column descriptions and its columns."""
     return zlib.crc32(columns, zlib.crc32(to_json(described), zlib.crc32(key)))
 
 

@@ -1,4 +1,4 @@
-"""LMDB under a store: opening it with the right map, lock and databases, and its errors as ours."""
+"""Open LMDB with the right map, lock and databases, and convert its errors to histopipe's."""
 
 from __future__ import annotations
 
@@ -23,60 +23,59 @@ from histopipe.errors import (
 from histopipe.store.format import DATABASES, META
 
 _WRITE_MAP = 1 << 44
-"""16 TiB of address space for a writer. The file grows as it is used; this only bounds it."""
+"""A writer's map: 16 TiB of address space. It only limits the file, which grows with its contents."""
 _SMALLEST_MAP = 1 << 28
 _READ_MAP, _READ_ROOM = 1 << 36, 8
-"""A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, so that eight stores of 16 TiB would be all it
-could open."""
+"""A reader's map: 64 GiB, or eight times the file. A process has 128 TiB, enough for only eight maps of 16 TiB."""
 _MAX_DATABASES = 32
 _MAX_READERS = 4096
 _LOCK_BYTES = 128 + 64 * _MAX_READERS
 _FREE_LOW = 16 << 20
-"""A disk with less free space than this counts as full when a write fails."""
+"""Free bytes below which a disk counts as full when a write fails."""
 
 ERRORS: dict[type[lmdb.Error], tuple[type[HistopipeError], str]] = {
     lmdb.BadChecksumError: (DamagedStore, "a page is damaged"),
     lmdb.BadDbiError: (DamagedStore, "a database changed under a transaction"),
     lmdb.BadRslotError: (HistopipeError, "a read transaction was used by two threads"),
-    lmdb.BadTxnError: (DamagedStore, "a page is damaged, so that a transaction ended"),
+    lmdb.BadTxnError: (DamagedStore, "a transaction failed because a page is damaged"),
     lmdb.BadValsizeError: (HistopipeError, "a key or value is too long for LMDB"),
     lmdb.CorruptedError: (DamagedStore, "a page is damaged"),
     lmdb.CryptoFailError: (DamagedStore, "the environment is encrypted"),
     lmdb.CursorFullError: (DamagedStore, "a tree is deeper than LMDB allows"),
-    lmdb.DbsFullError: (DamagedStore, "it holds more databases than a store has"),
+    lmdb.DbsFullError: (DamagedStore, "it has more databases than a store"),
     lmdb.DiskError: (MachineShort, "the disk failed"),
     lmdb.EnvEncryptionError: (DamagedStore, "the environment is encrypted"),
-    lmdb.IncompatibleError: (DamagedStore, "a database has flags that a store's have not"),
-    lmdb.InvalidError: (DamagedStore, "data.mdb is no LMDB file"),
-    lmdb.InvalidParameterError: (HistopipeError, "LMDB was called wrongly"),
+    lmdb.IncompatibleError: (DamagedStore, "a database has unexpected flags"),
+    lmdb.InvalidError: (DamagedStore, "data.mdb is not an LMDB file"),
+    lmdb.InvalidParameterError: (HistopipeError, "LMDB was called with wrong arguments"),
     lmdb.KeyExistsError: (HistopipeError, "a key was written twice"),
     lmdb.LockError: (MachineShort, "its lock file cannot be used"),
-    lmdb.MapFullError: (MachineShort, "it is larger than the address space allowed to it"),
+    lmdb.MapFullError: (MachineShort, "it is larger than its address space"),
     lmdb.MapResizedError: (
         MachineShort,
-        "another process made it larger than the address space here",
+        "another process extended it beyond the address space of this one",
     ),
-    lmdb.MemoryError: (MachineShort, "memory ran out"),
+    lmdb.MemoryError: (MachineShort, "out of memory"),
     lmdb.NotFoundError: (DamagedStore, "a database is missing"),
     lmdb.PageFullError: (DamagedStore, "a page is damaged"),
     lmdb.PageNotFoundError: (DamagedStore, "a page is missing"),
-    lmdb.PanicError: (DamagedStore, "LMDB gave up on it"),
-    lmdb.ProblemError: (DamagedStore, "LMDB found it inconsistent"),
+    lmdb.PanicError: (DamagedStore, "LMDB stopped after a fatal error"),
+    lmdb.ProblemError: (DamagedStore, "its pages are inconsistent"),
     lmdb.ReadersFullError: (MachineShort, f"more than {_MAX_READERS} readers have it open"),
     lmdb.ReadonlyError: (UsageError, "it was opened for reading only"),
     lmdb.TlsFullError: (MachineShort, "the process has too many thread-local slots in use"),
     lmdb.TxnFullError: (HistopipeError, "a transaction grew too large"),
     lmdb.VersionMismatchError: (UnknownVersion, "it was written by another version of LMDB"),
 }
-"""What each of LMDB's errors means to a user."""
+"""Error class and text for each error of LMDB."""
 
 
 def open_handle(
     path: Path, *, write: bool, readahead: bool = False
 ) -> tuple[lmdb.Environment, dict[bytes, Any]]:
-    """Open LMDB's environment and the store's databases, None for one that is not there. Call it within `mapped_errors`.
+    """Open the LMDB environment and the databases of a store, None for a missing one. Call it within `mapped_errors`.
 
-    `readahead` lets the kernel read ahead for a reader, too, which suits reading all of a store.
+    `readahead` lets the kernel read ahead also for a reader, for reading a whole store.
     """
     if write or os.access(path, os.W_OK):
         _allocate_lock(path)
@@ -85,7 +84,7 @@ def open_handle(
         handle = _open(path, write=write, readahead=readahead or write)
         if path.stat().st_ino == before:
             break
-        handle.close()  # another store was put in its place just now: LMDB may have opened a file of each
+        handle.close()  # another process has just replaced the store: LMDB may have opened a file of each
     try:
         if write:
             handle.reader_check()  # free the slots of readers that were killed
@@ -96,18 +95,18 @@ def open_handle(
 
 
 def read_map_size(length: int) -> int:
-    """Return the bytes of address space for a reader of a file of so many bytes."""
+    """Return the bytes of address space for a reader of a file of `length` bytes."""
     return min(_WRITE_MAP, max(_READ_MAP, _READ_ROOM * length))
 
 
 def _allocate_lock(path: Path) -> None:
-    """Give LMDB's lock file its disk space: LMDB maps it sparse, and a full disk would then be a SIGBUS.
+    """Allocate the disk space of LMDB's lock file. LMDB maps it sparse, so that a full disk would be a SIGBUS.
 
-    A link is refused, since it would have another file written.
+    A link is refused, since another file would be written.
     """
     if (path / "lock.mdb").is_symlink():
         raise DamagedStore(
-            f"{path / 'lock.mdb'} is a link", expected="a file of the store's own", todo="delete it"
+            f"{path / 'lock.mdb'} is a link", expected="a regular file", todo="delete it"
         )
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
@@ -119,7 +118,7 @@ def _allocate_lock(path: Path) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise MachineShort(f"the disk that holds {path} is full", todo="make room") from error
-        # Anything else is LMDB's to tell.
+        # LMDB reports all other errors.
 
 
 def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
@@ -133,9 +132,9 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
                 max_readers=_MAX_READERS,
                 readonly=not write,
                 create=write,
-                # Without the lock a reader beside a writer sees wrong data, so only where no writer can be.
+                # Without the lock, a writer may change pages during a read. Omit it only where no writer can be.
                 lock=write or os.access(path, os.W_OK),
-                max_spare_txns=0,  # a spare one could not be left behind by a fork
+                max_spare_txns=0,  # a spare transaction could not be closed after a fork
                 readahead=readahead,
             )
         except lmdb.Error as error:
@@ -148,25 +147,25 @@ def _open(path: Path, *, write: bool, readahead: bool) -> lmdb.Environment:
 
 
 def _databases(handle: lmdb.Environment, *, create: bool) -> dict[bytes, Any]:
-    """This version's databases, None for one that is not there, and those of a later version."""
+    """Open the databases of this version, None for a missing one, and those of a later version."""
     found: dict[bytes, Any] = dict.fromkeys(DATABASES)
     for name in DATABASES:
         with suppress(lmdb.NotFoundError):
             found[name] = handle.open_db(name, create=create)
     if found[META] is None:
-        return found  # no store of ours
+        return found  # not a histopipe store
     with handle.begin() as transaction, transaction.cursor() as cursor:
         names = [bytes(name) for name in islice(cursor.iternext(values=False), _MAX_DATABASES)]
     for name in names:
         if name not in found:
-            with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # no database
+            with suppress(lmdb.IncompatibleError, lmdb.NotFoundError):  # not a database
                 found[name] = handle.open_db(name, create=False)
     return found
 
 
 @contextmanager
 def mapped_errors(path: Path) -> Iterator[None]:
-    """Turn LMDB's errors into ours, among them a full disk, which LMDB reports as an I/O error."""
+    """Convert LMDB's errors to histopipe's, also a full disk, which LMDB reports as an I/O error."""
     try:
         yield
     except lmdb.Error as error:
@@ -180,15 +179,15 @@ def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
         return MachineShort(
             f"the disk that holds {path} is full",
             found=full,
-            todo="make room and run the same command again: what was complete stays",
+            todo="make room and run the same command again: complete slides are kept",
         )
     causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
-        (errno.EACCES, UsageError, "may not be written or locked"),
-        (errno.EPERM, UsageError, "may not be written or locked"),
-        (errno.EROFS, UsageError, "lies on a read-only filesystem"),
-        (errno.ENOENT, NothingToDo, "is not there"),
+        (errno.EACCES, UsageError, "cannot be written or locked"),
+        (errno.EPERM, UsageError, "cannot be written or locked"),
+        (errno.EROFS, UsageError, "is on a read-only filesystem"),
+        (errno.ENOENT, NothingToDo, "does not exist"),
         (errno.ENOMEM, MachineShort, "needs more address space than `ulimit -v` allows"),
-        (errno.ENOSPC, MachineShort, "lies on a full disk"),
+        (errno.ENOSPC, MachineShort, "is on a full disk"),
     )
     for number, cause, what in causes:
         if _mentions(text, number):

@@ -1,4 +1,4 @@
-"""Reading a store's `meta` and `slides` databases."""
+"""Read the databases `meta` and `slides` of a store."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ _READ_SETTINGS: Mapping[str, Callable[[object], bool]] = {
     "tissue_threshold": lambda value: _is_number(value, int, float),
     "codec": lambda value: isinstance(value, str),
 }
-"""The settings of a spec that readers use, and how they must be."""
+"""Settings of a spec that readers use, and the check of each value."""
 
 
 def meta_entries(
     transaction: lmdb.Transaction, databases: Mapping[bytes, Any], path: Path
 ) -> Stored:
-    """Check the format, and return a function from a key of `meta` to its value.
+    """Check the format, and return a function that maps a key of `meta` to its value.
 
     Raises:
-        NothingToDo: the LMDB environment is empty, or of another program.
+        NothingToDo: the LMDB environment is empty, or belongs to another program.
         UnknownVersion, DamagedStore: as `check_format`.
     """
     if databases.get(META) is None:
-        raise NothingToDo(f"{path} is an LMDB environment, but no histopipe store")
+        raise NothingToDo(f"{path} is an LMDB environment, but not a histopipe store")
     if transaction.stat(databases[META])["entries"] == 0:
         raise NothingToDo(
-            f"{path} is empty: an ingest has only just begun it, or was stopped there"
+            f"{path} is empty: an ingest has just started, or was stopped at its start"
         )
 
     def stored(key: bytes) -> bytes | memoryview | None:
@@ -103,10 +103,10 @@ def read_record(
 
 
 def check_format(stored: Stored, path: Path) -> None:
-    """Refuse what this version cannot read.
+    """Check that this version can read a store.
 
     Raises:
-        UnknownVersion: the store is of a later version, or needs an unknown feature.
+        UnknownVersion: a later version wrote the store, or it needs an unknown feature.
         DamagedStore: the entries of the format are missing or wrong.
     """
     found = entry(stored, "format", dict, path)
@@ -125,26 +125,26 @@ def check_format(stored: Stored, path: Path) -> None:
     unknown = sorted({str(feature) for feature in features} - KNOWN_FEATURES)
     if unknown:
         raise UnknownVersion(
-            f"{path} needs a feature not known to this version",
+            f"{path} needs a feature that this version does not have",
             found=", ".join(unknown)[:200],
             todo="use a later histopipe",
         )
 
 
 def entry(stored: Stored, name: str, kind: type[T], path: Path) -> T:
-    """Return one entry of `meta`; DamagedStore if it is missing, no JSON, or of another type."""
+    """Return one entry of `meta`; DamagedStore if it is missing, not JSON, or of another type."""
     where = f"{path}, meta {name!r}"
-    held = stored(name.encode())
-    if held is None:
+    data = stored(name.encode())
+    if data is None:
         raise DamagedStore(f"{where} is missing")
-    value = from_json(held, where=where)
+    value = from_json(data, where=where)
     if type(value) is not kind or not _can_be_shown(value):
         raise DamagedStore(where, found=repr(value)[:80], expected=f"a JSON {kind.__name__}")
     return value
 
 
 def _can_be_shown(value: object) -> bool:
-    """Whether texts hold no characters that a terminal would obey. Without recursion, since values may be nested deeply."""
+    """Check that no text contains terminal control characters. Without recursion, since values may be nested deeply."""
     todo = [value]
     while todo:
         part = todo.pop()
@@ -158,7 +158,7 @@ def _can_be_shown(value: object) -> bool:
 
 
 def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
-    """Return how a store's patches were made; DamagedStore if a setting that readers need is missing or out of range."""
+    """Return the spec of a store; DamagedStore if a setting that readers need is missing or out of range."""
     spec = entry(stored, "spec", dict, path)
     if _READ_SETTINGS.keys() - spec.keys():
         expected = "settings " + ", ".join(sorted(_READ_SETTINGS))
@@ -170,8 +170,10 @@ def read_spec(stored: Stored, path: Path) -> dict[str, Any]:
 
 
 def read_classes(stored: Stored, path: Path) -> list[str]:
-    """Return the names of the classes of patches; DamagedStore if they are no names, or not unique."""
+    """Return the names of the patch classes; DamagedStore if they are not texts, or not unique."""
     classes = entry(stored, "classes", list, path)
     if not all(isinstance(name, str) for name in classes) or len(set(classes)) != len(classes):
-        raise DamagedStore(f"{path}, meta 'classes'", found=repr(classes)[:80], expected="names")
+        raise DamagedStore(
+            f"{path}, meta 'classes'", found=repr(classes)[:80], expected="unique names"
+        )
     return classes

@@ -1,4 +1,4 @@
-"""Reading patches: one transaction on their values, index columns and places in the file; decoding pictures."""
+"""Read patches in one transaction: their values, index columns and offsets in the file. Decode pictures."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from histopipe.store.format import INDEX, PATCHES, decode_index, patch_key, slid
 from histopipe.store.record import SlideRecord
 
 LARGEST_SIDE = 1 << 14
-"""Pixels of a picture; thumbnails are of a few thousand, patches of at most 8,192."""
+"""Maximum width and height of a picture, pixels. Thumbnails have a few thousand, patches at most 8,192."""
 _NODE_HEADER, _PAGE_HEADER = 8, 16
 _BIG_DATA = 0x01
-"""LMDB's flag of a value that has pages of its own."""
+"""LMDB's flag for a value on separate pages."""
 
 
 class _Node(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Node(ctypes.Structure):
 class CachedColumn(NamedTuple):
     """A column of a slide's index, (N,), as a view of LMDB's map.
 
-    It is valid in transactions of the same id, while the map is of the same generation. `patches_crc` is the CRC-32 over the
+    It is valid in transactions with the same id, and for one generation of the map. `patches_crc` is the CRC-32 of the
     CRCs of the slide's patches.
     """
 
@@ -46,7 +46,7 @@ Columns = dict[tuple[int, str], CachedColumn]
 
 
 class Reading:
-    """A read transaction, made by `Store.reading`. Views that it returns must not be used after it has ended."""
+    """A read transaction from `Store.reading`. Its views are not valid after its end."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Reading:
         self._id = int(transaction.id())
 
     def value(self, slide: int, row: int) -> memoryview:
-        """Return the file of a patch; empty if the patch was unreadable. Reads its pages from disk, without Python's lock.
+        """Return the file of a patch; empty if the patch was unreadable. Reads its pages from disk without the GIL.
 
         Raises:
             DamagedStore: the value is missing.
@@ -72,12 +72,12 @@ class Reading:
         return memoryview(value)
 
     def column(self, slide: int, name: str) -> NDArray[Any]:
-        """Return a column of a slide's index, (N,), as a view of LMDB's map, which costs no memory per patch.
+        """Return a column of a slide's index, (N,), as a view of LMDB's map, which needs no memory per patch.
 
-        Views are cached until something is written, since LMDB touches every page of a block that it looks up.
+        Views are cached until the store is written, since LMDB reads every page of a block at each lookup.
 
         Raises:
-            DamagedStore: as `index`; or the slide has been replaced since its columns were first read.
+            DamagedStore: as `index`; or the slide was replaced after its columns were first read.
         """
         generation = self._environment.generation
         cached = self._columns.get((slide, name))
@@ -87,7 +87,7 @@ class Reading:
         patches_crc = zlib.crc32(columns["crc"].tobytes())
         if cached is not None and cached.patches_crc != patches_crc:
             raise DamagedStore(
-                f"{self.where(slide)}: its patches have been replaced since the store was opened",
+                f"{self.where(slide)}: its patches were replaced after the store was opened",
                 todo="open the store again",
             )
         self._columns[slide, name] = CachedColumn(generation, self._id, patches_crc, columns[name])
@@ -106,24 +106,26 @@ class Reading:
         columns = decode_index(slide_key(slide), bytes(block) if copied else block, where=where)
         rows, expected = len(columns["crc"]), self._records[slide].planned
         if rows != expected:
-            raise DamagedStore(f"{where}: rows of its index", found=rows, expected=expected)
+            raise DamagedStore(
+                f"{where}: wrong number of index rows", found=rows, expected=expected
+            )
         return columns
 
     def extents(self, keys: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
-        """Find where the values of patches are in data.mdb without reading them, for requests to the disk in advance.
+        """Return the offsets of patch values in data.mdb without reading the values, for prefetching.
 
-        LMDB maps the file without the kernel's read-ahead, so that each page of a value is read by a page fault of its own:
-        five for 20 kB, one after another. A request of the whole value by `posix_fadvise` is one read. It needs the value's
-        offset, which LMDB's interface does not return. Reading values in advance by 16 threads was tried instead: equal where
-        the disk serves as many reads as wanted, but 0.6 of the rate on a disk limited to 3,000 reads per second.
+        LMDB maps the file without the kernel's read-ahead. Each page of a value is then a separate page fault: five for
+        20 kB, one after another. `posix_fadvise` for the whole value is one read, but needs its offset, which LMDB's
+        interface does not return. The alternative, 16 threads that read values in advance, is equally fast on a disk
+        without a limit of reads. On a disk limited to 3,000 reads per second, it has 0.6 of the rate.
 
-        Values that are small enough to be in a page among the keys are left out: finding them has read them.
+        Values that are stored on the pages of the keys are left out: the search for the key has read them.
 
-        `keys` are slide and row of each patch, best in rising order. Returns (N, 2) offset and length, bytes, rising; neighbours
-        are joined.
+        `keys` are slide and row of each patch, best in ascending order. Returns (N, 2) offset and length in bytes,
+        ascending; adjacent ranges are joined.
         """
         packed = [patch_key(*key) for key in keys]
-        found = sorted(_places(self._transaction, self._patches, packed))
+        found = sorted(_page_ranges(self._transaction, self._patches, packed))
         extents = np.array(found, np.int64).reshape(-1, 2)
         if not len(extents):
             return extents
@@ -138,14 +140,14 @@ class Reading:
         return f"{self._environment.path}, slide {self._records[slide].id}"
 
 
-def _places(
+def _page_ranges(
     transaction: lmdb.Transaction, database: Any, keys: Sequence[bytes]
 ) -> Iterator[tuple[int, int]]:
-    """Yield the first page of each value that has pages of its own, and its length in bytes with that page's header.
+    """Yield first page and length in bytes, with the page header, of each value on separate pages.
 
     Source:
-        LMDB 0.9, mdb.c: the node of a value in a leaf page is 2 × 16 bits of size, 16 of flags, 16 of the key's length, the
-        key, and then, if the flag F_BIGDATA is set, the number of the first page of the value.
+        LMDB 0.9, mdb.c: the node of a value in a leaf page has 2 × 16 bits of size, 16 of flags, 16 of the key's
+        length, the key, and then, if the flag F_BIGDATA is set, the number of the value's first page.
     """
     with transaction.cursor(db=database) as cursor:
         for key in cursor.getmulti(keys, values=False):  # a view of the key in the mapped page
@@ -166,20 +168,20 @@ def decode_picture(
 ) -> NDArray[np.uint8]:
     """Decode a JPEG or PNG file to (H, W, 3) uint8, or (H, W) with mode L.
 
-    `side` is the width and height that it must have, pixels; without it, at most 16,384. With `least`, a JPEG may be decoded at
-    a smaller scale whose longer side has so many pixels. `where` is for messages.
+    `side` is the required width and height in pixels; by default, at most 16,384. With `least`, a JPEG may be decoded
+    at a smaller scale, whose longer side has at least this many pixels. `where` is for messages.
 
     Raises:
-        DamagedStore: it cannot be decoded, or has another size: a file of a few kB may claim gigapixels.
+        DamagedStore: it cannot be decoded, or has another size. A file of a few kB may declare gigapixels.
     """
-    # Late: only looking at single pictures needs it.
+    # Imported late: only decoding of single pictures needs it.
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(value), formats=("JPEG", "PNG")) as image:
             if max(image.size) > LARGEST_SIDE if side is None else image.size != (side, side):
                 raise DamagedStore(  # noqa: TRY301 - before the picture is decoded
-                    f"{where}: its size",
+                    f"{where}: wrong size",
                     found=f"{image.size[0]} × {image.size[1]} pixels",
                     expected=f"{side} × {side}" if side else f"at most {LARGEST_SIDE}",
                 )
@@ -188,6 +190,6 @@ def decode_picture(
             return np.asarray(image.convert(mode), np.uint8)
     except DamagedStore:
         raise
-    # Pillow raises all of these for a broken PNG.
+    # Pillow raises all of these for a damaged PNG.
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DamagedStore(f"{where} cannot be decoded", found=str(error)[:200]) from error

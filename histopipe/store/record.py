@@ -19,7 +19,7 @@ from histopipe.system.files import shown
 
 
 class SlideState(StrEnum):
-    """Where a slide stands. Readers see complete slides only."""
+    """State of a slide. Readers see complete slides only."""
 
     PENDING = "pending"
     COMPLETE = "complete"
@@ -27,20 +27,20 @@ class SlideState(StrEnum):
 
 
 class FailureKind(StrEnum):
-    """Whether a failed slide is tried again by itself."""
+    """Cause of a failure, which decides when the slide is retried."""
 
     OPTION = "option"
-    """Its scale does not fit the options: looked at again at each ingest, before any pixel is read."""
+    """The slide's scale does not fit the options: checked again at each ingest, before any pixel is read."""
     FILE = "file"
-    """The file is bad: tried again when its size or time changed, or on request."""
+    """The file is bad: retried when its size or time has changed, or on request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlideRecord:
-    """One slide of a store: the fields that docs/store-format.md describes, and `unknown` ones of a later version, kept as they are.
+    """One slide of a store. docs/reference/slide-record.md describes the fields; `unknown` has those of later versions.
 
-    Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels; `level`, `downsample`, `read_size` and `stride` are of
-    the level that was read. `planned = stored + unreadable` when complete.
+    Times are nanoseconds since 1970, sizes bytes, dimensions level-0 pixels. `level`, `downsample`, `read_size` and
+    `stride` refer to the level that was read. For complete slides, `planned = stored + unreadable`.
     """
 
     id: str
@@ -85,7 +85,7 @@ class SlideRecord:
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self, number: int) -> bytes:
-        """Return the record as it is stored under a slide's number, sealed by a checksum."""
+        """Return the stored form of the record under a slide number, with a checksum."""
         return seal(slide_key(number), self.to_json())
 
     @classmethod
@@ -93,7 +93,7 @@ class SlideRecord:
         """Read a stored record.
 
         Raises:
-            DamagedStore: it is not what was written, or a field is missing, of another type or out of range.
+            DamagedStore: it does not match its checksum, or a field is missing, of another type or out of range.
         """
         return cls.from_json(unseal(slide_key(number), data, where=where), where=where)
 
@@ -107,7 +107,7 @@ class SlideRecord:
     def from_json(cls, value: object, *, where: str) -> SlideRecord:
         """Read what `to_json` returned; DamagedStore if a field is missing, of another type or out of range."""
         if not isinstance(value, dict):
-            raise DamagedStore(f"{where} is no slide record", found=type(value).__name__)
+            raise DamagedStore(f"{where} is not a slide record", found=type(value).__name__)
         known: dict[str, Any] = {
             name: value[name]
             if _plain(name, value[name])
@@ -117,14 +117,14 @@ class SlideRecord:
         }
         missing = [name for name in ("id", "path", "resolved_path", "state") if name not in known]
         if missing:
-            raise DamagedStore(f"{where}: the slide record lacks {', '.join(missing)}")
+            raise DamagedStore(f"{where}: the slide record has no {', '.join(missing)}")
         record = cls(**known, unknown={k: v for k, v in value.items() if k not in _HINTS})
         _check(record, where)
         return record
 
     @property
     def content(self) -> str | None:
-        """The hash that copies of one scan have in common; None if there is none."""
+        """Hash that is equal for copies of one scan; None if there is none."""
         return self.quickhash or self.tile_hash
 
 
@@ -133,21 +133,21 @@ _MOST_PATCHES = 1 << 32
 
 
 def _check(record: SlideRecord, where: str) -> None:
-    """Refuse counts and ids that no ingest writes: readers make arrays by counts, and files by ids."""
+    """Refuse counts and ids that no ingest writes. Readers allocate arrays by counts, and name files by ids."""
     for name in _COUNTS:
         if getattr(record, name) < 0:
             raise DamagedStore(f"{where}: field {name!r}", found=getattr(record, name))
     whole = record.planned == record.stored + record.unreadable
     if record.planned >= _MOST_PATCHES or (record.state is SlideState.COMPLETE and not whole):
         raise DamagedStore(
-            f"{where}: its counts",
+            f"{where}: its counts are inconsistent",
             found=f"{record.planned} planned, {record.stored} stored, {record.unreadable} unreadable",
             expected="planned = stored + unreadable",
         )
     if not {"", ".", ".."}.isdisjoint(record.id.split("/")):
         raise DamagedStore(
             f"{where}: its id", found=repr(record.id)[:80],
-            expected="a name that can be a file's in a folder of results",
+            expected="a valid file name, possibly with folders",
         )  # fmt: skip
 
 
@@ -162,12 +162,12 @@ _PLAIN = {
 
 
 def _plain(name: str, value: Any) -> bool:
-    """Whether a value needs no further check, for speed: a cohort's records are read at every start."""
+    """Return whether a value needs no further check. For speed: each command reads the records of all slides."""
     return type(value) in _PLAIN[name] and (type(value) is not str or value.isprintable())
 
 
 def _shown(value: Any) -> Any:
-    """A value whose texts can be shown on a terminal: control characters are written as \\xNN."""
+    """Return a value whose texts are safe on a terminal: control characters are written as \\xNN."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, list):
@@ -193,7 +193,7 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
             if isinstance(value, list) and all(type(v) is item for v in value):
                 return value
         elif getattr(kind, "__origin__", None) is dict:
-            item = get_args(kind)[1]  # JSON's keys are texts
+            item = get_args(kind)[1]  # JSON keys are always texts
             if isinstance(value, dict) and all(type(v) is item for v in value.values()):
                 return value
         elif type(value) is kind:
@@ -202,7 +202,7 @@ def _checked(where: str, name: str, value: Any, hint: Any) -> Any:
 
 
 def corrected_record(number: int, data: bytes) -> SlideRecord | None:
-    """Correct one wrong byte of a damaged record by its checksum; None if more is wrong, or it has no checksum."""
+    """Correct one wrong byte of a record with its checksum; None if more bytes are wrong, or there is no checksum."""
     body = corrected(slide_key(number), data)
     if body is None:
         return None
@@ -224,12 +224,12 @@ _SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class StainFit:
-    """A stain as two methods describe it, measured on so many pixels of tissue; float32.
+    """Stain of a slide by two methods, float32, measured on `pixels` pixels of tissue.
 
     Attributes:
-        reinhard_mean, reinhard_std: (3,) in lαβ, logarithms to base 10.
-        macenko_stains: (2, 3) optical densities of haematoxylin and eosin, of length 1.
-        macenko_maximum: (2,) 99th percentile of the amount of each.
+        reinhard_mean, reinhard_std: (3,) in lαβ with logarithms to base 10.
+        macenko_stains: (2, 3) unit vectors of optical density of haematoxylin and eosin.
+        macenko_maximum: (2,) 99th percentile of the concentration of each.
     """
 
     pixels: int
@@ -239,19 +239,19 @@ class StainFit:
     macenko_maximum: NDArray[np.float32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as it is stored."""
+        """Return the stored form as a JSON-ready dict."""
         arrays = {name: getattr(self, name).tolist() for name in _SHAPES}
         return {"algorithm": ALGORITHM, "pixels": self.pixels, **arrays}
 
     @classmethod
     def from_json(cls, value: object, *, where: str) -> Self:
-        """Read what `to_json` returned; raises DamagedStore if it is something else."""
+        """Read what `to_json` returned; DamagedStore if an entry is missing or wrong."""
         entries = value if isinstance(value, dict) else {}
         try:
             arrays = {name: np.array(entries[name], np.float32) for name in _SHAPES}
             fit = cls(pixels=int(entries["pixels"]), **arrays)
         except (KeyError, TypeError, ValueError) as error:
-            raise DamagedStore(f"{where} is no stain fit", found=repr(error)[:120]) from error
+            raise DamagedStore(f"{where} is not a stain fit", found=repr(error)[:120]) from error
         for name, shape in _SHAPES.items():
             if arrays[name].shape != shape or not np.isfinite(arrays[name]).all():
                 raise DamagedStore(
@@ -261,7 +261,7 @@ class StainFit:
 
 
 def read_fits(entries: Mapping[int, bytes], *, where: str) -> dict[int, StainFit]:
-    """Return the fits by slide number, of those that this version's algorithm made."""
+    """Return the stain fits of this version's algorithm, by slide number."""
     fits = {}
     for number, entry in entries.items():
         here = f"{where}, slide {number}"

@@ -1,4 +1,4 @@
-"""Reading a store: slide records, index columns, and patches by slide and row."""
+"""Read a store: slide records, index columns, and patches by slide and row."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from histopipe.system.files import Closing
 
 
 class Store(Closing):
-    """A store open for reading. Only complete slides can be seen as patches.
+    """A store open for reading. Patches are available for complete slides only.
 
     Args:
         path: the store's folder.
-        hidden: see also slides of a part that its catalog does not name there.
+        hidden: include slides that the catalog of a part assigns to another part.
 
     Raises:
-        NothingToDo: there is none.
-        DamagedStore, UnknownVersion: it cannot be used.
+        NothingToDo: there is no store.
+        DamagedStore, UnknownVersion: it cannot be read.
 
     Attributes:
-        records: every slide's record by number, whatever its state; of a part, those that its catalog names there.
-        spec: how its patches were made, as `meta` holds it.
-        uuid: new for every store.
+        records: the slide records by number, for all states; of a part, those that its catalog assigns to it.
+        spec: tiling settings of the patches, as in `meta`.
+        uuid: unique identifier of the store.
 
     Example:
         >>> with Store(Path("patches.lmdb")) as store:  # doctest: +SKIP
@@ -71,17 +71,17 @@ class Store(Closing):
             raise
 
     def __len__(self) -> int:
-        """Patches that can be read."""
+        """Number of patches that can be read."""
         return sum(record.stored for record in self.complete.values())
 
     @property
     def slides(self) -> list[SlideRecord]:
-        """Every slide's record, in the order of their numbers."""
+        """Slide records in the order of their numbers."""
         return list(self.records.values())
 
     @property
     def complete(self) -> dict[int, SlideRecord]:
-        """Records of the slides that can be read, by number."""
+        """Records of the complete slides, by number."""
         return {n: r for n, r in self.records.items() if r.state is SlideState.COMPLETE}
 
     @property
@@ -90,7 +90,7 @@ class Store(Closing):
         return int(self.spec["patch_size"])
 
     def number(self, slide_id: str) -> int:
-        """The number of a complete slide.
+        """Return the number of a complete slide.
 
         Raises:
             UsageError: there is no such slide, or it is not complete.
@@ -103,29 +103,29 @@ class Store(Closing):
         raise UsageError(f"{self.path} has no slide {slide_id!r}")
 
     def index(self, slide: int) -> dict[str, NDArray[Any]]:
-        """A slide's columns, (N,) each, one row a patch.
+        """Return the index columns of a slide, (N,) each, one row per patch.
 
         Raises:
-            DamagedStore: the block is missing, damaged, or not of the length its record says.
+            DamagedStore: the block is missing or damaged, or its length differs from the record's.
         """
         with self.reading() as reading:
             return reading.index(slide)
 
     @contextmanager
     def reading(self) -> Iterator[Reading]:
-        """One read transaction on the patches. What it gives must not outlive the block."""
+        """Begin a read transaction on the patches. Its views are not valid after the block."""
         environment = self._environment
         with environment.read() as transaction:
             yield Reading(environment, transaction, self.records, self._columns)
 
     def advise(self, keys: Sequence[tuple[int, int]]) -> int:
-        """Ask the system to read patches from disk before they are wanted; returns at once.
+        """Prefetch patches from disk, without waiting for them.
 
         Args:
-            keys: slide and row of each.
+            keys: slide and row of each patch.
 
         Returns:
-            Bytes asked for.
+            Number of requested bytes.
         """
         with self.reading() as reading:
             extents = reading.extents(keys).tolist()
@@ -134,37 +134,41 @@ class Store(Closing):
         return sum(length for _, length in extents)
 
     def value(self, slide: int, row: int) -> bytes:
-        """A patch's file, JPEG or PNG; empty if it was unreadable when ingested."""
+        """Return the file of a patch, JPEG or PNG; empty if the ingest could not read it from the slide."""
         with self.reading() as reading:
             return bytes(reading.value(slide, row))
 
     def read(self, slide_id: str, row: int) -> NDArray[np.uint8]:
-        """A patch's pixels, checked against its CRC.
+        """Return the pixels of a patch, after a check of its CRC.
 
         Args:
-            slide_id: a complete slide.
-            row: the patch's number, 0 to `planned` - 1.
+            slide_id: id of a complete slide.
+            row: number of the patch, 0 to `planned` - 1.
 
         Returns:
             (H, W, 3) uint8 RGB.
 
         Raises:
-            UsageError: no such slide or row, or the patch was unreadable when ingested.
-            DamagedStore: the value is not what was written.
+            UsageError: there is no such slide or row, or the ingest could not read the patch.
+            DamagedStore: the value does not match its checksum.
         """
         slide = self.number(slide_id)
         where = f"{self.path}, slide {slide_id}: patch {row}"
         if not 0 <= row < self.records[slide].planned:
-            raise UsageError(where, expected=f"0 to {self.records[slide].planned - 1}")
+            raise UsageError(
+                f"{where} does not exist", expected=f"0 to {self.records[slide].planned - 1}"
+            )
         value = self.value(slide, row)
         if not value:
-            raise UsageError(f"{where} could not be read from the slide when it was ingested")
+            raise UsageError(f"{where} could not be read from the slide at ingest")
         if value_crc(patch_key(slide, row), value) != self.index(slide)["crc"][row]:
-            raise DamagedStore(f"{where} is not what was written", todo="ingest the slide again")
+            raise DamagedStore(
+                f"{where} does not match its checksum", todo="ingest the slide again"
+            )
         return decode_picture(value, where, side=self.patch_size)
 
     def thumbnail(self, slide: int, kind: str = "thumb") -> bytes | None:
-        """A slide's `thumb` (JPEG) or `mask` (PNG) file; None where there is none."""
+        """Return the `thumb` (JPEG) or `mask` (PNG) file of a slide; None if there is none."""
         with self._environment.read() as transaction:
             value = transaction.get(
                 thumbnail_key(slide, kind), db=self._environment.databases[THUMBNAILS]
@@ -173,17 +177,17 @@ class Store(Closing):
 
     @property
     def databases(self) -> set[bytes]:
-        """Names of the databases that are there, those of a later version too."""
-        return {name for name, held in self._environment.databases.items() if held is not None}
+        """Names of the existing databases, also of those of a later version."""
+        return {name for name, db in self._environment.databases.items() if db is not None}
 
     def entries(self, database: bytes, slide: int) -> list[tuple[bytes, bytes]]:
-        """Keys and values of a slide in a database whose keys begin with the slide's number."""
-        held = self._environment.databases[database]
+        """Return the keys and values of a slide in a database whose keys begin with slide numbers."""
+        opened = self._environment.databases[database]
         with self._environment.read() as transaction:
-            return list(entries_with(transaction, held, slide_key(slide)))
+            return list(entries_with(transaction, opened, slide_key(slide)))
 
     def further_meta(self) -> dict[bytes, bytes]:
-        """What `meta` holds that this version does not know."""
+        """Return the entries of `meta` that this version does not know."""
         with (
             self._environment.read() as transaction,
             transaction.cursor(db=self._environment.databases[META]) as cursor,
@@ -192,7 +196,7 @@ class Store(Closing):
         return {key: value for key, value in entries.items() if key not in META_NAMES}
 
     def stains(self) -> dict[int, StainFit]:
-        """How complete slides are stained, by number, of those that were fitted.
+        """Return the stain fits of complete slides by number, as far as there are any.
 
         Raises:
             DamagedStore: an entry cannot be read.
@@ -203,30 +207,30 @@ class Store(Closing):
                 return {}
             keys = {number: slide_key(number) for number in self.complete}
             entries = {n: transaction.get(key, db=database) for n, key in keys.items()}
-            held = {n: bytes(entry) for n, entry in entries.items() if entry is not None}
-        return read_fits(held, where=str(self.path))
+            fits = {n: bytes(entry) for n, entry in entries.items() if entry is not None}
+        return read_fits(fits, where=str(self.path))
 
     def close(self) -> None:
-        """Give the environment back. No view of it may be touched afterwards."""
+        """Close the store. Its views are not valid afterwards."""
         self._opened.close()
 
     def close_later(self) -> None:
-        """As `close`, when next a store is opened: for finalisers, which may run in the middle of anything."""
+        """Close it when a store is opened next. For finalisers, which may run at any point of a program."""
         self._opened.close_later()
 
     @property
     def _environment(self) -> Environment:
-        """This process's environment: what was opened before a fork is the parent's."""
+        """Environment of this process. It is opened again after a fork."""
         if self._opened.pid != os.getpid():
             self._opened, self._columns = open_environment(Path(self._opened.real_path)), {}
         return self._opened
 
 
 class StoreSet:
-    """Several stores read as one; a slide id must be in one of them only.
+    """Several stores, read as one. A slide id may be in only one of them.
 
     Raises:
-        UsageError: none is given, or their patch sizes differ.
+        UsageError: there is no store, or the patch sizes differ.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -246,15 +250,15 @@ class StoreSet:
 
     @property
     def slides(self) -> list[SlideRecord]:
-        """Every slide's record, store by store."""
+        """Slide records of all stores, in the order of the stores."""
         return [record for store in self.stores for record in store.slides]
 
     def read(self, slide_id: str, row: int) -> NDArray[np.uint8]:
-        """As `Store.read`, in the one store that has the slide."""
+        """Return the pixels of a patch from the store that has the slide, as `Store.read`."""
         holders = [s for s in self.stores if any(r.id == slide_id for r in s.complete.values())]
         if len(holders) != 1:
             raise UsageError(
-                f"slide {slide_id!r}", found=f"in {len(holders)} of the stores", expected="in one"
+                f"slide {slide_id!r} is in {len(holders)} of the stores", expected="exactly one"
             )
         return holders[0].read(slide_id, row)
 
@@ -265,10 +269,10 @@ class StoreSet:
 
 
 def check_patch_sizes(stores: Sequence[Store]) -> None:
-    """Refuse stores whose patches cannot share a batch.
+    """Check that the patches of stores fit into one batch.
 
     Raises:
-        UsageError: their patch sizes differ; each store is named with its own.
+        UsageError: the patch sizes differ. The message has the size of each store.
     """
     if len({store.patch_size for store in stores}) > 1:
         raise UsageError(
@@ -279,7 +283,7 @@ def check_patch_sizes(stores: Sequence[Store]) -> None:
 
 
 def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
-    """Open a store, or several as one, for reading; a folder of parts is several.
+    """Open a store, or several as one, for reading. A folder of parts counts as several stores.
 
     Example:
         >>> store = open_store("patches.lmdb")  # doctest: +SKIP
@@ -293,7 +297,7 @@ def open_store(path: str | Path | Sequence[str | Path]) -> Store | StoreSet:
 
 
 def recorded(store: Path) -> dict[int, SlideRecord]:
-    """Return the records of a store by number, or of a folder of parts by a running number; none if there is no store."""
+    """Return the records of a store by number, or of a folder of parts by a running number; empty without a store."""
     catalog = read_catalog(store)
     if catalog is not None:
         found: list[SlideRecord] = []

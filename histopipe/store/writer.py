@@ -1,4 +1,4 @@
-"""Writing a store. Whatever becomes visible does so by one transaction, last."""
+"""Write a store. A slide becomes visible by one transaction, at the end."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ from histopipe.tiling.spec import TilingSpec
 
 
 class StoreWriter(Closing):
-    """A store open for writing; any number of processes may have one. Open it before a `Store` of it in the same process.
+    """A store open for writing, also by several processes. Open it before a `Store` of it in the same process.
 
     Args:
         path: the store's folder.
-        spec: how its patches are made, as a spec or as `meta` holds it; a missing store is made. None opens any existing store.
-        alone: no other process writes to the store meanwhile, so that its records are read only once.
+        spec: tiling settings, as a spec or as in `meta`; a missing store is created. None opens any existing store.
+        alone: no other process writes to the store at the same time. Its records are then read only once.
 
     Raises:
-        NothingToDo: there is no store, and no spec to make it.
+        NothingToDo: there is no store, and `spec` is None.
         SpecMismatch: the store has another spec.
         UnknownVersion, DamagedStore, MachineShort: the store cannot be used.
-        UsageError: the path is something else than a store.
+        UsageError: the path is not a store.
     """
 
     def __init__(
         self, path: Path, spec: TilingSpec | Mapping[str, Any] | None = None, *, alone: bool = False
     ) -> None:
         self.path = path
-        self._held: dict[int, SlideRecord] | None = None
+        self._cached: dict[int, SlideRecord] | None = None
         if spec is None:
             self._environment = open_for_change(path)
         else:
@@ -65,30 +65,30 @@ class StoreWriter(Closing):
             self._environment = open_or_make(path, wanted)
         if alone:
             try:
-                self._held = self.records()
+                self._cached = self.records()
             except BaseException:
                 self.close()
                 raise
 
     def records(self) -> dict[int, SlideRecord]:
-        """Return every slide's record by number."""
+        """Return the records of all slides by number."""
         with self._environment.read() as transaction:
             return self._records(transaction)
 
     def record(self, slide: int) -> SlideRecord:
-        """Read a slide's record."""
+        """Return the record of a slide."""
         with self._environment.read() as transaction:
             return read_record(transaction, self._db, slide, self.path)
 
     def register(self, records: Sequence[SlideRecord]) -> dict[str, int]:
         """Store the records of new slides under numbers never used before; return the numbers of all slides by id."""
-        held = None if self._held is None else dict(self._held)
+        cached = None if self._cached is None else dict(self._cached)
 
-        def work(transaction: lmdb.Transaction) -> dict[str, int]:  # again, where the map was full
-            there = held if held is not None else self._records(transaction)
-            known = {r.id: n for n, r in there.items()}
-            told = read_meta(transaction, self._db, "next_number", int, self.path)
-            number = max([told, *(n + 1 for n in there)])  # never over a record, whatever it says
+        def work(transaction: lmdb.Transaction) -> dict[str, int]:  # runs again if the map is full
+            existing = cached if cached is not None else self._records(transaction)
+            known = {r.id: n for n, r in existing.items()}
+            next_number = read_meta(transaction, self._db, "next_number", int, self.path)
+            number = max([next_number, *(n + 1 for n in existing)])  # never overwrite a record
             for record in records:
                 if record.id in known:
                     continue
@@ -103,7 +103,7 @@ class StoreWriter(Closing):
         return self._environment.change(work)
 
     def class_numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the number of each class of patches. New classes are added after the known ones."""
+        """Return the number of each patch class. New classes are added after the known ones."""
         if not names:
             return {}
 
@@ -120,9 +120,9 @@ class StoreWriter(Closing):
     def put_patches(
         self, slide: int, rows: Sequence[int], values: Sequence[bytes | None]
     ) -> NDArray[np.uint32]:
-        """Store the files of patches, best in rising order; None is an unreadable patch, stored as an empty value.
+        """Store the files of patches, best in ascending order. None is an unreadable patch, stored as an empty value.
 
-        Returns their CRCs with the keys, (N,) uint32, 0 where unreadable.
+        Returns their CRCs with the keys, (N,) uint32, 0 for unreadable patches.
         """
         # An empty value marks an unreadable patch; a missing patch has no value.
         items = [(patch_key(slide, r), v or b"") for r, v in zip(rows, values, strict=True)]
@@ -142,9 +142,9 @@ class StoreWriter(Closing):
         thumbnails: Mapping[str, bytes],
         further: Mapping[tuple[bytes, bytes], bytes] = MappingProxyType({}),
     ) -> None:
-        """Make a slide visible: record, index and all else in one transaction, after its last patch.
+        """Make a slide visible: write record, index and all else in one transaction, after its last patch.
 
-        `columns` are (N,) each. `further` are values by database and key, of databases that this version may not know.
+        `columns` are (N,) each. `further` are values by database and key, also of databases unknown to this version.
         """
         index = encode_index(slide_key(slide), columns)
         pictures = {thumbnail_key(slide, kind): picture for kind, picture in thumbnails.items()}
@@ -176,29 +176,32 @@ class StoreWriter(Closing):
         """Add or replace columns of a slide's index, (N,) each, and fields of its record, in one transaction.
 
         Raises:
-            DamagedStore: the store has patches of other checksums than `crc`, (N,), by now.
+            DamagedStore: the checksums of the stored patches differ from `crc`, (N,).
         """
         key, where = slide_key(slide), f"{self.path}, slide {slide}"
 
         def work(transaction: lmdb.Transaction) -> None:
             block = transaction.get(key, db=self._db[INDEX])
-            held = decode_index(key, bytes(block), where=where) if block is not None else {}
-            if not np.array_equal(held.get("crc", ()), crc):
-                raise DamagedStore(f"{where} was ingested anew meanwhile", todo="run it once more")
+            old = decode_index(key, bytes(block), where=where) if block is not None else {}
+            if not np.array_equal(old.get("crc", ()), crc):
+                raise DamagedStore(
+                    f"{where} was ingested again at the same time",
+                    todo="run the same command again",
+                )
             record = read_record(transaction, self._db, slide, self.path)
-            transaction.put(key, encode_index(key, {**held, **columns}), db=self._db[INDEX])
+            transaction.put(key, encode_index(key, {**old, **columns}), db=self._db[INDEX])
             self._put_record(transaction, slide, dataclasses.replace(record, **facts))
 
         self._environment.change(work)
 
     def put_stain(self, slide: int, fit: StainFit) -> None:
-        """Add or replace a slide's stain fit."""
+        """Add or replace the stain fit of a slide."""
         key = slide_key(slide)
         value = seal(key, fit.to_json())
         self._environment.change(lambda t: t.put(key, value, db=self._db[STAINS]))
 
     def fail(self, slide: int, record: SlideRecord, error: str, kind: FailureKind) -> None:
-        """Delete what was stored of a slide, then record why it failed."""
+        """Delete the entries of a slide, then record its failure."""
         failed = dataclasses.replace(
             record, state=SlideState.FAILED, error=error, error_kind=kind,
             planned=0, stored=0, unreadable=0, stored_bytes=0,
@@ -207,7 +210,7 @@ class StoreWriter(Closing):
         self.update(slide, failed)
 
     def restart(self, slide: int, record: SlideRecord) -> None:
-        """Hide a slide and delete what is stored of it, so that it can be ingested from the start."""
+        """Hide a slide and delete its entries, so that it can be ingested from the start."""
         pending = dataclasses.replace(
             record, state=SlideState.PENDING, error=None, error_kind=None, error_option=None
         )
@@ -215,18 +218,18 @@ class StoreWriter(Closing):
         delete_entries(self._environment, slide)
 
     def remove(self, slide: int) -> None:
-        """Delete a slide and all that is stored of it, in one transaction. Its number is not used again."""
+        """Delete a slide and all its entries in one transaction. Its number is not used again."""
 
         def work(transaction: lmdb.Transaction) -> None:
             for database in [*self._environment.slide_databases(), self._db[SLIDES]]:
                 delete_slide(transaction, database, slide)
 
         self._environment.change(work)
-        if self._held is not None:
-            self._held.pop(slide, None)
+        if self._cached is not None:
+            self._cached.pop(slide, None)
 
     def add_meta(self, entries: Mapping[bytes, bytes]) -> None:
-        """Add entries to `meta`, except those whose names it has."""
+        """Add entries to `meta`. Existing ones are not replaced."""
 
         def work(transaction: lmdb.Transaction) -> None:
             for name, value in entries.items():
@@ -235,11 +238,11 @@ class StoreWriter(Closing):
         self._environment.change(work)
 
     def update(self, slide: int, record: SlideRecord) -> None:
-        """Replace a record."""
+        """Replace the record of a slide."""
         self._environment.change(lambda transaction: self._put_record(transaction, slide, record))
 
     def change(self, slide: int, **facts: Any) -> None:
-        """Change some fields of a record, and leave the others as they are now."""
+        """Change some fields of a record, and keep the current values of the others."""
 
         def work(transaction: lmdb.Transaction) -> None:
             record = read_record(transaction, self._db, slide, self.path)
@@ -248,7 +251,7 @@ class StoreWriter(Closing):
         self._environment.change(work)
 
     def reusable_bytes(self) -> int:
-        """Return the bytes inside the file that deleted values have left free."""
+        """Return the bytes inside the file that are free after deletions."""
         length = (self.path / "data.mdb").stat().st_size
         return max(0, length - self._environment.used_bytes())
 
@@ -261,11 +264,11 @@ class StoreWriter(Closing):
         return self._environment.databases
 
     def _records(self, transaction: lmdb.Transaction) -> dict[int, SlideRecord]:
-        if self._held is not None:
-            return dict(self._held)
+        if self._cached is not None:
+            return dict(self._cached)
         return read_records(transaction, self._db, self.path)
 
     def _put_record(self, transaction: lmdb.Transaction, number: int, record: SlideRecord) -> None:
         transaction.put(slide_key(number), record.to_bytes(number), db=self._db[SLIDES])
-        if self._held is not None:  # should the transaction fail, this writer is closed
-            self._held[number] = record
+        if self._cached is not None:  # if the transaction fails, this writer is closed
+            self._cached[number] = record

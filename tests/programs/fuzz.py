@@ -1,9 +1,9 @@
-"""Files that others may have written, with bytes changed: each must be read, or refused as an error of ours.
+"""Change bytes of files that may be untrusted. Each must be read, or refused with an error of histopipe.
 
 python -P tests/programs/fuzz.py RUN STORE FOLDER --rounds 200 --seed 1
 
-RUN is the folder of a finished run, STORE the store that it is of; FOLDER is for the changed files. It runs with little memory to
-spare, prints how often each parser refused, and ends with 1 at the first error that is none of ours.
+RUN is the folder of a finished run, STORE its store, and FOLDER a new folder for the changed files. The program limits
+its memory, prints the number of refused files per parser, and returns 1 if there is any other error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from histopipe.studies.search_space import read_space
 SPARE_BYTES = 1 << 30
 HDF5_SECONDS = 5.0
 HDF5_ROUNDS = 15
-"""Each of a process of its own, which HDF5 may hang or kill."""
+"""Each round starts a process, since HDF5 may hang or crash."""
 
 TILE = 64
 LEVEL = Level(0, Size(100, 100), 1.0)
@@ -69,16 +69,16 @@ Parser = Callable[[Path], object]
 
 
 def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
-    """A sound file for each parser, and the parser."""
+    """Return the content of a valid file and its parser, by file name."""
     names = SlideNames([record.id for record in store.slides])
     first = store.slides[0]
     table = "".join(f"{record.id},{'ab'[n % 2]},p{n}\n" for n, record in enumerate(store.slides))
-    facts = PredictedSlide.of(first, source="x.svs")
+    predicted = PredictedSlide.of(first, source="x.svs")
     geojson = b'{"type":"FeatureCollection","features":[{"type":"Feature","geometry":{"type":"Polygon","coordinates":[[[0,0],[9,0],[9,9],[0,0]]]},"properties":{"classification":{"name":"a"}}}]}'
     asap = b'<?xml version="1.0"?><ASAP_Annotations><Annotations><Annotation Name="x" Type="Polygon" PartOfGroup="a"><Coordinates><Coordinate Order="0" X="0" Y="0"/><Coordinate Order="1" X="9" Y="0"/><Coordinate Order="2" X="9" Y="9"/></Coordinates></Annotation></Annotations></ASAP_Annotations>'
     scratch = run / "fuzz-scratch"
     scratch.mkdir(exist_ok=True)
-    facts.write(scratch / "facts.json")
+    predicted.write(scratch / "facts.json")
     write_slides(scratch)
     write_hdf5(scratch)
     found: dict[str, tuple[bytes, Parser]] = {
@@ -107,7 +107,7 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
 
 
 def write_slides(folder: Path) -> None:
-    """A slide of four tiles as a TIFF and as DICOM."""
+    """Write a slide of four tiles as TIFF and as DICOM."""
     noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
     tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
     page = TiffPage(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)
@@ -130,49 +130,49 @@ def write_slides(folder: Path) -> None:
 
 
 def write_hdf5(folder: Path) -> None:
-    """Features, and coordinates as CLAM writes them."""
+    """Write features, and coordinates in the format of CLAM."""
     corners = np.arange(40).reshape(20, 2)
-    with writing(folder / "features.h5", 20, 8, "float32") as made:
-        made.append(np.ones((20, 8), np.float32), corners)
-        made.finish({}, {})
+    with writing(folder / "features.h5", 20, 8, "float32") as features:
+        features.append(np.ones((20, 8), np.float32), corners)
+        features.finish({}, {})
     with h5py.File(folder / "coords.h5", "w") as file:
         file["coords"] = corners
         file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
 
 
 def read_dicom(path: Path) -> None:
-    """Find a series, and decode its tiles."""
+    """Find a DICOM series, and decode its tiles."""
     discover([path.parent])
     tiles_of(dicom_tiles.find_tiles((path,), LEVEL))
 
 
 def tiles_of(native: NativeLevel) -> None:
-    """Decode all of a level's tiles."""
+    """Decode all tiles of a level."""
     with NativeTiles(native) as tiles:
         tiles.pixels(RegionLevel(0, 0, native.size))
 
 
 def changed(rng: random.Random, content: bytes) -> bytes:
-    """With some of its bytes changed."""
-    made = bytearray(content)
+    """Return the content with some bytes changed."""
+    data = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 5])):
-        at = rng.randrange(len(made) + 1)
+        i = rng.randrange(len(data) + 1)
         match rng.randrange(5):
             case 0:
-                made[at : at + 1] = bytes([rng.randrange(256)])
+                data[i : i + 1] = bytes([rng.randrange(256)])
             case 1:
-                del made[at : at + rng.choice([1, 10, len(made)])]
+                del data[i : i + rng.choice([1, 10, len(data)])]
             case 2:
-                made[at:at] = rng.choice(TOKENS)
+                data[i:i] = rng.choice(TOKENS)
             case 3:
-                made[at : at + rng.choice([1, 4, 8])] = rng.choice(TOKENS)[:64]
+                data[i : i + rng.choice([1, 4, 8])] = rng.choice(TOKENS)[:64]
             case _:
-                made[at:at] = made[at : at + rng.choice([3, 40])]
-    return bytes(made)
+                data[i:i] = data[i : i + rng.choice([3, 40])]
+    return bytes(data)
 
 
 def main() -> None:
-    """Change, parse, count."""
+    """Change files, parse them, and count refusals."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("store", type=Path)
@@ -186,33 +186,33 @@ def main() -> None:
     with Store(arguments.store) as store:
         known = parsers(arguments.folder, store)
         for name, (content, parse) in known.items():
-            place = arguments.folder / name
-            place.parent.mkdir(exist_ok=True)
-            place.write_bytes(content)
-            parse(place)
+            path = arguments.folder / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(content)
+            parse(path)
         used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_DATA, (used + SPARE_BYTES, used + SPARE_BYTES))
         for name, (content, parse) in known.items():
-            refused, place = 0, arguments.folder / name
+            refused, path = 0, arguments.folder / name
             rounds = HDF5_ROUNDS if name.endswith(".h5") else arguments.rounds
             for _ in range(rounds):
-                made = changed(rng, content)
-                place.write_bytes(made)
+                data = changed(rng, content)
+                path.write_bytes(data)
                 started = time.monotonic()
                 try:
-                    parse(place)
+                    parse(path)
                 except (HistopipeError, NotNative):
                     refused += 1
-                except BaseException:  # noqa: BLE001 - that is what is looked for
+                except BaseException:  # noqa: BLE001 - all other errors are bugs
                     failures += 1
                     print(
-                        f"{name}, seed {arguments.seed}: {made[:200]!r}\n{traceback.format_exc()}"
+                        f"{name}, seed {arguments.seed}: {data[:200]!r}\n{traceback.format_exc()}"
                     )
                     break
                 if time.monotonic() - started > SLOWEST:
                     failures += 1
-                    print(f"{name} took {time.monotonic() - started:.0f} s: {made[:200]!r}")
-            place.write_bytes(content)
+                    print(f"{name} took {time.monotonic() - started:.0f} s: {data[:200]!r}")
+            path.write_bytes(content)
             print(f"{name}: {refused} of {rounds} refused", flush=True)
     raise SystemExit(1 if failures else 0)
 
