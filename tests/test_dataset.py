@@ -151,7 +151,9 @@ def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
             [store], SampleTable(select([store])), batch_size=1, order=Sequential(2)
         )
         for step in (0, 1):
-            with pytest.raises(DamagedStore, match=f"slide a: patch {step}: it cannot be decoded"):
+            with pytest.raises(
+                DamagedStore, match=f"slide a: patch {step}: the image cannot be decoded"
+            ):
                 batches.load(step)
 
 
@@ -258,13 +260,15 @@ def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
     for slide in splits.slides:
         site_sides.setdefault(str(slide.site), set()).update(slide.sides.tolist())
     assert all(len(sides) == 1 for sides in site_sides.values())
-    with pytest.raises(UsageError, match="--split-by site: found 12 slides without one"):
+    with pytest.raises(UsageError, match="--split-by site: found 12 slides without a site"):
         make_splits([store], split_by="site", seed=1)
 
 
 def test_nothing_to_split(store: Store) -> None:
     one: dict[str, SlideLabel] = {r.id: SlideLabel("same") for r in store.slides}
-    with pytest.raises(NothingToDo, match=r"nothing to tell apart: found labels same.*labels\.csv"):
+    with pytest.raises(
+        NothingToDo, match=r"fewer than two classes: found labels same.*labels\.csv"
+    ):
         make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=one))
     few: dict[str, SlideLabel] = {
         r.id: SlideLabel("a" if i < 2 else "b") for i, r in enumerate(store.slides)
@@ -287,7 +291,7 @@ def test_copies_of_a_slide_are_named_where_they_leave_a_class_too_small(tmp_path
             make_splits([store], split_by="patient", seed=1)
         with pytest.raises(NothingToDo, match=rf"found 2 slides \({copies}"):
             make_splits([store], split_by="slide", seed=1)
-        with pytest.raises(UsageError, match=r"at most 6: no class has more slides$"):
+        with pytest.raises(UsageError, match=r"at most 6, the slides of the largest class$"):
             make_folds([store], 8, split_by="slide", seed=1)
         pairs = {r.id: SlideLabel(r.label, "one" if r.id < "a4" else r.id) for r in store.slides}
         with pytest.raises(NothingToDo, match=r"found 1 patient, expected"):  # copies are not why
@@ -317,9 +321,17 @@ def test_a_split_that_no_longer_fits_is_refused(store: Store, tmp_path: Path) ->
     good = json.loads(path.read_text())
     for change, error, says in (
         ({"version": 3}, UnknownVersion, "version 3"),
-        ({"stores": ["other"]}, DamagedStore, "was made for other stores"),
-        ({"slides": [good["slides"][0] | {"crc": 1}]}, DamagedStore, "is not what .* was made for"),
-        ({"slides": [good["slides"][0] | {"slide": 77}]}, DamagedStore, "no such complete slide"),
+        ({"stores": ["other"]}, DamagedStore, "belongs to other stores"),
+        (
+            {"slides": [good["slides"][0] | {"crc": 1}]},
+            DamagedStore,
+            "does not match .*splits.json: found different patches",
+        ),
+        (
+            {"slides": [good["slides"][0] | {"slide": 77}]},
+            DamagedStore,
+            "no complete slide with this number",
+        ),
         ({"slides": [{}]}, DamagedStore, "is damaged"),
         ({"classes": 3}, DamagedStore, "is damaged"),
     ):

@@ -152,7 +152,7 @@ def test_a_changed_byte_names_store_slide_and_patch(two: list[Path], at: int) ->
         table = SampleTable(select([store]))
         batches = PatchBatches([store], table, batch_size=19, order=Sequential(19))
         with pytest.raises(
-            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: it is not what was written; ingest"
+            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: the checksum is wrong; ingest"
         ):
             batches.load(0)
         unchecked = PatchBatches([store], table, batch_size=5, order=Sequential(19), check=False)
@@ -185,7 +185,7 @@ def test_skipped_patches_weigh_nothing_and_are_counted(
     batches = all_of(dataset)
     bad = {5, 1 << 56 | 2}
     assert set(dataset.skipped) == bad
-    assert "slide n1: patch 5: it is not what was written" in dataset.skipped[5]
+    assert "slide n1: patch 5: the checksum is wrong" in dataset.skipped[5]
     for batch, whole in zip(batches, clean, strict=False):
         assert (batch["key"] == whole["key"]).all()
         hit = np.isin(batch["key"], list(bad))
@@ -197,7 +197,7 @@ def test_skipped_patches_weigh_nothing_and_are_counted(
 
 def test_an_error_ends_the_iteration_and_says_what(two: list[Path]) -> None:
     flip_a_byte(two[0], 0, 5)
-    with pytest.raises(Exception, match="slide n1: patch 5: it is not what was written"):
+    with pytest.raises(Exception, match="slide n1: patch 5: the checksum is wrong"):
         list(histopipe.load_dataset(two, batch_size=8, seed=1))
 
 
@@ -289,17 +289,17 @@ def test_what_makes_no_sense_is_refused(two: list[Path]) -> None:
             for value in values
         ),
         ("start_step: found 17, expected 0 to 16", {"start_step": 17}),
-        ("side='test' is a side of splits", {"side": "test"}),
+        ("side='test' requires splits", {"side": "test"}),
         ("labels: found {}", {"labels": {}}),
         ("classes: found .., expected", {"classes": []}),
         ("classes: found 5", {"classes": 5}),
         ("on_error: found 'ignore'", {"on_error": "ignore"}),
         (
-            "columns: found .'colour'., expected a list of some of x_l0, y_l0, slide",
+            "columns: found .'colour'., expected a list of names from x_l0, y_l0, slide",
             {"columns": ["colour"]},
         ),
-        ("labels name slides that no store holds: found nobody", {"labels": {"nobody": "x"}}),
-        ("a name comes twice", {"classes": ["n", "n"]}),
+        ("labels of slides that are in no store: found nobody", {"labels": {"nobody": "x"}}),
+        ("a name is given twice", {"classes": ["n", "n"]}),
         ("numbers: found .0, 2., expected 0, 1, 2", {"classes": {"n": 0, "t": 2}}),
         ("classes: found 'nt', expected a list", {"classes": "nt"}),
         ("columns: found 'slide', expected a list", {"columns": "slide"}),
@@ -851,7 +851,7 @@ def test_training_goes_on_without_damaged_patches(
     for row in (3, 4):
         flip_a_byte(path, 0, row)
     settings: dict[str, Any] = {"split_by": "patch", "batch_size": 16, "in_process": True}
-    with pytest.raises(DamagedStore, match=r"patch [34]: it is not what was written"):
+    with pytest.raises(DamagedStore, match=r"patch [34]: the checksum is wrong"):
         histopipe.train(path, out=tmp_path / "r1", epochs=1, **settings)
     skipping = settings | {"on_error": "skip"}
     histopipe.train(

@@ -240,7 +240,7 @@ def test_settings_that_do_not_go_together() -> None:
         ("balance: found 'site', expected 'none' or 'class'", {"seed": 1, "balance": "site"}),
         ("shuffle is off", {"seed": None, "balance": "slide"}),
         ("shuffle is off", {"seed": None, "shuffle_block": 4}),
-        ("take one of them", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
+        ("use only one of the two", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
         ("found 1 slides without a label", {"seed": 1, "balance": "class"}),
         ("shuffle_block: found 0", {"seed": 1, "shuffle_block": 0}),
     ):
