@@ -182,13 +182,13 @@ def test_a_class_that_is_missing_is_said_and_leaves_open_what_it_must() -> None:
     )
     assert (one.auc, one.specificity, one.sensitivity) == (None, None, 0.5)
     assert one.balanced_accuracy == 0.5
-    assert one.notes == ("no n here",)
+    assert one.notes == ("missing class: n",)
     assert one.classes["n"].count == 0 and one.classes["n"].auc is None
     three = scores(
         [0, 1, 0, 1], [[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2], [0.5, 0.1, 0.4]]
     )
     found = metrics_of(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
-    assert found.notes == ("no c here",)
+    assert found.notes == ("missing class: c",)
     assert found.auc == pytest.approx((1.0 + 0.625) / 2)
     assert found.balanced_accuracy == 0.75
     assert found.classes["c"].specificity == 1.0
@@ -259,7 +259,7 @@ def test_few_patients_are_said() -> None:
     found = metrics_of(
         given, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(2, 1000, 1)
     )
-    assert "2 patients: too few for intervals to be trusted" in found.notes
+    assert "confidence intervals are unreliable: only 2 patients" in found.notes
     assert any("of the resamples lack a class" in note for note in found.notes)
     one = metrics_of(
         binary([0, 1], [0.1, 0.8], [0, 0]), ("n", "t"), positive=1, threshold=0.5,
@@ -316,9 +316,9 @@ def test_whose_patches_have_several_labels_is_left_out_and_counted() -> None:
     slide = scores_of(mixed, "slide", "mean", top_k=2, positive=1)
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
     found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
-    assert "1 with patches of several labels left out" in found.slide["mean"].notes
+    assert "1 excluded, because their patches have several labels" in found.slide["mean"].notes
     assert found.finest.notes == ()
-    assert found.patient["mean"].notes[0] == "no t here"
+    assert found.patient["mean"].notes[0] == "missing class: t"
 
 
 # Thresholds.
@@ -334,7 +334,7 @@ def test_thresholds_worked_by_hand() -> None:
         assert choose_threshold(validation, 1, rule)[0] == pytest.approx(expected), rule
     assert choose_threshold(validation, 0, "sensitivity:1")[0] == pytest.approx(0.25)
     threshold, note = choose_threshold(binary([1, 1], [0.2, 0.3]), 1, "youden")
-    assert threshold == 0.5 and note is not None and "one class only" in note
+    assert threshold == 0.5 and note is not None and "only one class" in note
     with pytest.raises(UsageError, match=r"--threshold: found 'best', expected youden"):
         choose_threshold(validation, 1, "best")
 

@@ -420,18 +420,18 @@ def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
         BagSet(tmp_path / "b")
     with h5py.File(tmp_path / "b" / "x.h5", "w") as file:
         file["feats"] = np.zeros((3, 4), np.float32)
-    with pytest.raises(UsageError, match="holds no features: found feats"):
+    with pytest.raises(UsageError, match="contains no features: found feats"):
         BagSet(tmp_path / "b")
     write_bag(tmp_path / "e" / "x.h5", np.zeros((3, 4), np.float32), np.zeros((2, 2), np.int64))
     with pytest.raises(UsageError, match=r"x.h5: coords: found \(2, 2\), expected \(3, 2\)"):
         BagSet(tmp_path / "e")
     (tmp_path / "c").mkdir()
-    with pytest.raises(NothingToDo, match="holds no features"):
+    with pytest.raises(NothingToDo, match="contains no features"):
         BagSet(tmp_path / "c")
     with pytest.raises(UsageError, match="is not a folder"):
         BagSet(tmp_path / "d")
     (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")
-    with pytest.raises(UsageError, match="patient P: found slides labelled a and b"):
+    with pytest.raises(UsageError, match="patient P: found slides with labels a and b"):
         BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
 
 
