@@ -298,7 +298,7 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
             "columns: found .'colour'., expected a list of names from x_l0, y_l0, slide",
             {"columns": ["colour"]},
         ),
-        ("labels of slides that are in no store: found nobody", {"labels": {"nobody": "x"}}),
+        ("labels of slides that are not in the stores: found nobody", {"labels": {"nobody": "x"}}),
         ("a name is given twice", {"classes": ["n", "n"]}),
         ("numbers: found .0, 2., expected 0, 1, 2", {"classes": {"n": 0, "t": 2}}),
         ("classes: found 'nt', expected a list", {"classes": "nt"}),

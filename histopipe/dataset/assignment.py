@@ -36,7 +36,7 @@ class AssignByFractions:
     def assign(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> dict[Unit, int]:
-        """Return the side of each unit. `strata` are units by label; messages have `kind`, and the note of a label.
+        """Return the side of each unit. `strata` are units by label; `kind` and `notes` (by label) are for messages.
 
         Raises:
             NothingToDo: a stratum has fewer units than sides.

@@ -86,7 +86,7 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
 
 
 def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """Flip each square image, of any type, or not, and rotate it by a multiple of 90°: eight orientations."""
+    """Flip and rotate each square image, of any type, to a random one of its eight orientations."""
     draws = hash31(seeds, 1)
     images = tf.where(_bit(draws, 8), tf.reverse(images, axis=[1]), images)
     images = tf.where(_bit(draws, 9), tf.reverse(images, axis=[2]), images)
@@ -134,7 +134,7 @@ def stain_jitter(
 ) -> tf.Tensor:
     """Scale and shift the amounts of haematoxylin, eosin and residual in each image.
 
-    Amounts are multiplied by 1 - factor to 1 + factor. Then -shift to shift is added (natural optical density).
+    Factors are from 1 - factor to 1 + factor. Shifts are from -shift to shift (optical density, natural logarithm).
 
     Source:
         D. Tellez et al., "Whole-slide mitosis detection in H&E breast histology using PHH3 as a reference to train

@@ -89,7 +89,7 @@ def read_slide_labels(
     """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows of unknown slides.
 
     Raises:
-        UsageError: the file cannot be read or does not fit the slides.
+        UsageError: the file cannot be read or does not match the slides.
     """
     names = SlideNames(record.id for source in sources for record in source.records.values())
     return read_labels(Path(path), names, allow_extra=allow_extra)

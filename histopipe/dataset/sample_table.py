@@ -35,7 +35,7 @@ class SampleGroup(Protocol):
 
     @property
     def patient(self) -> str | None:
-        """Patient; None if unknown, so that the id is used."""
+        """Patient; None if unknown, which is replaced by the id."""
 
     @property
     def site(self) -> str | None:

@@ -140,7 +140,7 @@ def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
     unknown = sorted(set(labels) - known)
     if unknown:
         raise UsageError(
-            "labels of slides that are in no store",
+            "labels of slides that are not in the stores",
             found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if unknown[3:] else ""),
             expected="slide ids as `histopipe info` shows them",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Evaluate predictions at the levels of patches, slides and patients; choose decision thresholds on validation data."""
+"""Evaluate predictions of patches, slides and patients, and choose decision thresholds on validation data."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
 
 
 def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thresholds:
-    """Choose a threshold for every level on validation data; none for more than two classes."""
+    """Choose a threshold for every level on validation data. More than two classes have none."""
     positive = positive_class(validation.classes, settings.positive)
     if positive is None:
         return {}

@@ -154,7 +154,7 @@ _COLUMNS: Mapping[Level, tuple[str, ...]] = {
 def write_predictions(
     path: Path, parts: Iterable[tuple[Mapping[str, object], PatchScores]], *, hidden: bool = False
 ) -> None:
-    """Write predictions by one rename; `hidden` as for `appearing`.
+    """Write predictions atomically; `hidden` as for `appearing`.
 
     Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
