@@ -1,4 +1,4 @@
-"""Augmentation and stain normalization: the same for a patch wherever it comes up, and equal to an obvious twin in numpy."""
+"""Augmentation and stain normalization: independent of the batch, and equal to a reference in numpy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Pixels = np.ndarray[Any, Any]
 def he_image(
     side: int = 48, *, eosin: float = 0.8, haematoxylin: float = 0.6, seed: int = 1
 ) -> Pixels:
-    """(H, W, 3) uint8: random amounts of two stains on glass."""
+    """Return (H, W, 3) uint8 with random amounts of two stains, and background."""
     rng = np.random.default_rng(seed)
     stains = np.array([[0.60, 0.72, 0.35], [0.25, 0.85, 0.46]])
     stains /= np.linalg.norm(stains, axis=1, keepdims=True)
@@ -65,7 +65,7 @@ FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_patch_looks_the_same_in_whatever_batch_it_comes(name: str) -> None:
+def test_result_does_not_depend_on_the_batch(name: str) -> None:
     whole = FUNCTIONS[name](IMAGES, SEEDS).numpy()
     for part in ([5], [3, 5, 7], range(4, 21), range(23, -1, -1)):
         found = FUNCTIONS[name](IMAGES[list(part)], tf.gather(SEEDS, list(part))).numpy()
@@ -73,7 +73,7 @@ def test_a_patch_looks_the_same_in_whatever_batch_it_comes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_epochs_seeds_and_patches_differ(name: str) -> None:
+def test_results_differ_between_epochs_seeds_and_patches(name: str) -> None:
     image = np.repeat(IMAGES[:1], 24, axis=0)
     first = FUNCTIONS[name](image, SEEDS).numpy()
     least = 5 if name == "flips" else 24
@@ -94,7 +94,7 @@ def test_draws_are_uniform_and_independent() -> None:
     assert np.abs(correlations - np.eye(8)).max() < 0.04
 
 
-def test_flips_are_the_eight_positions_of_a_square() -> None:
+def test_flips_give_the_eight_orientations_of_a_square() -> None:
     image = RNG.integers(0, 256, (1, 6, 6, 3), np.uint8)
     seeds = aug.sample_seeds(tf.range(400, dtype=tf.int64), 5)
     found = {f.tobytes() for f in aug.flip_and_turn(np.repeat(image, 400, 0), seeds).numpy()}
@@ -104,7 +104,7 @@ def test_flips_are_the_eight_positions_of_a_square() -> None:
     }
 
 
-def test_a_crop_is_the_window_drawn() -> None:
+def test_crop_equals_numpy_reference() -> None:
     side = 48
     draws = aug.uniform(SEEDS, 3, 5).numpy().astype(np.float64)
     found = aug.random_crop(IMAGES, SEEDS, 0.5).numpy()
@@ -128,7 +128,7 @@ def bilinear(image: Pixels, ys: Pixels, xs: Pixels) -> Pixels:
     return at(at(image, ys, 0), xs, 1)
 
 
-def test_colour_jitter_is_its_twin_in_numpy() -> None:
+def test_colour_jitter_equals_numpy_reference() -> None:
     draws = 2 * aug.uniform(SEEDS, 4, 6).numpy().astype(np.float64) - 1
     found = aug.colour_jitter(IMAGES, SEEDS, brightness=0.3, contrast=0.4, saturation=0.5, hue=0.1)
     for image, (b, c, s, h), got in zip(IMAGES.astype(float), draws, found.numpy(), strict=True):
@@ -137,14 +137,14 @@ def test_colour_jitter_is_its_twin_in_numpy() -> None:
         luma = (x @ [0.299, 0.587, 0.114])[..., None]
         x = luma + (x - luma) * (1 + 0.5 * s)
         np.testing.assert_allclose(
-            got, np.clip(turned_about_grey(x, 0.2 * np.pi * h), 0, 255), atol=0.05
+            got, np.clip(rotated_about_grey(x, 0.2 * np.pi * h), 0, 255), atol=0.05
         )
     same = aug.colour_jitter(IMAGES, SEEDS, brightness=0, contrast=0, saturation=0, hue=0)
     np.testing.assert_allclose(same, IMAGES, atol=1e-3)
 
 
-def turned_about_grey(pixels: Pixels, angle: float) -> Pixels:
-    """Rodrigues' formula, pixel by pixel."""
+def rotated_about_grey(pixels: Pixels, angle: float) -> Pixels:
+    """Rotate colours about the grey axis, pixel by pixel (Rodrigues' formula)."""
     axis = np.ones(3) / np.sqrt(3)
     along = (pixels @ axis)[..., None] * axis
     return np.asarray(
@@ -154,7 +154,7 @@ def turned_about_grey(pixels: Pixels, angle: float) -> Pixels:
     )
 
 
-def test_stain_jitter_is_its_twin_in_numpy() -> None:
+def test_stain_jitter_equals_numpy_reference() -> None:
     draws = 2 * aug.uniform(SEEDS, 6, 7).numpy().astype(np.float64) - 1
     stains = aug.RUIFROK.astype(np.float64)
     stains /= np.linalg.norm(stains, axis=1, keepdims=True)
@@ -169,12 +169,12 @@ def test_stain_jitter_is_its_twin_in_numpy() -> None:
     )
 
 
-def test_the_stains_are_those_of_ruifrok_and_johnston() -> None:
+def test_stains_equal_those_of_ruifrok_and_johnston() -> None:
     rgb = np.linalg.inv(hed_from_rgb)
     np.testing.assert_allclose(aug.RUIFROK, rgb, atol=1e-6)
 
 
-def test_no_such_augmentation() -> None:
+def test_unknown_augmentation_is_refused() -> None:
     with pytest.raises(
         UsageError, match="augmentation: found blur, expected flips, crop, stain, colour"
     ):
@@ -185,7 +185,7 @@ def test_no_such_augmentation() -> None:
 
 
 def lab_of(pixels: Pixels) -> Pixels:
-    """lαβ by the paper's own steps, one at a time."""
+    """Return lαβ by the single steps of the paper."""
     rgb = pixels.reshape(-1, 3).astype(float) + 1
     lms = (
         np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
@@ -197,7 +197,7 @@ def lab_of(pixels: Pixels) -> Pixels:
     )
 
 
-def test_reinhard_gives_tissue_the_target_s_mean_and_deviation() -> None:
+def test_reinhard_gives_tissue_the_mean_and_deviation_of_the_target() -> None:
     image, target = he_image(256, eosin=1.2), fit_pixels(he_image(256).reshape(-1, 3), where="t")
     fit = fit_pixels(image.reshape(-1, 3), where="i")
     tissue = (-np.log((image + 1.0) / 256) > 0.15).all(axis=-1)
@@ -211,12 +211,12 @@ def test_reinhard_gives_tissue_the_target_s_mean_and_deviation() -> None:
     np.testing.assert_allclose(after.std(axis=0), target.reinhard_std, atol=0.01)
 
 
-def test_reinhard_is_its_twin_in_numpy() -> None:
+def test_reinhard_equals_numpy_reference() -> None:
     fit = fit_pixels(IMAGES[0].reshape(-1, 3), where="i")
     got = reinhard(IMAGES[:1], tf.constant(reinhard_changes(fit, REFERENCE)[None], tf.float32))
     lab = (lab_of(IMAGES[0]) - fit.reinhard_mean) / fit.reinhard_std
     lab = lab * REFERENCE.reinhard_std + REFERENCE.reinhard_mean
-    # Back through the equations of the paper, solved by elimination.
+    # Invert the equations of the paper with a linear solver.
     l, a, b = (lab / [np.sqrt(3), np.sqrt(6), np.sqrt(2)]).T  # noqa: E741 - the paper's names
     lms = 10 ** np.stack([l + a + b, l + a - b, l - 2 * a])
     matrix = np.array(
@@ -226,16 +226,16 @@ def test_reinhard_is_its_twin_in_numpy() -> None:
     np.testing.assert_allclose(got.numpy()[0], expected, atol=0.1)
 
 
-def test_macenko_finds_the_stains_that_an_image_was_made_of() -> None:
+def test_macenko_finds_the_stains_of_a_synthetic_image() -> None:
     fit = fit_pixels(he_image(400).reshape(-1, 3), where="i")
     stains = np.array([[0.60, 0.72, 0.35], [0.25, 0.85, 0.46]])
     stains /= np.linalg.norm(stains, axis=1, keepdims=True)
     angles = np.degrees(np.arccos((fit.macenko_stains * stains).sum(axis=1)))
-    assert angles.max() < 4  # the 1st and 99th percentile lie a little inside
+    assert angles.max() < 4  # the 1st and 99th percentile are slightly inside
     np.testing.assert_allclose(np.linalg.norm(fit.macenko_stains, axis=1), 1, atol=1e-6)
 
 
-def test_macenko_is_its_twin_in_numpy() -> None:
+def test_macenko_equals_numpy_reference() -> None:
     fit = fit_pixels(IMAGES[0].reshape(-1, 3), where="i")
     got = macenko(IMAGES[:1], tf.constant(macenko_changes(fit, REFERENCE)[None], tf.float32))
     density = -np.log((IMAGES[0].reshape(-1, 3) + 1.0) / 256)
@@ -245,8 +245,8 @@ def test_macenko_is_its_twin_in_numpy() -> None:
     np.testing.assert_allclose(got.numpy()[0], np.clip(light, 0, 255).reshape(48, 48, 3), atol=0.1)
 
 
-def test_two_stainings_of_one_tissue_come_out_alike() -> None:
-    """The same amounts, one of them stained deeper: apart before, together after, by either method."""
+def test_normalization_makes_different_stainings_similar() -> None:
+    """Two images of the same tissue, one with more stain. Both methods reduce the difference to less than half."""
     a, b = he_image(200, seed=3), he_image(200, eosin=1.3, haematoxylin=0.9, seed=3)
     fits = [fit_pixels(image.reshape(-1, 3), where="i") for image in (a, b)]
     before = np.abs(a.astype(float) - b).mean()
@@ -267,7 +267,7 @@ def fitted(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_fits_come_back_as_they_were(fitted: Path) -> None:
+def test_fits_are_read_back_unchanged(fitted: Path) -> None:
     with Store(fitted) as store:
         fits = store.stains()
         assert set(fits) == set(store.complete)
@@ -277,7 +277,7 @@ def test_fits_come_back_as_they_were(fitted: Path) -> None:
                 np.testing.assert_array_equal(getattr(fit, name), getattr(again, name))
 
 
-def test_a_normalized_dataset(fitted: Path, made_store: Path) -> None:
+def test_dataset_is_normalized(fitted: Path, made_store: Path) -> None:
     plain = histopipe.load_dataset(made_store, batch_size=32, seed=1)
     for method in ("macenko", "reinhard"):
         normal = histopipe.load_dataset(fitted, batch_size=32, seed=1, stain_norm=method)
@@ -291,7 +291,9 @@ def test_a_normalized_dataset(fitted: Path, made_store: Path) -> None:
             assert (after["image"].numpy() != before["image"].numpy()).any()
 
 
-def test_training_on_one_stain(fitted: Path, made_store: Path, tmp_path: Path, run: Run) -> None:
+def test_training_with_stain_normalization(
+    fitted: Path, made_store: Path, tmp_path: Path, run: Run
+) -> None:
     arguments = ["--stain-norm", "macenko", "--epochs", 1, "--out", "r"]
     done = run("train", fitted, *arguments)
     assert done.returncode == 0, done.stderr
@@ -308,7 +310,7 @@ def test_training_on_one_stain(fitted: Path, made_store: Path, tmp_path: Path, r
         assert not (tmp_path / "wrong").exists()
 
 
-def test_slides_that_were_not_measured_are_named(made_store: Path) -> None:
+def test_slides_without_stain_fit_are_reported(made_store: Path) -> None:
     with pytest.raises(
         NothingToDo, match=r"found \S+, \S+, \S+ and 9 more; run `histopipe stains "
     ):
@@ -317,8 +319,8 @@ def test_slides_that_were_not_measured_are_named(made_store: Path) -> None:
         StainNormalizer([store], "vahadane")  # type: ignore[arg-type]
 
 
-def test_the_stains_command(tmp_path: Path, run: Run) -> None:
-    """Noise has no glass and counts as tissue; white has none."""
+def test_stains_command(tmp_path: Path, run: Run) -> None:
+    """Noise counts as tissue. White images have no tissue."""
     white = [jpeg_of(np.full((16, 16, 3), 250, np.uint8))] * 3
     path = a_store(tmp_path / "patches.lmdb", {"noise": jpegs(0, 30), "white": white, "xempty": []})
     first = run("stains")
@@ -331,9 +333,7 @@ def test_the_stains_command(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "none.lmdb").exists()
     with Store(path) as store:
         assert set(store.stains()) == {0}
-    with StoreWriter(
-        path, SPEC
-    ) as writer:  # its pixels go, and with them what was measured on them
+    with StoreWriter(path, SPEC) as writer:  # a restart removes the pixels and the stain fit
         writer.restart(0, writer.record(0))
         assert writer.record(0).state is SlideState.PENDING
         writer.update(0, writer.record(1))
@@ -347,7 +347,7 @@ def jpeg_of(pixels: Pixels) -> bytes:
     return bytes(simplejpeg.encode_jpeg(np.ascontiguousarray(pixels)))
 
 
-def test_a_damaged_fit_is_told() -> None:
+def test_damaged_fit_is_refused() -> None:
     good = fit_pixels(IMAGES.reshape(-1, 3), where="i").to_json()
     assert StainFit.from_json(good, where="here").pixels == good["pixels"]
     for bad in (None, {}, good | {"pixels": "x"}, good | {"reinhard_mean": [1, 2]},
@@ -356,6 +356,6 @@ def test_a_damaged_fit_is_told() -> None:
             StainFit.from_json(bad, where="here")
 
 
-def test_too_little_tissue() -> None:
+def test_too_little_tissue_is_refused() -> None:
     with pytest.raises(TooLittleTissue, match="slide x: pixels of stained tissue: found 0"):
         fit_pixels(np.full((5000, 3), 240, np.uint8), where="slide x")

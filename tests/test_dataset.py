@@ -1,4 +1,4 @@
-"""Order, tables, batches and splits: pure functions, and the properties they promise."""
+"""Order, tables, batches and splits: pure functions and their properties."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from histopipe.store.writer import StoreWriter
         min_size=1,
     )
 )
-def test_keys_come_apart_again(parts: list[tuple[int, int, int]]) -> None:
+def test_keys_are_unpacked_to_their_parts(parts: list[tuple[int, int, int]]) -> None:
     arrays = [np.array(values, np.int64) for values in zip(*parts, strict=True)]
     keys = pack_keys(*arrays)
     assert (keys >= 0).all()
@@ -52,7 +52,9 @@ def test_keys_come_apart_again(parts: list[tuple[int, int, int]]) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 50), unique=True), min_size=1, max_size=6), st.booleans())
-def test_a_table_lays_slides_end_to_end(slides: list[list[int]], chosen: bool) -> None:
+def test_table_numbers_samples_in_the_order_of_slides(
+    slides: list[list[int]], chosen: bool
+) -> None:
     parts = [
         SampleRows(i % 2, i, len(rows), i, np.array(sorted(rows), np.int32) if chosen else None)
         for i, rows in enumerate(slides)
@@ -94,7 +96,7 @@ def epoch_keys(batches: PatchBatches, epoch: int) -> list[int]:
 
 @settings(max_examples=30)
 @given(st.integers(4, 200), st.integers(0, 5), st.integers(1, 4), st.booleans())
-def test_an_epoch_is_every_patch_once_however_it_is_shared(
+def test_epoch_has_every_patch_once_for_any_number_of_replicas(
     made_store: Path, size: int, epoch: int, replicas: int, shuffle: bool
 ) -> None:
     with Store(made_store) as store:
@@ -106,10 +108,10 @@ def test_an_epoch_is_every_patch_once_however_it_is_shared(
 
 
 @given(st.integers(4, 99), st.integers(1, 4), st.integers(0, 1000))
-def test_replicas_have_exactly_the_rows_of_one(
+def test_replicas_together_have_the_rows_of_the_batch(
     made_store: Path, size: int, replicas: int, step: int
 ) -> None:
-    """The rows that fill up the last batch, too: batch normalisation sees them."""
+    """Also in the padding of the last batch, since batch normalization uses it."""
     with Store(made_store) as store:
         batches = batches_of(store, batch_size=size, seed=1, replicas=replicas)
         whole, weights = batches.locate(step)
@@ -121,12 +123,12 @@ def test_replicas_have_exactly_the_rows_of_one(
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_a_batch_that_does_not_go_round_is_refused(store: Store) -> None:
+def test_batch_smaller_than_the_replicas_is_refused(store: Store) -> None:
     with pytest.raises(UsageError, match="batch_size: found 2, expected 3 or more"):
         batches_of(store, batch_size=2, seed=1, replicas=3)
 
 
-def test_a_batch_is_the_stored_pixels(store: Store) -> None:
+def test_batch_has_the_stored_pixels(store: Store) -> None:
     batch = batches_of(store, batch_size=20, seed=3).load(4)
     assert batch.image.shape == (20, 128, 128, 3)
     classes = sorted({str(record.label) for record in store.slides})
@@ -136,14 +138,14 @@ def test_a_batch_is_the_stored_pixels(store: Store) -> None:
         assert classes[label] == store.records[slide].label
 
 
-def test_a_batch_s_memory_is_new_and_aligned() -> None:
+def test_memory_of_batches_is_new_and_aligned() -> None:
     a, b = aligned_empty((3, 5, 5, 3)), aligned_empty((3, 5, 5, 3))
     assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
     assert not np.shares_memory(a, b)
 
 
-def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
-    from test_store import one_slide  # the two share what a tiny store is
+def test_patch_that_is_not_an_image_is_reported_with_its_row(tmp_path: Path) -> None:
+    from test_store import one_slide  # both modules use the same tiny store
 
     one_slide(tmp_path / "s.lmdb", [b"no image", b"\xff\xd8no jpeg"]).close()
     with Store(tmp_path / "s.lmdb") as store:
@@ -151,7 +153,9 @@ def test_a_patch_that_is_no_image_names_itself(tmp_path: Path) -> None:
             [store], SampleTable(select([store])), batch_size=1, order=Sequential(2)
         )
         for step in (0, 1):
-            with pytest.raises(DamagedStore, match=f"slide a: patch {step}: it cannot be decoded"):
+            with pytest.raises(
+                DamagedStore, match=f"slide a: patch {step}: the image cannot be decoded"
+            ):
                 batches.load(step)
 
 
@@ -165,12 +169,12 @@ def test_unreadable_patches_are_never_drawn(golden: Path) -> None:
     assert (1, 1) not in set(zip(slides.tolist(), rows.tolist(), strict=True))
 
 
-REGION = Micrometres(400.0)  # of patches of 64 µm, which keep 64 µm away from another side
+REGION = Micrometres(400.0)  # patches have 64 µm, and keep 64 µm from another side
 BY: list[SplitBy] = ["patient", "slide", "region", "patch"]
 
 
 @pytest.mark.parametrize("split_by", BY)
-def test_a_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
+def test_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by: SplitBy) -> None:
     splits = make_splits([store], split_by=split_by, seed=3, region=REGION)
     counts = splits.count()
     assert all(counts[side][name] for side in SIDES for name in splits.classes)
@@ -188,9 +192,7 @@ def test_a_split_is_written_and_read_back(store: Store, tmp_path: Path, split_by
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.integers(3, 6))
-def test_patients_and_copies_never_stand_on_two_sides(
-    made_store: Path, seed: int, patients: int
-) -> None:
+def test_patients_and_copies_are_on_one_side(made_store: Path, seed: int, patients: int) -> None:
     with Store(made_store) as store:
         labels: dict[str, SlideLabel] = {
             record.id: SlideLabel(record.label, f"{record.label}-{i // 2 % patients}")
@@ -204,7 +206,7 @@ def test_patients_and_copies_never_stand_on_two_sides(
 
 
 def store_with_copies(path: Path, names: Sequence[str], copies: Collection[str]) -> Path:
-    """Slides of two patches, each of its own patient; some of them are copies of one slide."""
+    """Write slides of two patches, one per patient. `copies` are copies of one slide."""
     with StoreWriter(path, SPEC) as writer:
         records = [
             dataclasses.replace(
@@ -230,7 +232,7 @@ def test_copies_stay_together(tmp_path: Path) -> None:
             assert sides["a0"] == sides["a1"] == sides["a5"]
 
 
-def test_regions_of_two_sides_keep_a_patch_apart(store: Store) -> None:
+def test_regions_of_two_sides_are_a_patch_width_apart(store: Store) -> None:
     splits = make_splits([store], split_by="region", seed=3, region=REGION)
     for slide in splits.slides:
         index, record = store.index(slide.slide), store.records[slide.slide]
@@ -240,7 +242,7 @@ def test_regions_of_two_sides_keep_a_patch_apart(store: Store) -> None:
         square = REGION / record.mpp
         for i in np.flatnonzero(slide.sides != DROPPED):
             own = np.array([x[i], y[i]]) + record.read_size / 2
-            # The nearest point of every square of another side is a patch width or more away.
+            # Squares of other sides are at least a patch width away.
             for j in np.flatnonzero((slide.sides != DROPPED) & (slide.sides != slide.sides[i])):
                 corner = np.floor((np.array([x[j], y[j]]) + record.read_size / 2) / square) * square
                 near = np.clip(own, corner, corner + square)
@@ -248,7 +250,7 @@ def test_regions_of_two_sides_keep_a_patch_apart(store: Store) -> None:
                 assert gap >= record.read_size - 1
 
 
-def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
+def test_split_by_site_keeps_sites_together(store: Store) -> None:
     labels: dict[str, SlideLabel] = {
         record.id: SlideLabel(record.label, record.id, f"{record.label}{i // 4}")
         for i, record in enumerate(store.slides)
@@ -258,13 +260,15 @@ def test_a_split_by_site_keeps_patients_whole(store: Store) -> None:
     for slide in splits.slides:
         site_sides.setdefault(str(slide.site), set()).update(slide.sides.tolist())
     assert all(len(sides) == 1 for sides in site_sides.values())
-    with pytest.raises(UsageError, match="--split-by site: found 12 slides without one"):
+    with pytest.raises(UsageError, match="--split-by site: found 12 slides without a site"):
         make_splits([store], split_by="site", seed=1)
 
 
-def test_nothing_to_split(store: Store) -> None:
+def test_too_few_classes_or_patients_are_refused(store: Store) -> None:
     one: dict[str, SlideLabel] = {r.id: SlideLabel("same") for r in store.slides}
-    with pytest.raises(NothingToDo, match=r"nothing to tell apart: found labels same.*labels\.csv"):
+    with pytest.raises(
+        NothingToDo, match=r"fewer than two classes: found labels same.*labels\.csv"
+    ):
         make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=one))
     few: dict[str, SlideLabel] = {
         r.id: SlideLabel("a" if i < 2 else "b") for i, r in enumerate(store.slides)
@@ -275,8 +279,8 @@ def test_nothing_to_split(store: Store) -> None:
         make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=few))
 
 
-def test_copies_of_a_slide_are_named_where_they_leave_a_class_too_small(tmp_path: Path) -> None:
-    """Four patients of class a, three of whom have the same slide under different ids."""
+def test_message_names_copies_that_make_a_class_too_small(tmp_path: Path) -> None:
+    """Four patients have class a. Three of them have the same slide under different ids."""
     names = ["a0", "a1", "a2", "a3", *(f"b{i}" for i in range(6))]
     path = store_with_copies(tmp_path / "s.lmdb", names, ("a0", "a1", "a3"))
     copies = r"copies of one slide count as one and stay on one side: a0 = a1 = a3\)"
@@ -287,14 +291,14 @@ def test_copies_of_a_slide_are_named_where_they_leave_a_class_too_small(tmp_path
             make_splits([store], split_by="patient", seed=1)
         with pytest.raises(NothingToDo, match=rf"found 2 slides \({copies}"):
             make_splits([store], split_by="slide", seed=1)
-        with pytest.raises(UsageError, match=r"at most 6: no class has more slides$"):
+        with pytest.raises(UsageError, match=r"at most 6, the slides of the largest class$"):
             make_folds([store], 8, split_by="slide", seed=1)
         pairs = {r.id: SlideLabel(r.label, "one" if r.id < "a4" else r.id) for r in store.slides}
-        with pytest.raises(NothingToDo, match=r"found 1 patient, expected"):  # copies are not why
+        with pytest.raises(NothingToDo, match=r"found 1 patient, expected"):  # not due to copies
             make_splits([store], split_by="patient", seed=1, labelling=Labelling(labels=pairs))
 
 
-def test_a_side_left_empty_is_told(store: Store) -> None:
+def test_side_without_a_class_is_refused(store: Store) -> None:
     with pytest.raises(
         NothingToDo, match=r"splitting by region leaves no '\w+' patch for \w+; .*--region-um"
     ):
@@ -311,20 +315,28 @@ def test_every_stratum_is_on_every_side(sizes: list[int], seed: int) -> None:
         assert count[1] == count[2] == max(1, round(0.15 * len(groups)))
 
 
-def test_a_split_that_no_longer_fits_is_refused(store: Store, tmp_path: Path) -> None:
+def test_split_that_does_not_match_the_store_is_refused(store: Store, tmp_path: Path) -> None:
     path = tmp_path / "splits.json"
     write_splits(make_splits([store], split_by="patient", seed=3), path)
     good = json.loads(path.read_text())
-    for change, error, says in (
+    for change, error, message in (
         ({"version": 3}, UnknownVersion, "version 3"),
-        ({"stores": ["other"]}, DamagedStore, "was made for other stores"),
-        ({"slides": [good["slides"][0] | {"crc": 1}]}, DamagedStore, "is not what .* was made for"),
-        ({"slides": [good["slides"][0] | {"slide": 77}]}, DamagedStore, "no such complete slide"),
+        ({"stores": ["other"]}, DamagedStore, "belongs to other stores"),
+        (
+            {"slides": [good["slides"][0] | {"crc": 1}]},
+            DamagedStore,
+            "does not match .*splits.json: found different patches",
+        ),
+        (
+            {"slides": [good["slides"][0] | {"slide": 77}]},
+            DamagedStore,
+            "no complete slide with this number",
+        ),
         ({"slides": [{}]}, DamagedStore, "is damaged"),
         ({"classes": 3}, DamagedStore, "is damaged"),
     ):
         path.write_text(json.dumps(good | change))
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             read_splits(path, [store])
     path.write_text("{")
     with pytest.raises(DamagedStore, match="is damaged"):

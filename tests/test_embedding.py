@@ -252,7 +252,7 @@ def test_a_damaged_patch_costs_its_slide_or_itself(
     failed = run(*arguments, "--out", "f")
     assert failed.returncode == 3
     assert "failed: t1: " in failed.stdout
-    assert "patch 3: it is not what was written" in failed.stdout
+    assert "patch 3: the checksum is wrong" in failed.stdout
     assert set(feature_files(tmp_path / "f")) == {"n1", "t2"}
     skipped = run(*arguments, "--out", "f", "--on-error", "skip")
     assert skipped.returncode == 0, skipped.stderr
@@ -293,7 +293,9 @@ def test_files_that_do_not_belong_are_made_again_or_refused(
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:
         file["features"] = np.zeros((9, 8), np.float32)
-    with pytest.raises(UsageError, match="files that were not made by `histopipe embed`: found n1"):
+    with pytest.raises(
+        UsageError, match="files that were not written by `histopipe embed`: found n1"
+    ):
         histopipe.embed(other, model=onnx_file, out=tmp_path / "g")
     assert len(list((tmp_path / "g").iterdir())) == 1
     # The same encoder by another name.

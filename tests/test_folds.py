@@ -452,7 +452,7 @@ def test_wrong_settings_are_told_before_anything_is_left(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     assert "--folds: found 1, expected 2 or more" in wrong(run, small_store, "--folds", 1)
-    assert "expected at most 6: no class has more patients" in wrong(
+    assert "expected at most 6, the patients of the largest class" in wrong(
         run, small_store, "--folds", 7, "--out", "cv"
     )
     assert "--splits and --folds exclude each other" in wrong(

@@ -1,4 +1,4 @@
-"""Metrics against scikit-learn, against cases worked by hand, and intervals against what they promise."""
+"""Metrics compared with scikit-learn and with manual calculations, and coverage of the intervals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def binary(
 
 
 def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20) -> Scores:
-    """Scores with ties: probabilities of one decimal, or a few."""
+    """Return random scores with ties: probabilities with one to five decimals."""
     rng = np.random.default_rng(seed)
     steps = 10 ** int(rng.integers(1, 6))
     probability = rng.multinomial(steps, rng.dirichlet(np.ones(classes), count)) / steps
@@ -70,7 +70,7 @@ def random_scores(seed: int, classes: int, count: int = 200, patients: int = 20)
 
 
 @given(st.integers(0, 10_000), st.floats(0.05, 0.95))
-def test_two_classes_as_scikit_learn_has_it(seed: int, threshold: float) -> None:
+def test_two_classes_equal_scikit_learn(seed: int, threshold: float) -> None:
     given = random_scores(seed, 2)
     truth, p = given.label, given.probability[:, 1]
     decided = (p >= threshold).astype(int)
@@ -92,7 +92,7 @@ def test_two_classes_as_scikit_learn_has_it(seed: int, threshold: float) -> None
 
 
 @given(st.integers(0, 10_000), st.integers(3, 5))
-def test_more_classes_as_scikit_learn_has_it(seed: int, classes: int) -> None:
+def test_more_classes_equal_scikit_learn(seed: int, classes: int) -> None:
     given = random_scores(seed, classes)
     truth, probability = given.label, given.probability
     decided = probability.argmax(axis=1)
@@ -115,8 +115,8 @@ def test_more_classes_as_scikit_learn_has_it(seed: int, classes: int) -> None:
 
 @pytest.mark.parametrize("classes", [2, 4])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_weighting_is_that_patient_so_often(seed: int, classes: int) -> None:
-    """What a resample's figures are, by the slow way: the scores of each patient repeated as often as it was drawn."""
+def test_weights_equal_repeated_patients(seed: int, classes: int) -> None:
+    """Compare with a slow reference that repeats the scores of each drawn patient, once per draw."""
     given = random_scores(seed, classes)
     positive = 1 if classes == 2 else None
     draw = bootstrap_draws(20, 1, seed)
@@ -130,8 +130,8 @@ def test_a_weighting_is_that_patient_so_often(seed: int, classes: int) -> None:
         assert fast[name][0] == pytest.approx(values[0], abs=1e-12), name
 
 
-def test_worked_by_hand() -> None:
-    """Positives at 0.9 and 0.4, negatives at 0.4 and 0.1: of four pairs three are in order and one is tied."""
+def test_metrics_equal_manual_calculation() -> None:
+    """Positives have 0.9 and 0.4, negatives 0.4 and 0.1. Of four pairs, three are in order and one is tied."""
     found = metrics_of(
         binary([1, 1, 0, 0], [0.9, 0.4, 0.4, 0.1]), ("n", "t"), positive=1, threshold=0.5,
         draws=NO_DRAWS,
@@ -161,11 +161,11 @@ def test_worked_by_hand() -> None:
 
 
 @given(st.integers(0, 10_000))
-def test_reliability_as_scikit_learn_has_it(seed: int) -> None:
+def test_reliability_equals_scikit_learn(seed: int) -> None:
     given = random_scores(seed, 2)
     found = metrics_of(given, ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS)
     filled = [b for b in found.reliability if b.count]
-    # Its bins are closed above, ours below: probabilities off the borders fall into the same.
+    # scikit-learn's bins include the upper border, ours the lower. Other probabilities have the same bin.
     off = np.abs(given.probability[:, 1] * BINS - (given.probability[:, 1] * BINS).round()) > 1e-9
     if off.all():
         observed, mean = calibration.calibration_curve(
@@ -176,25 +176,25 @@ def test_reliability_as_scikit_learn_has_it(seed: int) -> None:
     assert sum(b.count for b in filled) == 200
 
 
-def test_a_class_that_is_missing_is_said_and_leaves_open_what_it_must() -> None:
+def test_missing_class_is_noted_and_leaves_metrics_undefined() -> None:
     one = metrics_of(
         binary([1, 1], [0.9, 0.4]), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
     )
     assert (one.auc, one.specificity, one.sensitivity) == (None, None, 0.5)
     assert one.balanced_accuracy == 0.5
-    assert one.notes == ("no n here",)
+    assert one.notes == ("missing class: n",)
     assert one.classes["n"].count == 0 and one.classes["n"].auc is None
     three = scores(
         [0, 1, 0, 1], [[0.8, 0.1, 0.1], [0.2, 0.7, 0.1], [0.6, 0.2, 0.2], [0.5, 0.1, 0.4]]
     )
     found = metrics_of(three, ("a", "b", "c"), positive=None, threshold=None, draws=NO_DRAWS)
-    assert found.notes == ("no c here",)
+    assert found.notes == ("missing class: c",)
     assert found.auc == pytest.approx((1.0 + 0.625) / 2)
     assert found.balanced_accuracy == 0.75
     assert found.classes["c"].specificity == 1.0
 
 
-def test_metrics_come_back_from_json() -> None:
+def test_metrics_are_read_back_from_json() -> None:
     draws = bootstrap_draws(20, 50, 1)
     for classes, positive in ((2, 1), (3, None)):
         names = tuple("abc"[:classes])
@@ -217,7 +217,7 @@ def test_area_under_roc_of_an_epoch() -> None:
 
 
 def clustered(rng: np.random.Generator, patients: int) -> Scores:
-    """Ten patches a patient, half of them ill, with a shift of each patient's own."""
+    """Return scores of ten patches per patient. Half of the patients are ill; each has a random shift."""
     ill = np.repeat(np.arange(patients) % 2, 10)
     shift = np.repeat(rng.normal(size=patients), 10) * math.sqrt(0.3)
     value = 1.2 * ill + shift + rng.normal(size=10 * patients) * math.sqrt(0.7)
@@ -226,7 +226,7 @@ def clustered(rng: np.random.Generator, patients: int) -> Scores:
 
 
 def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, float]:
-    """How often the intervals hold what is so."""
+    """Return the share of intervals that contain the true value, by metric."""
     rng = np.random.default_rng(5)
     truth = metrics_of(
         clustered(rng, 20_000), ("n", "t"), positive=1, threshold=0.5, draws=NO_DRAWS
@@ -244,22 +244,22 @@ def covered(patients: int, trials: int, by_patch: bool = False) -> dict[str, flo
     return {name: count / trials for name, count in hits.items()}
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Of 200 samples of 40 patients 95 % within three standard errors (1.5 %), less a little for so few patients."""
+def test_coverage_of_intervals_is_95_percent() -> None:
+    """Expect 95 % of 200 samples, with three standard errors (1.5 %), and slightly less for only 40 patients."""
     for name, share in covered(40, 200).items():
         assert 0.90 <= share <= 0.99, name
 
 
-def test_resampling_patches_instead_of_patients_would_be_too_sure() -> None:
+def test_resampling_patches_gives_too_narrow_intervals() -> None:
     assert covered(40, 100, by_patch=True)["auc"] < 0.8
 
 
-def test_few_patients_are_said() -> None:
+def test_few_patients_are_noted() -> None:
     given = binary([0, 1, 0, 1], [0.1, 0.8, 0.4, 0.3], [0, 1, 0, 1])
     found = metrics_of(
         given, ("n", "t"), positive=1, threshold=0.5, draws=bootstrap_draws(2, 1000, 1)
     )
-    assert "2 patients: too few for intervals to be trusted" in found.notes
+    assert "confidence intervals are unreliable: only 2 patients" in found.notes
     assert any("of the resamples lack a class" in note for note in found.notes)
     one = metrics_of(
         binary([0, 1], [0.1, 0.8], [0, 0]), ("n", "t"), positive=1, threshold=0.5,
@@ -287,7 +287,7 @@ SLIDES = PatchScores(
         ("majority", [1 / 3, 1.0, 0.0], [0.6, 0.0]),
     ],
 )
-def test_slides_and_patients_worked_by_hand(
+def test_aggregation_equals_manual_calculation(
     how: str, slides: list[float], patients: list[float]
 ) -> None:
     for level, expected in (("slide", slides), ("patient", patients)):
@@ -298,7 +298,7 @@ def test_slides_and_patients_worked_by_hand(
     assert scores_of(SLIDES, "slide", "mean", top_k=2, positive=1).patient.tolist() == [0, 0, 1]
 
 
-def test_top_k_looks_for_the_positive_class_or_for_each_of_several() -> None:
+def test_top_k_uses_the_positive_class_or_each_class() -> None:
     other = scores_of(SLIDES, "slide", "top_k", top_k=2, positive=0)
     assert other.probability[:, 0] == pytest.approx([0.7, 0.3, 0.7])
     three = replace(
@@ -311,20 +311,20 @@ def test_top_k_looks_for_the_positive_class_or_for_each_of_several() -> None:
     assert found.probability[0] == pytest.approx(np.array([0.7, 0.55, 0.1]) / 1.35)
 
 
-def test_whose_patches_have_several_labels_is_left_out_and_counted() -> None:
+def test_slides_with_several_labels_are_excluded_and_counted() -> None:
     mixed = replace(SLIDES, label=np.array([1, 0, 1, 1, 1, 0], np.int32))
     slide = scores_of(mixed, "slide", "mean", top_k=2, positive=1)
     assert (slide.item.tolist(), slide.left_out) == ([1, 2], 1)
     found = evaluate([(mixed, {})], JudgeSettings(resamples=0))
-    assert "1 with patches of several labels left out" in found.slide["mean"].notes
+    assert "1 excluded, because their patches have several labels" in found.slide["mean"].notes
     assert found.finest.notes == ()
-    assert found.patient["mean"].notes[0] == "no t here"
+    assert found.patient["mean"].notes[0] == "missing class: t"
 
 
 # Thresholds.
 
 
-def test_thresholds_worked_by_hand() -> None:
+def test_thresholds_equal_manual_calculation() -> None:
     well, ill = [0.1, 0.2, 0.3, 0.7], [0.25, 0.6, 0.65, 0.8, 0.9]
     validation = binary([0] * 4 + [1] * 5, well + ill)
     for rule, expected in {
@@ -334,13 +334,13 @@ def test_thresholds_worked_by_hand() -> None:
         assert choose_threshold(validation, 1, rule)[0] == pytest.approx(expected), rule
     assert choose_threshold(validation, 0, "sensitivity:1")[0] == pytest.approx(0.25)
     threshold, note = choose_threshold(binary([1, 1], [0.2, 0.3]), 1, "youden")
-    assert threshold == 0.5 and note is not None and "one class only" in note
+    assert threshold == 0.5 and note is not None and "only one class" in note
     with pytest.raises(UsageError, match=r"--threshold: found 'best', expected youden"):
         choose_threshold(validation, 1, "best")
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.5, 0.8, 0.95, 1.0]))
-def test_a_threshold_keeps_what_was_asked_for(seed: int, share: float) -> None:
+def test_threshold_reaches_the_required_value(seed: int, share: float) -> None:
     given = random_scores(seed, 2, count=60)
     for rule, figure in (("sensitivity", "sensitivity"), ("specificity", "specificity")):
         threshold, _ = choose_threshold(given, 1, f"{rule}:{share}")
@@ -365,7 +365,7 @@ def test_no_other_threshold_has_a_higher_youden_index() -> None:
 def patches(
     seed: int, patients: Sequence[str], classes: tuple[str, ...] = ("n", "t")
 ) -> PatchScores:
-    """Twelve patches a slide, two slides a patient, labels by patient in turn."""
+    """Return scores of twelve patches per slide and two slides per patient. Labels alternate by patient."""
     rng = np.random.default_rng(seed)
     slides = tuple(f"{name}-{i}" for name in patients for i in range(2))
     slide = np.repeat(np.arange(len(slides)), 12).astype(np.int32)
@@ -379,7 +379,7 @@ def patches(
     )  # fmt: skip
 
 
-def test_test_data_has_no_say_in_the_threshold() -> None:
+def test_thresholds_do_not_depend_on_test_data() -> None:
     settings = JudgeSettings(resamples=0)
     thresholds = choose_thresholds(patches(1, "abcdef"), settings)
     test = patches(2, "ghijkl")
@@ -391,7 +391,7 @@ def test_test_data_has_no_say_in_the_threshold() -> None:
     assert [m.threshold for _, m in again.named()] == [m.threshold for _, m in found.named()]
 
 
-def test_pooled_folds_are_decided_by_their_own_thresholds() -> None:
+def test_pooled_folds_use_the_threshold_of_each_fold() -> None:
     settings = JudgeSettings(resamples=20)
     parts = with_common_patients([patches(1, "abcdef"), patches(2, "ghijkl")])
     chosen = [{"patch": (value, None)} for value in (0.2, 0.8)]
@@ -405,7 +405,7 @@ def test_pooled_folds_are_decided_by_their_own_thresholds() -> None:
     assert pooled.auc == pytest.approx(sk.roc_auc_score(labels, joined))
 
 
-def test_evaluations_of_three_classes_come_back_from_json() -> None:
+def test_evaluations_of_three_classes_are_read_back_from_json() -> None:
     found = evaluate([(patches(1, "abcdef", ("a", "b", "c")), {})], JudgeSettings(resamples=20))
     assert Evaluation.from_json(found.to_json()) == found
     assert [name for name, _ in found.named()] == [
@@ -415,7 +415,7 @@ def test_evaluations_of_three_classes_come_back_from_json() -> None:
     assert (found.slide["mean"].count, found.patient["mean"].count) == (12, 6)
 
 
-def test_the_positive_class() -> None:
+def test_positive_class() -> None:
     assert positive_class(("n", "t"), None) == 1
     assert positive_class(("n", "t"), "n") == 0
     assert positive_class(("a", "b", "c"), None) is None
@@ -428,7 +428,7 @@ def test_the_positive_class() -> None:
 # The file.
 
 
-def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
+def test_predictions_are_read_back_from_csv(tmp_path: Path) -> None:
     path = tmp_path / "predictions.csv"
     sides = {"validation": patches(1, "abc"), "test": patches(2, ["d", "e,f", "ü"])}
     write_predictions(path, [({"split": side}, it) for side, it in sides.items()])
@@ -441,7 +441,7 @@ def test_predictions_come_back_from_their_file(tmp_path: Path) -> None:
             np.testing.assert_array_equal(getattr(back, name), getattr(it, name))
 
 
-def test_predictions_read_into_pandas_as_they_are(tmp_path: Path) -> None:
+def test_predictions_are_read_by_pandas(tmp_path: Path) -> None:
     path = tmp_path / "predictions.csv"
     given = patches(1, "abc")
     write_predictions(path, [({"split": "test"}, given)])
@@ -453,8 +453,8 @@ def test_predictions_read_into_pandas_as_they_are(tmp_path: Path) -> None:
     slides = table.groupby("slide")["p_t"].mean()
     ours = scores_of(given, "slide", "mean", top_k=1, positive=1)
     assert slides[list(given.slides)].to_numpy() == pytest.approx(ours.probability[:, 1])
-    likeliest: NDArray[np.str_] = np.array(given.classes)[given.probability.argmax(axis=1)]
-    assert table["predicted"].tolist() == likeliest.tolist()
+    most_probable: NDArray[np.str_] = np.array(given.classes)[given.probability.argmax(axis=1)]
+    assert table["predicted"].tolist() == most_probable.tolist()
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_predictions_read_into_pandas_as_they_are(tmp_path: Path) -> None:
         lambda text: text.replace("128", "12.8", 1),
     ],
 )
-def test_a_damaged_file_is_told(tmp_path: Path, damage: object) -> None:
+def test_damaged_predictions_are_refused(tmp_path: Path, damage: object) -> None:
     path = tmp_path / "predictions.csv"
     write_predictions(path, [({"split": "test"}, patches(1, "abc"))])
     path.write_text(damage(path.read_text()))  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Learning of whole bags: the mathematics against the plain way, and a training as of patches in every other respect."""
+"""Multiple-instance learning: gradients compared with a simple reference, and training on bags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ POOLINGS = ("gated", "attention", "mean", "max")
 def write_bag(
     path: Path, values: np.ndarray, coords: np.ndarray | None = None, **facts: Any
 ) -> None:
-    """A feature file as other tools write it: in chunks, with nothing of ours."""
+    """Write a feature file as other tools do: in chunks, without histopipe's attributes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(path, "w") as file:
         file.create_dataset("features", data=values, chunks=True if values.size else None)
@@ -48,7 +48,7 @@ def write_bag(
 
 
 def a_bag(number: int, rows: int, *, positive: bool) -> np.ndarray:
-    """(rows, D) noise; in a positive bag every tenth row, and the first, points somewhere else."""
+    """Return (rows, D) noise. In a positive bag, the first and every tenth row have an offset."""
     values = np.random.default_rng(number).normal(size=(rows, DIMENSION)).astype(np.float32)
     if positive:
         values[::10] += 3 * np.linspace(-1, 1, DIMENSION, dtype=np.float32)
@@ -57,7 +57,7 @@ def a_bag(number: int, rows: int, *, positive: bool) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty bags of 7 to 66 patches, half of them positive, and their labels.csv."""
+    """Write twenty bags of 7 to 66 patches, half of them positive, and their labels.csv."""
     folder = tmp_path_factory.mktemp("bags") / "features"
     rows = [("slide", "label", "patient")]
     for i in range(20):
@@ -94,7 +94,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
     rows=st.integers(1, 12), size=st.integers(1, 15), seed=st.integers(0, 99), dropped=st.booleans()
 )
 @settings(max_examples=8)
-def test_pieces_give_the_gradients_of_the_whole(
+def test_gradients_of_micro_batches_equal_those_of_the_bag(
     pooling: Any, rows: int, size: int, seed: int, dropped: bool
 ) -> None:
     import keras
@@ -138,15 +138,15 @@ def test_pieces_give_the_gradients_of_the_whole(
     )
     for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
-    if not dropped and rows > 1:  # what is saved says the same; Keras warns of a softmax over one
-        told = model.serving(features[None].astype(np.float32))
+    if not dropped and rows > 1:  # Keras warns of a softmax over one row
+        served = model.serving(features[None].astype(np.float32))
         probability = tf.nn.softmax(model.logits(last, found.value))
-        np.testing.assert_allclose(told["probability"], probability, rtol=1e-4, atol=1e-6)
-        assert ("attention" in told) == (pooling in ("gated", "attention"))
+        np.testing.assert_allclose(served["probability"], probability, rtol=1e-4, atol=1e-6)
+        assert ("attention" in served) == (pooling in ("gated", "attention"))
 
 
-def made_of_textures(folder: Path, slides: int, patches: int) -> Path:
-    """Slides of one texture, each in a colour of its own; of every other one, one patch in twenty has another texture."""
+def texture_store(folder: Path, slides: int, patches: int) -> Path:
+    """Write slides of one texture in several colours. In every second slide, 5 % of patches have another texture."""
     rng = np.random.default_rng(7)
     coarse, fine = np.indices((24, 24)).sum(0) // 6 % 2, np.indices((24, 24)).sum(0) // 2 % 2
     values = {}
@@ -166,9 +166,9 @@ def made_of_textures(folder: Path, slides: int, patches: int) -> Path:
     return a_store(folder / "textures.lmdb", values, patch_size=24)
 
 
-def test_it_finds_the_few_patches_that_matter(tmp_path: Path) -> None:
-    """Sixty slides; a positive one has 5 % of positive patches."""
-    store = made_of_textures(tmp_path, 60, 100)
+def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
+    """Train on sixty slides. In a positive slide, 5 % of the patches are positive."""
+    store = texture_store(tmp_path, 60, 100)
     make_onnx(tmp_path / "encoder.onnx")
     histopipe.embed(store, model=tmp_path / "encoder.onnx", out=tmp_path / "features")
     common: dict[str, Any] = {
@@ -189,11 +189,13 @@ def test_it_finds_the_few_patches_that_matter(tmp_path: Path) -> None:
     tested = predicted[(predicted["split"] == "test") & (predicted["label"] == "t")]["slide"]
     assert len(tested) == 9
     for slide in tested:
-        told = pd.read_csv(tmp_path / "gated" / "attention" / f"{slide}.csv")
+        attention = pd.read_csv(tmp_path / "gated" / "attention" / f"{slide}.csv")
         positive = np.load(tmp_path / f"{int(slide[1:])}.npy")
-        assert told["attention"].sum() == pytest.approx(1, abs=1e-6)
-        assert told["x_l0"].tolist() == list(range(0, 1000, 10))
-        assert told["attention"][positive].mean() > 5 * told["attention"][~positive].mean()
+        assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
+        assert attention["x_l0"].tolist() == list(range(0, 1000, 10))
+        assert (
+            attention["attention"][positive].mean() > 5 * attention["attention"][~positive].mean()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_model_opens_in_plain_keras_and_says_the_same(trained: Path, bags: Path) -> None:
+def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: Path) -> None:
     import keras
 
     model = keras.models.load_model(trained / "model.keras")
@@ -212,11 +214,13 @@ def test_the_model_opens_in_plain_keras_and_says_the_same(trained: Path, bags: P
     assert set(predicted["split"]) == {"validation", "test"}
     for row in predicted.itertuples():
         with h5py.File(bags / f"{row.slide}.h5") as file:
-            told = model.predict(file["features"][:][None], verbose=0)
-        np.testing.assert_allclose(told["probability"][0], [row.p_n, row.p_p], rtol=1e-4, atol=1e-6)
+            served = model.predict(file["features"][:][None], verbose=0)
+        np.testing.assert_allclose(
+            served["probability"][0], [row.p_n, row.p_p], rtol=1e-4, atol=1e-6
+        )
         attention = pd.read_csv(trained / "attention" / f"{row.slide}.csv")
         np.testing.assert_allclose(
-            told["attention"][0], attention["attention"], rtol=1e-4, atol=1e-7
+            served["attention"][0], attention["attention"], rtol=1e-4, atol=1e-7
         )
         assert set(attention["size_l0"]) == {512}
     metrics = json.loads((trained / "metrics.json").read_text())
@@ -226,7 +230,7 @@ def test_the_model_opens_in_plain_keras_and_says_the_same(trained: Path, bags: P
     assert {"bags_per_s", "input_wait", "val_auc"} <= set(history)
 
 
-def test_replicas_do_not_matter(bags: Path, tmp_path: Path) -> None:
+def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
     cases = {
         "three": {"devices": "cpu:3", "batch_size": 4},
         "one": {"devices": "cpu", "batch_size": 4},
@@ -247,7 +251,7 @@ def test_replicas_do_not_matter(bags: Path, tmp_path: Path) -> None:
             assert gap <= 1e-4 * np.linalg.norm(value) + 1e-7, name
 
 
-def killed_at(line: str, command: list[str]) -> None:
+def kill_at(line: str, command: list[str]) -> None:
     with subprocess.Popen(command, text=True, stderr=subprocess.PIPE) as process:
         assert process.stderr is not None
         for text in process.stderr:
@@ -259,7 +263,7 @@ def killed_at(line: str, command: list[str]) -> None:
 
 def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    killed_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
+    kill_at("epoch 1/3", [*COMMAND, "train", *flags(bags), "--out", str(out)])
     succeed("train", "--resume", "--out", out)
     expected = weights_of(trained)
     for name, value in weights_of(out).items():
@@ -268,8 +272,8 @@ def test_killed_and_resumed_equals_uninterrupted(trained: Path, bags: Path, tmp_
     assert (out / "predictions.csv").read_bytes() == (trained / "predictions.csv").read_bytes()
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation")  # Keras' own, in this process
-def test_memory_that_runs_out_is_met_with_smaller_pieces(
+@pytest.mark.filterwarnings("ignore:__array__ implementation")  # from Keras, in this process
+def test_out_of_memory_continues_with_smaller_micro_batches(
     bags: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import tensorflow as tf
@@ -296,7 +300,7 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
     assert ours.log_loss == pytest.approx(theirs.log_loss, rel=1e-5)
 
 
-def test_patients_are_bags_of_all_of_their_slides(bags: Path, tmp_path: Path, run: Run) -> None:
+def test_bags_of_patients_have_all_of_their_slides(bags: Path, tmp_path: Path, run: Run) -> None:
     out = tmp_path / "run"
     arguments = flags(bags, bag="patient")
     done = run("train", *arguments, "--out", out)
@@ -313,7 +317,7 @@ def test_patients_are_bags_of_all_of_their_slides(bags: Path, tmp_path: Path, ru
     assert attention["attention"].sum() == pytest.approx(1, abs=1e-6)
 
 
-def test_folds_searches_and_comparisons_work_as_for_patches(
+def test_folds_tune_and_compare_work_with_bags(
     bags: Path, trained: Path, tmp_path: Path, run: Run
 ) -> None:
     space = tmp_path / "space.toml"
@@ -337,9 +341,9 @@ def test_folds_searches_and_comparisons_work_as_for_patches(
     assert "test (held out)" in best.stdout
     against = run("compare", trained, tmp_path / "best", "--json")
     assert against.returncode == 0, against.stderr
-    told = json.loads(against.stdout)
-    assert "learning_rate" in told["settings"]
-    assert set(told["runs"][0]["test"]) == {"slide", "patient"}
+    compared = json.loads(against.stdout)
+    assert "learning_rate" in compared["settings"]
+    assert set(compared["runs"][0]["test"]) == {"slide", "patient"}
 
 
 def batches_of(folder: Path, **settings: Any) -> BagBatches:
@@ -348,7 +352,7 @@ def batches_of(folder: Path, **settings: Any) -> BagBatches:
     return BagBatches(bags, table, batch_size=2, order=Sequential(len(table)), **settings)
 
 
-def test_bags_come_end_to_end_and_nothing_is_filled_up(bags: Path) -> None:
+def test_batches_concatenate_bags_without_padding(bags: Path) -> None:
     batches = batches_of(bags)
     bag_set = BagSet(bags)
     for step in range(batches.steps_per_epoch):
@@ -361,7 +365,7 @@ def test_bags_come_end_to_end_and_nothing_is_filled_up(bags: Path) -> None:
                 assert (part == file["features"][:]).all()
 
 
-def test_a_cap_draws_other_patches_each_epoch_until_all_came_up(bags: Path) -> None:
+def test_epochs_draw_different_patches_until_all_are_drawn(bags: Path) -> None:
     batches = batches_of(bags, most=10, seed=3)
     seen: dict[int, list[bytes]] = {}
     for step in range(4 * batches.steps_per_epoch):
@@ -374,7 +378,7 @@ def test_a_cap_draws_other_patches_each_epoch_until_all_came_up(bags: Path) -> N
         assert len(set(rows)) == min(size, 40)
 
 
-def test_damaged_bags_end_the_run_or_weigh_nothing(tmp_path: Path) -> None:
+def test_damaged_bags_fail_or_have_weight_zero(tmp_path: Path) -> None:
     for i in range(4):
         write_bag(tmp_path / f"b{i}.h5", a_bag(i, 9, positive=i % 2 == 1), label="np"[i % 2])
     batches, skipping = batches_of(tmp_path), batches_of(tmp_path, on_error="skip")
@@ -386,12 +390,12 @@ def test_damaged_bags_end_the_run_or_weigh_nothing(tmp_path: Path) -> None:
     assert len(skipping.skipped) == 1
 
 
-def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
+def test_feature_files_of_other_tools_are_read(tmp_path: Path) -> None:
     write_bag(tmp_path / "TCGA-AB-1234-01.h5", a_bag(0, 9, positive=False)[None].astype(np.float16))
     write_bag(tmp_path / "sub" / "TCGA-AB-1234-02.h5", a_bag(1, 5, positive=True))
     write_bag(tmp_path / "none.h5", np.zeros((0, DIMENSION), np.float32))
     write_bag(tmp_path / "part-2.h5", a_bag(2, 4, positive=True), label=1)
-    (tmp_path / ".part-3.h5").write_text("what a kill has left")
+    (tmp_path / ".part-3.h5").write_text("left by a killed process")
     (tmp_path / "l.csv").write_text("slide,label\nnone,a\npart-2,b\n")
     bags = BagSet(tmp_path)
     assert [bag.id for bag in bags.bags.values()] == [
@@ -410,7 +414,7 @@ def test_what_other_tools_write_is_read(tmp_path: Path) -> None:
     assert len(bags.notes) == 1
 
 
-def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
+def test_invalid_features_and_labels_are_refused(bags: Path, tmp_path: Path) -> None:
     write_bag(tmp_path / "a" / "x.h5", np.zeros((3, 4), np.float32))
     write_bag(tmp_path / "a" / "y.h5", np.zeros((3, 5), np.float32))
     with pytest.raises(UsageError, match="features per patch: found 5, expected 4"):
@@ -420,18 +424,18 @@ def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
         BagSet(tmp_path / "b")
     with h5py.File(tmp_path / "b" / "x.h5", "w") as file:
         file["feats"] = np.zeros((3, 4), np.float32)
-    with pytest.raises(UsageError, match="holds no features: found feats"):
+    with pytest.raises(UsageError, match="contains no features: found feats"):
         BagSet(tmp_path / "b")
     write_bag(tmp_path / "e" / "x.h5", np.zeros((3, 4), np.float32), np.zeros((2, 2), np.int64))
     with pytest.raises(UsageError, match=r"x.h5: coords: found \(2, 2\), expected \(3, 2\)"):
         BagSet(tmp_path / "e")
     (tmp_path / "c").mkdir()
-    with pytest.raises(NothingToDo, match="holds no features"):
+    with pytest.raises(NothingToDo, match="contains no features"):
         BagSet(tmp_path / "c")
     with pytest.raises(UsageError, match="is not a folder"):
         BagSet(tmp_path / "d")
     (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")
-    with pytest.raises(UsageError, match="patient P: found slides labelled a and b"):
+    with pytest.raises(UsageError, match="patient P: found slides with labels a and b"):
         BagSet(bags, bag="patient", labels=tmp_path / "l.csv")
 
 
@@ -449,13 +453,15 @@ def test_what_does_not_fit_is_told(bags: Path, tmp_path: Path) -> None:
         ({"pooling": "median"}, "--pooling"),
     ],
 )
-def test_settings_of_the_other_kind_are_refused(settings: dict[str, Any], expected: str) -> None:
+def test_settings_that_do_not_apply_are_refused(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError) as error:
         histopipe.train(out="nowhere", **({"mil": "f"} | settings))
     assert expected in str(error.value)
 
 
-def test_stores_and_features_do_not_go_together(trained: Path, small_store: Path, run: Run) -> None:
+def test_stores_and_features_together_are_refused(
+    trained: Path, small_store: Path, run: Run
+) -> None:
     both = run("train", "patches.lmdb", "--mil", "features", "--out", "x")
     assert both.returncode == 2
     assert "STORES: found --mil features" in both.stderr
@@ -464,7 +470,7 @@ def test_stores_and_features_do_not_go_together(trained: Path, small_store: Path
     assert "takes features, not patches" in encoder.stderr
 
 
-def test_one_more_slide_moves_none_and_other_features_are_noticed(
+def test_resume_accepts_new_slides_and_detects_changed_features(
     trained: Path, bags: Path, tmp_path: Path, run: Run
 ) -> None:
     folder, out = tmp_path / "features", tmp_path / "run"
@@ -481,7 +487,7 @@ def test_one_more_slide_moves_none_and_other_features_are_noticed(
 
 
 def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
-    """Two patients share a scan, through a third one's; a patient with slides of two sites has no site."""
+    """Copies of scans connect three patients. A patient with slides of two sites has no site."""
     for i in range(16):
         content = {0: "x", 3: "x", 4: "y", 2: "y"}.get(i, f"c{i}")
         write_bag(
@@ -498,7 +504,7 @@ def test_patients_as_bags_do_not_leak(tmp_path: Path) -> None:
     assert len({int(slide.sides[0]) for slide in splits.slides[:3]}) == 1
 
 
-def test_a_patient_does_not_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
+def test_patient_name_cannot_lead_out_of_the_run(bags: Path, tmp_path: Path, run: Run) -> None:
     rows = (bags / "labels.csv").read_text().replace(",P", ",../../../evil/P")
     (tmp_path / "l.csv").write_text(rows)
     arguments = flags(bags, epochs=1, bag="patient", labels=tmp_path / "l.csv")

@@ -238,7 +238,10 @@ def test_filter_without_fitting_patches_is_refused(drawn: Path) -> None:
     with StoreWriter(drawn) as writer:
         for number, crc in crcs.items():
             writer.put_columns(number, {"pen": np.ones(PATCHES, np.float32)}, crc=crc)
-    with Store(drawn) as store, pytest.raises(NothingToDo, match=r"fit to be used: found.*pen=0"):
+    with (
+        Store(drawn) as store,
+        pytest.raises(NothingToDo, match=r"within the bounds: found.*pen=0"),
+    ):
         make_splits([store], split_by="slide", seed=1, labelling=labelling)
 
 

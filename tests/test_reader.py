@@ -1,4 +1,4 @@
-"""The reader: what it checks, how it is cut, resumed and shared, and in which processes it may run."""
+"""The reader: checksums, steps, resume, shards, disk access, processes and threads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def picture(number: int, side: int = SIDE) -> np.ndarray:
 
 
 def a_store(path: Path, slides: dict[str, list[bytes]], **changes: Any) -> Path:
-    """A store of given values, slide by slide; a slide's label is its first letter."""
+    """Write a store of the given values by slide. The label of a slide is its first letter."""
     with StoreWriter(path, dataclasses.replace(SPEC, **changes)) as writer:
         records = [dataclasses.replace(RECORD, id=name, label=name[0]) for name in slides]
         numbers = writer.register(records)
@@ -73,14 +73,14 @@ def jpegs(first: int, count: int, side: int = SIDE) -> list[bytes]:
 
 
 def flip_a_byte(store: Path, slide: int, row: int, at: int = -20) -> None:
-    """Change a value on disk, past everything that keeps a store whole."""
+    """Change a byte of a value on disk, without an update of its checksum."""
     flip_bytes(store, [(slide, row)], at)
 
 
 def flip_bytes(store: Path, places: Sequence[tuple[int, int]], at: int = -20) -> None:
-    """The same for many values at once."""
+    """Change a byte of each of several values on disk, without an update of their checksums."""
     gc.collect()
-    Store(store).close()  # and with it those of datasets that are gone
+    Store(store).close()  # also closes the stores of deleted datasets
     with lmdb.open(str(store), max_dbs=32, map_size=1 << 30) as handle:
         database = handle.open_db(b"patches", create=False)
         with handle.begin(write=True) as transaction:
@@ -92,7 +92,7 @@ def flip_bytes(store: Path, places: Sequence[tuple[int, int]], at: int = -20) ->
 
 @pytest.fixture
 def two(tmp_path: Path) -> list[Path]:
-    """Two stores of three slides, two labels, 31 patches."""
+    """Two stores with three slides, two labels and 31 patches."""
     return [
         a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 12), "t1": jpegs(20, 7)}),
         a_store(tmp_path / "b.lmdb", {"n2": jpegs(40, 12)}),
@@ -129,38 +129,38 @@ def test_several_stores_are_one_dataset(two: list[Path]) -> None:
     assert sum(b["weight"].sum() for b in batches) == 31
 
 
-def test_png_values_are_read_as_they_are(tmp_path: Path) -> None:
+def test_png_values_are_read_unchanged(tmp_path: Path) -> None:
     pictures = [picture(i) for i in range(3)]
     store = a_store(tmp_path / "p.lmdb", {"a": [png(p) for p in pictures]})
     (batch,) = all_of(histopipe.load_dataset(store, batch_size=3, shuffle=False))
     assert (batch["image"] == pictures).all()
 
 
-def test_patch_sizes_that_differ_are_refused(two: list[Path], tmp_path: Path) -> None:
+def test_different_patch_sizes_are_refused(two: list[Path], tmp_path: Path) -> None:
     other = a_store(tmp_path / "c.lmdb", {"x": jpegs(0, 1, 32)}, patch_size=32)
     with pytest.raises(UsageError, match=r"a\.lmdb: 16, .*c\.lmdb: 32, expected one size"):
         histopipe.load_dataset([two[0], other], batch_size=2, seed=1)
 
 
-# --- checked --------------------------------------------------------------------------------------------------------------
+# --- checksums -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [0, 3, -20, -1])
-def test_a_changed_byte_names_store_slide_and_patch(two: list[Path], at: int) -> None:
+def test_changed_byte_is_reported_with_store_slide_and_patch(two: list[Path], at: int) -> None:
     flip_a_byte(two[0], 1, 3, at)
     with Store(two[0]) as store:
         table = SampleTable(select([store]))
         batches = PatchBatches([store], table, batch_size=19, order=Sequential(19))
         with pytest.raises(
-            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: it is not what was written; ingest"
+            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: the checksum is wrong; ingest"
         ):
             batches.load(0)
         unchecked = PatchBatches([store], table, batch_size=5, order=Sequential(19), check=False)
         if at == -20:
-            unchecked.load(3)  # or the check would show nothing
+            unchecked.load(3)  # decodes, so only the checksum detects the change
 
 
-def test_swapped_values_are_found(two: list[Path]) -> None:
+def test_swapped_values_are_detected(two: list[Path]) -> None:
     with lmdb.open(str(two[0]), max_dbs=32, map_size=1 << 30) as handle:
         database = handle.open_db(b"patches", create=False)
         with handle.begin(write=True) as transaction:
@@ -175,7 +175,7 @@ def test_swapped_values_are_found(two: list[Path]) -> None:
         assert batches.load(0).weight.tolist() == [1, 0, 0] + [1] * 16
 
 
-def test_skipped_patches_weigh_nothing_and_are_counted(
+def test_skipped_patches_have_weight_zero_and_are_counted(
     two: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     clean = all_of(histopipe.load_dataset(two, batch_size=8, seed=1))
@@ -185,7 +185,7 @@ def test_skipped_patches_weigh_nothing_and_are_counted(
     batches = all_of(dataset)
     bad = {5, 1 << 56 | 2}
     assert set(dataset.skipped) == bad
-    assert "slide n1: patch 5: it is not what was written" in dataset.skipped[5]
+    assert "slide n1: patch 5: the checksum is wrong" in dataset.skipped[5]
     for batch, whole in zip(batches, clean, strict=False):
         assert (batch["key"] == whole["key"]).all()
         hit = np.isin(batch["key"], list(bad))
@@ -195,13 +195,13 @@ def test_skipped_patches_weigh_nothing_and_are_counted(
     assert [r.message.startswith("skipped: ") for r in caplog.records] == [True] * 2  # once each
 
 
-def test_an_error_ends_the_iteration_and_says_what(two: list[Path]) -> None:
+def test_damaged_patch_ends_the_iteration_with_its_message(two: list[Path]) -> None:
     flip_a_byte(two[0], 0, 5)
-    with pytest.raises(Exception, match="slide n1: patch 5: it is not what was written"):
+    with pytest.raises(Exception, match="slide n1: patch 5: the checksum is wrong"):
         list(histopipe.load_dataset(two, batch_size=8, seed=1))
 
 
-# --- resumed and shared ----------------------------------------------------------------------------------------------------
+# --- resume and shards -----------------------------------------------------------------------------------------------------
 
 SETTINGS: list[dict[str, Any]] = [
     {"seed": 3},
@@ -215,7 +215,9 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
-def test_any_step_is_reached_at_once(two: list[Path], given_settings: dict[str, Any]) -> None:
+def test_start_step_continues_with_the_same_batches(
+    two: list[Path], given_settings: dict[str, Any]
+) -> None:
     arguments = {"batch_size": 4, "epochs": 3} | given_settings
     whole = all_of(histopipe.load_dataset(two, **arguments))
     per_epoch = len(whole) // 3
@@ -228,10 +230,8 @@ def test_any_step_is_reached_at_once(two: list[Path], given_settings: dict[str, 
 
 @settings(max_examples=25)
 @given(st.data())
-def test_any_interleaving_of_restarts_gives_the_same_keys(
-    made_store: Path, data: st.DataObject
-) -> None:
-    """Read some steps, stop anywhere, go on from the next: by the numbers, as a training that was killed would."""
+def test_restarts_at_any_step_give_the_same_keys(made_store: Path, data: st.DataObject) -> None:
+    """Read some steps, stop at any of them and continue with the next step, like a training that was killed."""
     with Store(made_store) as store:
         table = SampleTable(select([store]), max_per_slide=50, seed=9)
         balance: Balance = data.draw(st.sampled_from(get_args(Balance)))
@@ -253,7 +253,7 @@ def test_any_interleaving_of_restarts_gives_the_same_keys(
 
 @pytest.mark.parametrize("given_settings", SETTINGS, ids=lambda s: " ".join(map(str, s.items())))
 @pytest.mark.parametrize("count", [2, 3])
-def test_shards_together_are_one_epoch(
+def test_shards_together_form_one_epoch(
     two: list[Path], given_settings: dict[str, Any], count: int
 ) -> None:
     shards = [
@@ -262,12 +262,12 @@ def test_shards_together_are_one_epoch(
     ]
     assert len({len(shard) for shard in shards}) == 1
     together = histopipe.load_dataset(two, batch_size=4 * count, **given_settings)
-    # Step by step the shards' batches, one after another, are the batch of a single reader.
+    # In each step, the batches of the shards in sequence equal the batch of a single reader.
     joined = [key for parts in zip(*shards, strict=True) for key in keys_of(parts)]
     assert joined == keys_of(together)
 
 
-def test_what_makes_no_sense_is_refused(two: list[Path]) -> None:
+def test_invalid_arguments_are_refused(two: list[Path]) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("has no seed", {"shuffle": True, "seed": None}),
         ("shard: found .2, 2., expected .index, count.", {"shard": (2, 2)}),
@@ -289,17 +289,17 @@ def test_what_makes_no_sense_is_refused(two: list[Path]) -> None:
             for value in values
         ),
         ("start_step: found 17, expected 0 to 16", {"start_step": 17}),
-        ("side='test' is a side of splits", {"side": "test"}),
+        ("side='test' requires splits", {"side": "test"}),
         ("labels: found {}", {"labels": {}}),
         ("classes: found .., expected", {"classes": []}),
         ("classes: found 5", {"classes": 5}),
         ("on_error: found 'ignore'", {"on_error": "ignore"}),
         (
-            "columns: found .'colour'., expected a list of some of x_l0, y_l0, slide",
+            "columns: found .'colour'., expected a list of names from x_l0, y_l0, slide",
             {"columns": ["colour"]},
         ),
-        ("labels name slides that no store holds: found nobody", {"labels": {"nobody": "x"}}),
-        ("a name comes twice", {"classes": ["n", "n"]}),
+        ("labels of slides that are not in the stores: found nobody", {"labels": {"nobody": "x"}}),
+        ("a name is given twice", {"classes": ["n", "n"]}),
         ("numbers: found .0, 2., expected 0, 1, 2", {"classes": {"n": 0, "t": 2}}),
         ("classes: found 'nt', expected a list", {"classes": "nt"}),
         ("columns: found 'slide', expected a list", {"columns": "slide"}),
@@ -323,7 +323,7 @@ def test_what_makes_no_sense_is_refused(two: list[Path]) -> None:
             histopipe.load_dataset(path, batch_size=2, seed=1)  # type: ignore[arg-type]
 
 
-# --- which patches, under which label --------------------------------------------------------------------------------------
+# --- selection and labels --------------------------------------------------------------------------------------------------
 
 
 def labels_by_slide(dataset: Any) -> dict[str, int]:
@@ -358,7 +358,7 @@ def test_labels_and_classes(two: list[Path], tmp_path: Path) -> None:
 # Keras warns of every tf.data.Dataset that it does not shuffle itself.
 @pytest.mark.filterwarnings("ignore:.shuffle=True. was passed")
 def test_keras_fits_on_a_supervised_dataset(two: list[Path]) -> None:
-    import keras  # late: it takes a while
+    import keras  # imported late: it is slow
 
     model = keras.Sequential(
         [keras.Input((SIDE, SIDE, 3)), keras.layers.Rescaling(1 / 255), keras.layers.Flatten(),
@@ -382,7 +382,9 @@ def test_keras_fits_on_a_supervised_dataset(two: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("split_by", ["slide", "patch"])
-def test_a_side_of_a_split(made_store: Path, tmp_path: Path, split_by: Any) -> None:
+def test_sides_of_a_split_cover_all_patches(
+    made_store: Path, tmp_path: Path, split_by: Any
+) -> None:
     with Store(made_store) as store:
         splits = make_splits([store], split_by=split_by, seed=3)
     write_splits(splits, tmp_path / "splits.json")
@@ -402,12 +404,12 @@ def test_a_side_of_a_split(made_store: Path, tmp_path: Path, split_by: Any) -> N
 
 
 def first_sum(path: str, queue: Any) -> None:
-    """In a spawned process."""
+    """Put the sum of the first batch in the queue. Runs in a spawned process."""
     batch = next(iter(histopipe.load_dataset(path, batch_size=4, seed=1)))
     queue.put(int(batch["image"].numpy().astype(np.int64).sum()))
 
 
-def test_a_spawned_process_reads_too(two: list[Path]) -> None:
+def test_spawned_process_reads_the_same(two: list[Path]) -> None:
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     child = context.Process(target=first_sum, args=(str(two[0]), queue))
@@ -459,12 +461,12 @@ def load():
 
 def child():
     read()
-    load()  # TensorFlow had not run in the parent
+    load()  # TensorFlow did not run in the parent
     fork(grandchild)
 
 def grandchild():
     read()
-    refused(load)  # here it had
+    refused(load)  # TensorFlow ran in the parent
 
 path = Path(sys.argv[1])
 store = Store(path)
@@ -474,11 +476,11 @@ fork(child)
 read()
 with store.reading() as reading:
     fork(lambda: refused(lambda: store.value(0, 0)))
-    assert len(reading.value(0, 0)) > 0  # the child took nothing from its parent
+    assert len(reading.value(0, 0)) > 0  # the child did not affect its parent
 """
 
 
-def test_a_forked_process_opens_the_store_again_or_is_refused(two: list[Path]) -> None:
+def test_forked_process_reopens_the_store_or_is_refused(two: list[Path]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKS, str(two[0])],
         capture_output=True, text=True, timeout=200, check=False,
@@ -490,7 +492,7 @@ def test_a_forked_process_opens_the_store_again_or_is_refused(two: list[Path]) -
     assert "it was in use when the process was forked" in in_a_read
 
 
-def test_one_environment_serves_all_threads_and_closes_last(two: list[Path]) -> None:
+def test_threads_share_one_environment_until_its_last_use(two: list[Path]) -> None:
     with Store(two[0]) as store:
         batches = PatchBatches(
             [store], SampleTable(select([store])), batch_size=19, order=Sequential(19)
@@ -516,11 +518,11 @@ def test_one_environment_serves_all_threads_and_closes_last(two: list[Path]) -> 
             assert bytes(value[:2]) == b"\xff\xd8"
         with pytest.raises(UsageError, match="is closed; open it again"):
             batches.load(0)
-        store._opened.users += 1  # what the `with` block gives back
+        store._opened.users += 1  # the `with` block decrements it
 
 
-def test_an_ingest_beside_a_reader(tmp_path: Path) -> None:
-    """Only slides that were complete when the store was opened are seen, while others come in."""
+def test_ingest_during_reading(tmp_path: Path) -> None:
+    """A reader sees only the slides that were complete when it opened the store."""
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
     before = histopipe.load_dataset(path, batch_size=2, shuffle=False, epochs=3)
     iterator = iter(before)
@@ -541,10 +543,10 @@ def test_an_ingest_beside_a_reader(tmp_path: Path) -> None:
     assert keys == [[0, 1], [2, 3], [4, 5]] * 3
     after = keys_of(histopipe.load_dataset(path, batch_size=8, seed=1))
     assert len(after) == 6 + 40
-    assert {key >> 32 for key in after} == {0, 2}  # the half one is number 1
+    assert {key >> 32 for key in after} == {0, 2}  # number 1 is incomplete
 
 
-def test_a_slide_replaced_beside_a_reader_is_noticed(tmp_path: Path) -> None:
+def test_slide_replaced_during_reading_is_detected(tmp_path: Path) -> None:
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 6)})
     with StoreWriter(path, SPEC) as writer, Store(path) as store:
         table = SampleTable(select([store]))
@@ -557,18 +559,18 @@ def test_a_slide_replaced_beside_a_reader_is_noticed(tmp_path: Path) -> None:
         crc = writer.put_patches(0, range(6), values)
         columns = columns_of(crc, np.array([len(v) for v in values]))
         writer.complete(0, dataclasses.replace(store.records[0], planned=6, stored=6), columns, {})
-        for other in range(8):  # pages of the old index are used anew
+        for other in range(8):  # reuses the pages of the old index
             writer.put_patches(9, range(100 * other, 100 * other + 100), jpegs(0, 100))
         with pytest.raises(DamagedStore, match="slide a1: its patches were replaced"):
             batches.load(0)
 
 
-# --- the disk --------------------------------------------------------------------------------------------------------------
+# --- disk access -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
-    """Values of 1 to 12 pages, some of them small enough to lie among the keys."""
+    """Values of 1 to 12 pages, and smaller ones that are stored in pages of the keys."""
     path = tmp_path_factory.mktemp("large") / "s.lmdb"
     rng = np.random.default_rng(1)
     sizes = [*rng.integers(5_000, 48_000, 300).tolist(), *[900] * 40]
@@ -577,8 +579,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         yield store
 
 
-def test_extents_are_where_the_values_lie(large: Store) -> None:
-    """Read past LMDB, from the file itself."""
+def test_extents_are_the_file_positions_of_the_values(large: Store) -> None:
+    """Compare with the bytes of the file, read without LMDB."""
     data = (large.path / "data.mdb").read_bytes()
     for row in (*range(0, 300, 7), 299):
         with large.reading() as reading:
@@ -587,10 +589,10 @@ def test_extents_are_where_the_values_lie(large: Store) -> None:
         assert data[offset + 16 : offset + 16 + len(value)] == value
         assert length == -(-(len(value) + 16) // 4096) * 4096
     with large.reading() as reading:
-        assert reading.extents([(0, 320)]).tolist() == []  # among the keys
-        assert reading.extents([(0, 999), (7, 7)]).tolist() == []  # none such
+        assert reading.extents([(0, 320)]).tolist() == []  # in a page of the keys
+        assert reading.extents([(0, 999), (7, 7)]).tolist() == []  # not in the store
         together = reading.extents([(0, row) for row in range(300)])
-    assert len(together) < 20  # neighbours were written one after another
+    assert len(together) < 20  # neighbours are adjacent in the file
     assert together[:, 1].sum() == sum(
         -(-(len(large.value(0, row)) + 16) // 4096) * 4096 for row in range(300)
     )
@@ -598,14 +600,14 @@ def test_extents_are_where_the_values_lie(large: Store) -> None:
 
 
 class Recorder(PatchBatches):
-    """Notes what is loaded and asked for."""
+    """Records the requested steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.asked: list[range] = []
+        self.requested: list[range] = []
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
-        self.asked.append(steps)
+        self.requested.append(steps)
         return super().advise(steps, parts)
 
     def values(self, step: int, replica: int = 0) -> Any:
@@ -614,16 +616,16 @@ class Recorder(PatchBatches):
                 reading.value(key >> 32, key & 0xFFFFFFFF)
 
 
-def asked_by(batches: Recorder, steps: int | None, loaded: range) -> list[int]:
+def requested_steps(batches: Recorder, steps: int | None, loaded: range) -> list[int]:
     ahead = ReadAhead(batches, [0], loaded.stop, steps)
     for step in loaded:
         ahead.load(step, 0)
-    drain(ahead)
-    return [step for part in batches.asked for step in part]
+    wait_and_close(ahead)
+    return [step for part in batches.requested for step in part]
 
 
-def drain(ahead: ReadAhead) -> None:
-    """Let all that was asked for be asked, then close."""
+def wait_and_close(ahead: ReadAhead) -> None:
+    """Wait for all requests, then close."""
     if ahead._thread is not None:
         ahead._thread.submit(int).result()
     ahead.close()
@@ -633,52 +635,52 @@ def recorder(store: Store, order: Any, size: int = 8) -> Recorder:
     return Recorder([store], SampleTable(select([store])), batch_size=size, order=order)
 
 
-def test_steps_are_asked_for_once_and_in_time(large: Store) -> None:
-    found = asked_by(recorder(large, Sequential(360)), 5, range(3, 40))
+def test_steps_are_requested_once_and_in_advance(large: Store) -> None:
+    found = requested_steps(recorder(large, Sequential(360)), 5, range(3, 40))
     assert found == list(range(4, 40))
-    assert asked_by(recorder(large, Sequential(360)), 0, range(3, 40)) == []
+    assert requested_steps(recorder(large, Sequential(360)), 0, range(3, 40)) == []
     again = recorder(large, Sequential(360))
     ahead = ReadAhead(again, [0], 30, 5)
     for step in (*range(30), *range(4)):  # a second iteration
         ahead.load(step, 0)
-    drain(ahead)
-    assert [s for part in again.asked for s in part] == [*range(1, 30), *range(1, 9)]
+    wait_and_close(ahead)
+    assert [s for part in again.requested for s in part] == [*range(1, 30), *range(1, 9)]
 
 
-def test_blocks_are_asked_for_by_the_window(large: Store) -> None:
+def test_blocks_are_requested_by_window(large: Store) -> None:
     batches = recorder(large, BlockShuffled(360, 1, 4))
     assert batches.order.window == 64
-    asked_by(batches, 2, range(45))
-    assert [(r.start, r.stop) for r in batches.asked][:3] == [(1, 8), (8, 16), (16, 24)]
+    requested_steps(batches, 2, range(45))
+    assert [(r.start, r.stop) for r in batches.requested][:3] == [(1, 8), (8, 16), (16, 24)]
 
 
-def test_a_store_in_memory_is_not_asked_for_and_one_on_disk_is(large: Store) -> None:
+def test_only_a_store_outside_the_page_cache_is_requested(large: Store) -> None:
     order = make_order(SampleTable(select([large])), seed=1)
     (large.path / "data.mdb").read_bytes()  # into the page cache
-    assert asked_by(recorder(large, order), None, range(45)) == []
+    assert requested_steps(recorder(large, order), None, range(45)) == []
     copy = shutil.copytree(large.path, large.path.parent / "cold.lmdb")
     descriptor = os.open(copy / "data.mdb", os.O_RDONLY)
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
     with Store(copy) as cold:
-        found = asked_by(recorder(cold, order), None, range(45))
+        found = requested_steps(recorder(cold, order), None, range(45))
     assert len(found) > 45 - STEPS_AHEAD - 10
 
 
-def test_datasets_that_are_gone_keep_no_store_open(two: list[Path]) -> None:
+def test_deleted_datasets_keep_no_store_open(two: list[Path]) -> None:
     for _ in range(12):
         next(iter(histopipe.load_dataset(two, batch_size=4, seed=1)))
     gc.collect()
-    Store(two[0]).close()  # what is gone is closed when next a store is opened
+    Store(two[0]).close()  # opening a store closes those of deleted datasets
     assert not {str(path) for path in two} & set(environment._registry)
 
 
 @pytest.mark.timeout(60)
-def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(
+def test_garbage_collection_while_opening_does_not_deadlock(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dropped dataset's stores are closed by the garbage collector, which may run while the lock is held."""
+    """The garbage collector closes the stores of a deleted dataset. It may run while the lock is held."""
 
     def collecting(data: Path) -> None:
         gc.collect()
@@ -694,7 +696,7 @@ def test_a_collection_in_the_middle_of_opening_does_not_wait_for_itself(
     assert str(two[1]) not in environment._registry
 
 
-def test_an_iterator_alone_keeps_what_it_reads_from(two: list[Path]) -> None:
+def test_iterator_keeps_its_stores_open(two: list[Path]) -> None:
     plain = iter(histopipe.load_dataset(two, batch_size=4, seed=1, epochs=3))
     mapped = iter(
         histopipe.load_dataset(two, batch_size=4, seed=1, epochs=3).map(lambda b: b["key"])
@@ -703,30 +705,30 @@ def test_an_iterator_alone_keeps_what_it_reads_from(two: list[Path]) -> None:
     assert [b["key"].numpy().tolist() for b in plain] == [b.numpy().tolist() for b in mapped]
 
 
-def test_a_store_is_known_by_where_it_lies(
+def test_store_is_identified_by_its_absolute_path(
     two: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A relative path, and another working folder by the time it is closed."""
+    """Open by a relative path, and change the working folder before closing."""
     monkeypatch.chdir(two[0].parent)
     with Store(Path(two[0].name)) as store:
         monkeypatch.chdir("/")
-        assert store.advise([(0, 0)]) == 0  # small values lie among the keys
+        assert store.advise([(0, 0)]) == 0  # small values are in pages of the keys
         assert store._environment.descriptor > 0
     assert str(two[0]) not in environment._registry
     with Store(two[0]) as store:
         assert len(store.value(0, 0))
 
 
-def test_more_stores_than_a_writer_s_map_would_let_in(tmp_path: Path) -> None:
+def test_more_stores_than_would_fit_with_maps_for_writing(tmp_path: Path) -> None:
     paths = [a_store(tmp_path / f"{i}.lmdb", {f"s{i}": jpegs(i, 2)}) for i in range(20)]
     keys = keys_of(histopipe.load_dataset(paths, batch_size=7, seed=1))
     assert sorted(keys) == sorted(i << 56 | row for i in range(20) for row in (0, 1))
 
 
-def test_a_file_that_outgrows_its_map_moves_it(
+def test_file_larger_than_its_map_is_mapped_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight threads read while another process makes the file larger than what they mapped."""
+    """Eight threads read while another process makes the file larger than their map."""
     path = a_store(tmp_path / "s.lmdb", {"a1": jpegs(0, 20)})
     monkeypatch.setattr(handle, "_READ_MAP", 1 << 20)
     monkeypatch.setattr(handle, "_READ_ROOM", 1)
@@ -800,21 +802,21 @@ next(unfinished)
 """
 
 
-def test_epochs_leak_nothing_and_a_program_ends_in_the_middle_of_one(made_store: Path) -> None:
-    """Growth of anonymous memory from the sixth to the tenth epoch to the last five: MB; ten batches are 16.
+def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: Path) -> None:
+    """Compare anonymous memory of epochs 6 to 10 with that of the last five, in MB. Ten batches take 16 MB.
 
-    The program then ends with an iterator half-way, which must not hang.
+    The program then exits during an iteration, which must not hang.
     """
     done = subprocess.run(
         [sys.executable, "-c", LEAK, str(made_store)],
         check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    sound, leaking = map(float, done.stdout.split())
+    normal, leaking = map(float, done.stdout.split())
     assert leaking > 8
-    assert sound < 6
+    assert normal < 6
 
 
-def test_a_worker_asks_for_its_own_share_only(large: Store) -> None:
+def test_worker_requests_only_its_part(large: Store) -> None:
     order = Sequential(360)
     batches = PatchBatches(
         [large], SampleTable(select([large])), batch_size=16, order=order, replicas=2
@@ -823,7 +825,7 @@ def test_a_worker_asks_for_its_own_share_only(large: Store) -> None:
     assert 0 < one < 0.6 * both
 
 
-# --- use -------------------------------------------------------------------------------------------------------------------
+# --- bench and training ----------------------------------------------------------------------------------------------------
 
 
 def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
@@ -843,7 +845,7 @@ def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
 
 # Keras converts tensors in a way that numpy warns of.
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_training_goes_on_without_damaged_patches(
+def test_training_skips_damaged_patches(
     small_store: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "patches.lmdb"
@@ -851,7 +853,7 @@ def test_training_goes_on_without_damaged_patches(
     for row in (3, 4):
         flip_a_byte(path, 0, row)
     settings: dict[str, Any] = {"split_by": "patch", "batch_size": 16, "in_process": True}
-    with pytest.raises(DamagedStore, match=r"patch [34]: it is not what was written"):
+    with pytest.raises(DamagedStore, match=r"patch [34]: the checksum is wrong"):
         histopipe.train(path, out=tmp_path / "r1", epochs=1, **settings)
     skipping = settings | {"on_error": "skip"}
     histopipe.train(

@@ -1,4 +1,4 @@
-"""Orders: what they promise for every size and seed, how random they are, and that they never change."""
+"""Orders: properties for every size and seed, randomness, and golden values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def epoch(order: Order, number: int = 0) -> list[int]:
 
 
 def accepted(counts: np.ndarray) -> bool:
-    """Whether a chi-square test takes counts for draws from a uniform distribution."""
+    """Return whether a chi-square test accepts counts as draws from a uniform distribution."""
     expected = counts.sum() / counts.size
     return bool(chi2.sf(((counts - expected) ** 2 / expected).sum(), counts.size - 1) > 1e-4)
 
@@ -45,13 +45,13 @@ def table_of(
 
 
 @given(SIZES, SEEDS, st.integers(0, 100))
-def test_a_permutation_is_one(n: int, seed: int, epoch_number: int) -> None:
+def test_permutation_has_every_number_once(n: int, seed: int, epoch_number: int) -> None:
     found = permuted(np.arange(n), n, combine(seed, epoch_number))
     assert sorted(found.tolist()) == list(range(n))
 
 
 @given(st.integers(SMALL + 1, 2**40), SEEDS, st.data())
-def test_a_permutation_needs_no_more_than_the_places_asked_for(
+def test_permutation_is_computed_for_single_positions(
     n: int, seed: int, data: st.DataObject
 ) -> None:
     places = np.array(
@@ -64,10 +64,10 @@ def test_a_permutation_needs_no_more_than_the_places_asked_for(
 
 
 @given(st.lists(st.tuples(SIZES, SEEDS), min_size=1, max_size=20), st.data())
-def test_many_permutations_at_once_are_each_one_s_own(
+def test_vectorized_permutations_equal_single_ones(
     which: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    """The vectorised way against one permutation at a time."""
+    """Compare the vectorized result with one permutation at a time."""
     places = [data.draw(st.integers(0, n - 1)) for n, _ in which]
     sizes = np.array([n for n, _ in which])
     keys = np.array([combine(seed) for _, seed in which], np.uint64)
@@ -79,7 +79,7 @@ def test_many_permutations_at_once_are_each_one_s_own(
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 6])
-def test_every_permutation_of_a_few_is_as_likely(n: int) -> None:
+def test_all_permutations_of_few_samples_are_equally_likely(n: int) -> None:
     trials = 40 * math.factorial(n)
     counts = Counter(tuple(epoch(Shuffled(n, s), 7)) for s in range(trials))
     every = np.zeros(math.factorial(n))
@@ -88,16 +88,16 @@ def test_every_permutation_of_a_few_is_as_likely(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1500, 10_007, 1_000_003])
-def test_places_are_spread_evenly(n: int) -> None:
-    """Where the first hundred places of 300 epochs fall, in 50 bins."""
+def test_first_positions_are_uniform(n: int) -> None:
+    """Check the first hundred positions of 300 epochs, in 50 bins."""
     order = Shuffled(n, 3)
     found = np.concatenate([order(number, np.arange(100)) for number in range(300)])
     assert accepted(np.bincount(found * 50 // n, minlength=50))
 
 
 @pytest.mark.parametrize("n", [2_000, 50_021])
-def test_where_a_patch_and_its_neighbour_come_up_has_nothing_to_do_with_each_other(n: int) -> None:
-    """Pairs of neighbouring places, 12 × 12 bins."""
+def test_neighbouring_positions_are_independent(n: int) -> None:
+    """Check pairs of neighbouring positions, in 12 × 12 bins."""
     order = Shuffled(n, 5)
     places = np.arange(0, 1000)
     pairs = np.zeros((12, 12))
@@ -108,13 +108,13 @@ def test_where_a_patch_and_its_neighbour_come_up_has_nothing_to_do_with_each_oth
 
 
 @pytest.mark.parametrize("n", [40, 1000, 1025, 5000])
-def test_a_batch_is_a_mixture(n: int) -> None:
-    """Of which quarter of the data the patches of a first batch are, over 2,000 seeds."""
+def test_first_batch_is_drawn_from_all_parts(n: int) -> None:
+    """Check the quarters of the data that the first batch comes from, over 2,000 seeds."""
     found = np.concatenate([Shuffled(n, s)(0, np.arange(8)) for s in range(2000)])
     assert accepted(np.bincount(found * 4 // n, minlength=4))
 
 
-def test_orders_are_pinned() -> None:
+def test_orders_equal_golden_values() -> None:
     """A change here would silently reorder every resumed training."""
     assert epoch(Shuffled(10, 1)) == [7, 8, 9, 1, 0, 3, 5, 6, 4, 2]
     five = np.arange(5)
@@ -137,24 +137,24 @@ PINNED_CAP = [1, 0, 2, 1, 347, 1319]
 
 @given(SIZES, SEEDS, st.integers(0, 5), st.integers(1, 700))
 @settings(max_examples=60)
-def test_blocks_are_an_epoch_too(n: int, seed: int, number: int, block: int) -> None:
+def test_block_shuffle_has_every_sample_once(n: int, seed: int, number: int, block: int) -> None:
     order = BlockShuffled(n, seed, block)
     found = epoch(order, number)
     assert sorted(found) == list(range(n))
-    # A window touches as many blocks as it holds, and what is left over: all its other patches are neighbours.
+    # A window has 16 blocks, and samples that remain at the end. Samples of a block are neighbours.
     window = np.sort(found[: order.window])
     runs = 1 + int((np.diff(window) > 1).sum())
     assert runs <= 16 + 2
 
 
-def test_blocks_begin_elsewhere_every_epoch() -> None:
+def test_blocks_start_at_a_new_position_each_epoch() -> None:
     order = BlockShuffled(10_000, 1, 100)
     starts = {int(np.sort(order(e, np.arange(order.window)))[0]) % 100 for e in range(20)}
     assert len(starts) > 10
 
 
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=12), SEEDS, st.data())
-def test_balance_is_equal_within_an_epoch_and_fair_over_epochs(
+def test_balance_is_equal_in_an_epoch_and_over_epochs(
     counts: list[int], seed: int, data: st.DataObject
 ) -> None:
     balance = data.draw(st.sampled_from(BALANCES))
@@ -176,14 +176,14 @@ def test_balance_is_equal_within_an_epoch_and_fair_over_epochs(
         seen.update(found)
         for group in set(groups):
             times = [seen[i] for i in range(sum(counts)) if groups[of_patch[i]] == group]
-            assert max(times) - min(times) <= 1  # none again before all have come up
+            assert max(times) - min(times) <= 1  # none is repeated before all have been drawn
 
 
 @given(st.lists(st.integers(1, 60), min_size=2, max_size=8), st.integers(1, 30), SEEDS, st.data())
-def test_balance_of_capped_slides(
+def test_balance_with_max_per_slide(
     counts: list[int], cap: int, seed: int, data: st.DataObject
 ) -> None:
-    """Within an epoch: groups alike, no slide with more different patches than the cap, none again before all drawn."""
+    """In an epoch, groups are equal, the cap limits the patches of a slide, and none repeats before all are drawn."""
     labels = [data.draw(st.integers(0, 1)) for _ in counts]
     table = SampleTable(table_of(counts, labels).slides, max_per_slide=cap, seed=seed)
     order = make_order(table, seed=seed, balance="class")
@@ -209,7 +209,9 @@ def test_balance_mixes_groups_within_batches() -> None:
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 50), SEEDS)
-def test_a_cap_draws_other_patches_each_epoch(counts: list[int], cap: int, seed: int) -> None:
+def test_max_per_slide_draws_different_patches_each_epoch(
+    counts: list[int], cap: int, seed: int
+) -> None:
     slides = table_of(counts, [0] * len(counts)).slides
     table = SampleTable(slides, max_per_slide=cap, seed=seed)
     assert table.counts.tolist() == [min(c, cap) for c in counts]
@@ -217,30 +219,30 @@ def test_a_cap_draws_other_patches_each_epoch(counts: list[int], cap: int, seed:
     for number in range(130):
         located = table.locate(np.arange(len(table)), number)
         pairs = list(zip(located.slides.tolist(), located.rows.tolist(), strict=True))
-        assert len(set(pairs)) == len(pairs)  # never one twice in an epoch
+        assert len(set(pairs)) == len(pairs)  # no repetition in an epoch
         seen.append(set(pairs))
     for slide, count in enumerate(counts):
-        span = -(-count // min(count, cap))  # epochs that are needed to see all
+        span = -(-count // min(count, cap))  # number of epochs that draw all
         for first in range(0, 130 - span, span):
             rows = set().union(*seen[first : first + span])
             assert {row for s, row in rows if s == slide} == set(range(count))
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
-def test_a_cap_in_sequence_is_spread_over_the_slide(count: int, cap: int) -> None:
+def test_max_per_slide_without_seed_is_spread_over_the_slide(count: int, cap: int) -> None:
     rows = SampleTable([SampleRows(0, 0, count, 0)], max_per_slide=cap)
     found = rows.locate(np.arange(len(rows))).rows
     assert len(set(found.tolist())) == min(count, cap)
     assert np.diff(found).max(initial=0) <= -(-count // min(count, cap))
 
 
-def test_settings_that_do_not_go_together() -> None:
+def test_contradictory_settings_are_refused() -> None:
     table = table_of([3, 4], [0, -1])
     for message, given_settings in (
         ("balance: found 'site', expected 'none' or 'class'", {"seed": 1, "balance": "site"}),
         ("shuffle is off", {"seed": None, "balance": "slide"}),
         ("shuffle is off", {"seed": None, "shuffle_block": 4}),
-        ("take one of them", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
+        ("use only one of the two", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
         ("found 1 slides without a label", {"seed": 1, "balance": "class"}),
         ("shuffle_block: found 0", {"seed": 1, "shuffle_block": 0}),
     ):

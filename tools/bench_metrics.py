@@ -1,7 +1,7 @@
 """Measure coverage and cost of the 95 % confidence intervals of `histopipe.evaluation`: `python tools/bench_metrics.py`.
 
-Predictions are synthetic: ten patches per patient, half of the patients ill, and a random shift per patient with a third of the
-variance.
+Predictions are synthetic: ten patches per patient, half of the patients ill. A random shift per patient has a third of
+the variance.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATCHES = 10
 
 def synthetic_scores(rng: np.random.Generator, patients: int, apart: float) -> Scores:
     """Draw scores whose classes differ by `apart` standard deviations."""
-    # Drawn at random: the share of ill patients varies between samples, as it does between resamples.
+    # Random, so that the share of ill patients varies between samples as it varies between resamples.
     ill = np.repeat(rng.random(patients) < 0.5, PATCHES)
     shift = np.repeat(rng.normal(size=patients), PATCHES) * math.sqrt(1 / 3)
     value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
@@ -66,7 +66,7 @@ def seconds(task: Callable[[], object]) -> float:
 
 
 def cost(patients: int, rounds: int) -> tuple[float, float]:
-    """Return seconds per resample: all metrics by our code, and the AUC only by scikit-learn; medians of rounds."""
+    """Return median seconds per resample: of all metrics by our code, and of the AUC only by scikit-learn."""
     scores = synthetic_scores(np.random.default_rng(1), patients, 1.2)
     draws = bootstrap_draws(patients, 10, 1)
     ready = Statistics(scores, decide(scores, 1, 0.5), 1)
@@ -88,7 +88,7 @@ def cost(patients: int, rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print the tables of coverage and cost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1000)
     samples = parser.parse_args().samples

@@ -2,8 +2,8 @@
 
     python tools/bench_mil.py FOLDER [--sizes 1000,10000,100000,200000] [--dimension 1024] [--precision float32]
 
-Creates six bags of each size in FOLDER (gigabytes for the larger ones; reused if they exist), trains two epochs on each set in a
-separate process, and prints bags/s, patches/s, the share of time spent waiting for input, and the largest anonymous memory of a process.
+Create six bags of each size in FOLDER (gigabytes for the larger ones), or reuse them. Train two epochs on each set in a
+separate process. Print bags/s, patches/s, the share of time waiting for input, and the peak anonymous memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train(bags: Path, run: Path) -> tuple[dict[str, str], float]:
     ]  # fmt: skip
     code, peaks = peaks_of(command, quiet=True)
     if code:
-        raise SystemExit(f"{' '.join(command)} ended with {code}")
+        raise SystemExit(f"command failed with exit code {code}: {' '.join(command)}")
     with (run / "history.csv").open() as file:
         row = list(csv.DictReader(file))[-1]
     return row, max(kilobytes for kilobytes, _ in peaks.values()) / 1024

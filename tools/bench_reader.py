@@ -1,19 +1,19 @@
-"""How fast patches are read, as a share of what the decoder can do and against the formats others use.
+"""Measure the speed of reading patches, compared with the decoder alone and with other formats.
 
-    python tools/bench_reader.py FOLDER                  everything: about 25 minutes and 25 GB in FOLDER
-    python tools/bench_reader.py FOLDER speed cold       some of it
+    python tools/bench_reader.py FOLDER                  all benchmarks: about 25 minutes and 25 GB in FOLDER
+    python tools/bench_reader.py FOLDER speed cold       some benchmarks
 
-All ways read the same patches, 256² in batches of 64, into tensors of tf.data. Each pair is measured in one run, taking turns,
-and compared by medians, since machines drift.
+All readers read the same patches, 256² in batches of 64, into tensors of tf.data. They are measured in turns in one
+run, and compared by medians, since the speed of machines drifts.
 
-    speed      against the decode ceiling (all cores in simplejpeg, one reused buffer a thread, nothing else), TFRecord files,
-               HDF5, a folder of JPEGs and a tar; with and without the CRC check
-    rest       where the time goes between the ceiling and the reader
-    orders     balance, caps and block shuffle against the plain shuffle
-    cold       with the page cache dropped (root only): with and without read-ahead
-    leak       anonymous memory over 20 epochs, and over 20 epochs that leak on purpose
-    cgroup     a store larger than the memory of the cgroup that it is read in (root only)
-    scale      opening, memory and time of a step from 10⁴ to 10⁸ patches
+    speed      histopipe, with and without the CRC check; the decode ceiling (simplejpeg on all cores, a buffer per thread);
+               TFRecord files, HDF5, a folder of JPEGs and a tar
+    rest       time of each stage between the ceiling and the reader
+    orders     balance, max_per_slide and block shuffle, compared with the plain shuffle
+    cold       with an empty page cache (root only): with and without read-ahead
+    leak       anonymous memory over 20 epochs, and over 20 epochs with a deliberate leak
+    cgroup     a store larger than the memory limit of its cgroup (root only)
+    scale      opening, memory and time per step, from 10⁴ to 10⁸ patches
 """
 
 from __future__ import annotations
@@ -65,48 +65,48 @@ COHORT = 4
 TINY = 8
 LEAST_MEMORY = 700 << 20
 SCALES = {10**4: 2, 10**6: 200, 10**8: 10_000}
-"""Patches, and the slides they are spread over."""
+"""Numbers of patches, and of slides that contain them."""
 
-Way = Callable[[int], float]
+Reader = Callable[[int], float]
 
 
 def say(text: str) -> None:
-    """A line of the result."""
+    """Print a line of the result."""
     print(text, flush=True)
 
 
-def compare(ways: Mapping[str, Way], steps: int, repeats: int = REPEATS) -> dict[str, float]:
-    """Median patches a second of each way, taking turns in short rounds: the machine's speed drifts within seconds."""
-    rates: dict[str, list[float]] = {name: [] for name in ways}
+def compare(readers: Mapping[str, Reader], steps: int, repeats: int = REPEATS) -> dict[str, float]:
+    """Return median patches/s of each reader, measured in turns in short rounds, since the machine's speed drifts."""
+    rates: dict[str, list[float]] = {name: [] for name in readers}
     for _ in range(repeats):
-        for name, way in ways.items():
-            rates[name].append(way(steps))
+        for name, reader in readers.items():
+            rates[name].append(reader(steps))
             gc.collect()
     return {name: statistics.median(found) for name, found in rates.items()}
 
 
 def rate(batches: Iterator[Any], steps: int) -> float:
-    """Patches a second of an iterator of batches, once it is warm."""
+    """Return patches/s of an iterator of batches after the warm-up."""
     for _ in range(WARM_UP):
         next(batches)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(steps):
         next(batches)
-    return steps * BATCH / (time.perf_counter() - begun)
+    return steps * BATCH / (time.perf_counter() - started)
 
 
-# --- the material -----------------------------------------------------------------------------------------------------------
+# --- input files -----------------------------------------------------------------------------------------------------------
 
 
-class Material:
-    """Stores and other formats of the same patches, made once in a folder."""
+class Inputs:
+    """Stores and other formats of the same patches, created once in a folder."""
 
     def __init__(self, folder: Path, texture: Path | None) -> None:
         self.folder, self.texture = folder, texture
         folder.mkdir(parents=True, exist_ok=True)
 
     def store(self, name: str, slides: int) -> Path:
-        """A store of made slides."""
+        """Return a store of synthetic slides, created if missing."""
         path = self.folder / f"{name}.lmdb"
         if not path.exists():
             pictures = self.folder / f"slides-{slides}"
@@ -118,7 +118,7 @@ class Material:
         return path
 
     def made(self, name: str, make: Callable[[Path], None]) -> Path:
-        """Another format, by a function that writes it."""
+        """Return a file or folder, created if missing by a function that writes it."""
         path = self.folder / name
         if not path.exists():
             part = self.folder / f"part-{name}"
@@ -128,18 +128,18 @@ class Material:
 
 
 def run(command: list[str]) -> None:
-    """A command of ours that must succeed."""
+    """Run a command that must succeed."""
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def values_of(path: Path) -> list[bytes]:
-    """Every value of a store."""
+    """Return every value of a store."""
     with Store(path) as store:
         return [store.value(n, row) for n, r in store.complete.items() for row in range(r.planned)]
 
 
 def write_tfrecord(values: list[bytes], path: Path) -> None:
-    """One record a patch, with its image and label."""
+    """Write one record per patch, with image and label."""
     with tf.io.TFRecordWriter(str(path)) as writer:
         for value in values:
             feature = {
@@ -151,7 +151,7 @@ def write_tfrecord(values: list[bytes], path: Path) -> None:
 
 
 def write_hdf5(values: list[bytes], path: Path) -> None:
-    """Pixels, one chunk a patch, as CLAM's older patch files have them."""
+    """Write pixels with one chunk per patch, like the older patch files of CLAM."""
     with h5py.File(path, "w") as file:
         shape = (len(values), SIDE, SIDE, 3)
         images = file.create_dataset("imgs", shape, "u1", chunks=(1, SIDE, SIDE, 3))
@@ -160,7 +160,7 @@ def write_hdf5(values: list[bytes], path: Path) -> None:
 
 
 def write_folder(values: list[bytes], path: Path) -> None:
-    """A file a patch, in two classes."""
+    """Write a file per patch, in two classes."""
     for label in "ab":
         (path / label).mkdir(parents=True)
     for i, value in enumerate(values):
@@ -168,7 +168,7 @@ def write_folder(values: list[bytes], path: Path) -> None:
 
 
 def write_tar(values: list[bytes], path: Path) -> None:
-    """A shard of members as WebDataset has them."""
+    """Write a tar with the members of a WebDataset shard."""
     with tarfile.open(path, "w") as tar:
         for i, value in enumerate(values):
             member = tarfile.TarInfo(f"{i:06d}.jpg")
@@ -176,11 +176,11 @@ def write_tar(values: list[bytes], path: Path) -> None:
             tar.addfile(member, io.BytesIO(value))
 
 
-# --- ways of reading --------------------------------------------------------------------------------------------------------
+# --- readers ---------------------------------------------------------------------------------------------------------------
 
 
 def ceiling(values: list[bytes], steps: int) -> float:
-    """All cores in simplejpeg, one reused buffer a thread, nothing else."""
+    """Return patches/s of simplejpeg alone on all cores, with one reused buffer per thread."""
 
     def work(first: int) -> None:
         buffer = np.empty((SIDE, SIDE, 3), np.uint8)
@@ -191,25 +191,25 @@ def ceiling(values: list[bytes], steps: int) -> float:
 
 
 def by_threads(work: Callable[[int], None], steps: int) -> float:
-    """Patches a second of a function that one thread a core calls with its number."""
+    """Return patches/s of a function that one thread per core calls with the thread number."""
     threads = [threading.Thread(target=work, args=(n,)) for n in range(CORES)]
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return steps * BATCH / (time.perf_counter() - begun)
+    return steps * BATCH / (time.perf_counter() - started)
 
 
 def batches_of(store: Store, order: Order | None = None, **settings: Any) -> PatchBatches:
-    """All patches of a store, shuffled."""
+    """Return batches of all patches of a store, shuffled by default."""
     table = SampleTable(select([store]))
     order = order or Shuffled(len(table), 1)
     return PatchBatches([store], table, batch_size=BATCH, order=order, **settings)
 
 
 def ours(batches: PatchBatches, steps: int, **settings: Any) -> float:
-    """The reader as `load_dataset` and training use it."""
+    """Return patches/s of the reader, as used by `load_dataset` and training."""
     source = BatchFeed(batches)
     try:
         return rate(iter(source.dataset(0, 1 << 40, **settings)), steps)
@@ -218,7 +218,7 @@ def ours(batches: PatchBatches, steps: int, **settings: Any) -> float:
 
 
 def tfrecord(path: Path, shuffle: int, steps: int) -> float:
-    """A record file by tf.data with everything left to its tuner."""
+    """Return patches/s of a TFRecord file by tf.data with autotuning."""
     features = {
         "image_raw": tf.io.FixedLenFeature([], tf.string),
         "label": tf.io.FixedLenFeature([], tf.int64),
@@ -237,7 +237,7 @@ def tfrecord(path: Path, shuffle: int, steps: int) -> float:
 
 
 def hdf5(path: Path, steps: int) -> float:
-    """Shuffled rows of an HDF5 file: h5py has one lock for all threads."""
+    """Return patches/s of shuffled rows of an HDF5 file. h5py has one lock for all threads."""
     with h5py.File(path) as file:
         images = file["imgs"]
         order = Shuffled(len(images), 1)
@@ -259,11 +259,11 @@ def hdf5(path: Path, steps: int) -> float:
         finally:
             del steps_read
             gc.collect()
-            time.sleep(0.5)  # reads under way
+            time.sleep(0.5)  # wait for reads in progress
 
 
 def folder(path: Path, steps: int) -> float:
-    """A folder of JPEGs by Keras."""
+    """Return patches/s of a folder of JPEGs by Keras."""
     dataset = tf.keras.utils.image_dataset_from_directory(
         path, batch_size=BATCH, image_size=(SIDE, SIDE), shuffle=True, seed=1, verbose=False
     )
@@ -271,7 +271,7 @@ def folder(path: Path, steps: int) -> float:
 
 
 def tar(path: Path, steps: int) -> float:
-    """A tar in its own order, decoded by tf.data."""
+    """Return patches/s of a tar in stored order, decoded by tf.data."""
 
     def members() -> Iterator[bytes]:
         while True:
@@ -288,20 +288,20 @@ def tar(path: Path, steps: int) -> float:
     return rate(iter(dataset.batch(BATCH).prefetch(tf.data.AUTOTUNE)), steps)
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------------
+# --- benchmarks ------------------------------------------------------------------------------------------------------------
 
 
-def bench_speed(material: Material) -> None:
-    """Everything warm, against everything."""
-    path = material.store("one", 1)
+def bench_speed(inputs: Inputs) -> None:
+    """Compare the speed of all readers with a warm page cache."""
+    path = inputs.store("one", 1)
     values = values_of(path)
     say(f"  {len(values)} patches of {statistics.mean(map(len, values)) / 1e3:.1f} kB")
-    record = material.made("one.tfrecord", functools.partial(write_tfrecord, values))
-    pixels = material.made("one.h5", functools.partial(write_hdf5, values))
-    files = material.made("one-folder", functools.partial(write_folder, values))
-    shard = material.made("one.tar", functools.partial(write_tar, values))
+    record = inputs.made("one.tfrecord", functools.partial(write_tfrecord, values))
+    pixels = inputs.made("one.h5", functools.partial(write_hdf5, values))
+    files = inputs.made("one-folder", functools.partial(write_folder, values))
+    shard = inputs.made("one.tar", functools.partial(write_tar, values))
     with Store(path) as store:
-        ways: dict[str, Way] = {
+        readers: dict[str, Reader] = {
             "decode ceiling": functools.partial(ceiling, values),
             "histopipe": functools.partial(ours, batches_of(store)),
             "histopipe, no CRC": functools.partial(ours, batches_of(store, check=False)),
@@ -311,7 +311,7 @@ def bench_speed(material: Material) -> None:
             "JPEG folder, Keras": functools.partial(folder, files),
             "tar, sequential": functools.partial(tar, shard),
         }
-        found = compare(ways, 60)
+        found = compare(readers, 60)
     for what, speed in found.items():
         say(
             f"  {what:<26}{speed:9,.0f}/s  {speed / found['decode ceiling']:.2f} of the ceiling; "
@@ -319,13 +319,13 @@ def bench_speed(material: Material) -> None:
         )
 
 
-def bench_rest(material: Material) -> None:
-    """What lies between the ceiling and the reader, one thing after another."""
-    path = material.store("one", 1)
+def bench_rest(inputs: Inputs) -> None:
+    """Measure the stages between the ceiling and the reader."""
+    path = inputs.store("one", 1)
     values = values_of(path)
 
     def arrays(steps: int) -> float:
-        """As the ceiling, but into a new array for each batch."""
+        """Return patches/s like `ceiling`, but with a new array per batch."""
 
         def work(first: int) -> None:
             for step in range(first, steps, CORES):
@@ -337,7 +337,7 @@ def bench_rest(material: Material) -> None:
         return by_threads(work, steps)
 
     def loads(batches: PatchBatches, steps: int) -> float:
-        """`PatchBatches.load` without TensorFlow."""
+        """Return patches/s of `PatchBatches.load` without TensorFlow."""
 
         def work(first: int) -> None:
             for step in range(first, steps, CORES):
@@ -349,7 +349,7 @@ def bench_rest(material: Material) -> None:
         found = compare(
             {
                 "decode ceiling": functools.partial(ceiling, values),
-                "a new array for each batch": arrays,
+                "new array per batch": arrays,
                 "values from LMDB, no CRC": functools.partial(
                     loads, batches_of(store, check=False)
                 ),
@@ -362,9 +362,9 @@ def bench_rest(material: Material) -> None:
         say(f"  {what:<28}{speed:9,.0f}/s  {speed / found['decode ceiling']:.3f}")
 
 
-def bench_orders(material: Material) -> None:
-    """Other orders, and microseconds of a step's numbers."""
-    with Store(material.store("four", COHORT)) as store:
+def bench_orders(inputs: Inputs) -> None:
+    """Compare orders, and measure the time to compute the sample numbers of a step."""
+    with Store(inputs.store("four", COHORT)) as store:
         table = SampleTable(select([store]))
         capped = SampleTable(select([store]), max_per_slide=5000, seed=1)
         orders: dict[str, tuple[SampleTable, Order]] = {
@@ -374,24 +374,26 @@ def bench_orders(material: Material) -> None:
             "shuffle_block=256": (table, make_order(table, seed=1, shuffle_block=256)),
             "max_per_slide=5000": (capped, Shuffled(len(capped), 1)),
         }
-        ways = {
+        readers = {
             name: functools.partial(ours, PatchBatches([store], t, batch_size=BATCH, order=order))
             for name, (t, order) in orders.items()
         }
-        found = compare(ways, 60)
+        found = compare(readers, 60)
         for name, speed in found.items():
             t, order = orders[name]
             batches = PatchBatches([store], t, batch_size=BATCH, order=order)
-            say(f"  {name:<20}{speed:9,.0f}/s  numbers of a step {1e6 * locating(batches):.0f} µs")
+            say(
+                f"  {name:<20}{speed:9,.0f}/s  sample numbers of a step {1e6 * locate_seconds(batches):.0f} µs"
+            )
 
 
-def locating(batches: PatchBatches, steps: int = 200) -> float:
-    """Seconds that finding out a step's patches takes; the median."""
+def locate_seconds(batches: PatchBatches, steps: int = 200) -> float:
+    """Return median seconds to compute the sample numbers of a step."""
     seconds = []
     for step in np.linspace(0, batches.steps_per_epoch - 1, steps).astype(int).tolist():
-        begun = time.perf_counter()
+        started = time.perf_counter()
         batches.locate(step)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
 
@@ -404,9 +406,9 @@ def drop_caches() -> None:
 def in_process(
     store: Path, order: str, read_ahead: int | None, steps: int, *, cold: bool = True
 ) -> float:
-    """The reader in a new process, with nothing in the page cache or with all of it.
+    """Return patches/s of the reader in a new process, with an empty page cache or a full one.
 
-    Only a new one will do: what a process has mapped stays in the page cache when it is dropped.
+    The process must be new: pages that a process maps stay in the page cache when it is dropped.
     """
     if cold:
         drop_caches()
@@ -418,7 +420,7 @@ def in_process(
 def cold_reader(
     before: list[str], store: Path, order: str, read_ahead: int | None, steps: int
 ) -> float:
-    """Patches a second of `cold_child`, started by some command."""
+    """Return patches/s of `cold_child`, started by the command `before`."""
     arguments = [str(store), order, str(-1 if read_ahead is None else read_ahead), str(steps)]
     command = [*before, sys.executable, __file__, "--cold", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -426,7 +428,7 @@ def cold_reader(
 
 
 def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
-    """Print patches a second."""
+    """Print patches/s."""
     with Store(Path(path)) as store:
         table = SampleTable(select([store]))
         orders: dict[str, Order] = {
@@ -437,39 +439,41 @@ def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
         settings = {} if read_ahead == "-1" else {"read_ahead": int(read_ahead)}
         source = BatchFeed(PatchBatches([store], table, batch_size=BATCH, order=orders[name]))
         iterator = iter(source.dataset(0, int(steps), **settings))
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in iterator:
             pass
-        print(int(steps) * BATCH / (time.perf_counter() - begun))
+        print(int(steps) * BATCH / (time.perf_counter() - started))
         source.settle()
 
 
-def bench_cold(material: Material) -> None:
-    """From the disk."""
-    path = material.store("four", COHORT)
+def bench_cold(inputs: Inputs) -> None:
+    """Measure reading from the disk."""
+    path = inputs.store("four", COHORT)
     drop_caches()
-    say(f"  one thread, values only: {touching(path, advise=False):,.0f}/s")
+    say(f"  one thread, values only: {read_values(path, advise=False):,.0f}/s")
     drop_caches()
-    say(f"  the same, each 64 asked for before: {touching(path, advise=True):,.0f}/s")
-    ways: dict[str, Way] = {}
+    say(f"  the same, each 64 requested in advance: {read_values(path, advise=True):,.0f}/s")
+    readers: dict[str, Reader] = {}
     for order in ("shuffled", "blocks", "sequential"):
-        ways[f"{order}, warm"] = functools.partial(in_process, path, order, None, cold=False)
-        for name, ahead in (("none", 0), ("by itself", None), ("64", 64)):
-            ways[f"{order}, read-ahead {name}"] = functools.partial(in_process, path, order, ahead)
-    found = compare(ways, 150, repeats=5)
+        readers[f"{order}, warm"] = functools.partial(in_process, path, order, None, cold=False)
+        for name, ahead in (("none", 0), ("default", None), ("64", 64)):
+            readers[f"{order}, read-ahead {name}"] = functools.partial(
+                in_process, path, order, ahead
+            )
+    found = compare(readers, 150, repeats=5)
     for what, speed in found.items():
         order = what.split(",")[0]
         without, warm = found[f"{order}, read-ahead none"], found[f"{order}, warm"]
         say(
-            f"  {what:<32}{speed:9,.0f}/s  {speed / without:.2f}× of without, {speed / warm:.2f} of warm"
+            f"  {what:<32}{speed:9,.0f}/s  {speed / without:.2f}× without read-ahead, {speed / warm:.2f}× warm"
         )
 
 
-def touching(path: Path, *, advise: bool) -> float:
-    """Values a second that one thread reads from the disk in batches of 64, shuffled, and does nothing with."""
+def read_values(path: Path, *, advise: bool) -> float:
+    """Return values/s that one thread reads from the disk in shuffled batches of 64, without decoding."""
     with Store(path) as store:
         batches = batches_of(store)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for step in range(40):
             if advise:
                 batches.advise(range(step, step + 1), [0])
@@ -477,18 +481,18 @@ def touching(path: Path, *, advise: bool) -> float:
             with store.reading() as reading:
                 for key in keys:
                     reading.value(key >> 32 & 0xFFFFFF, key & 0xFFFFFFFF)
-        return 40 * BATCH / (time.perf_counter() - begun)
+        return 40 * BATCH / (time.perf_counter() - started)
 
 
 def anonymous_kilobytes() -> int:
-    """RssAnon of this process."""
+    """Return RssAnon of this process."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) if found else 0
 
 
-def bench_leak(material: Material) -> None:
-    """Anonymous memory after each epoch, from the fifth to the twentieth."""
-    with Store(material.store("one", 1)) as store:
+def bench_leak(inputs: Inputs) -> None:
+    """Print anonymous memory after 5, 10 and 20 epochs."""
+    with Store(inputs.store("one", 1)) as store:
         for leaking in (False, True):
             kept: list[Any] = []
             memory = []
@@ -498,22 +502,22 @@ def bench_leak(material: Material) -> None:
                 steps = batches.steps_per_epoch
                 for batch in source.dataset(epoch * steps, (epoch + 1) * steps):
                     if leaking and len(kept) <= epoch:
-                        kept.append(batch)  # one batch of 12.6 MB an epoch
+                        kept.append(batch)  # one batch of 12.6 MB per epoch
                 source.settle()
                 memory.append(anonymous_kilobytes() / 1024)
             say(
-                f"  {'leaking one batch an epoch' if leaking else 'the reader'}: {memory[4]:.0f} MB after 5 epochs, "
+                f"  {'leaking one batch per epoch' if leaking else 'the reader'}: {memory[4]:.0f} MB after 5 epochs, "
                 f"{memory[9]:.0f} after 10, {memory[19]:.0f} after 20"
             )
 
 
-def bench_cgroup(material: Material) -> None:
-    """A store that does not fit into the memory its reader is given."""
-    path = material.store("four", COHORT)
+def bench_cgroup(inputs: Inputs) -> None:
+    """Measure a store that is larger than the memory limit of its reader."""
+    path = inputs.store("four", COHORT)
     size = (path / "data.mdb").stat().st_size
     if size < LEAST_MEMORY:
         say(
-            f"  a store of {size / 1e6:.0f} MB is too small: TensorFlow alone needs {LEAST_MEMORY / 1e6:.0f}"
+            f"  store of {size / 1e6:.0f} MB is too small: TensorFlow alone needs {LEAST_MEMORY / 1e6:.0f} MB"
         )
         return
     for limit in (0, max(LEAST_MEMORY, 7 * size // 8)):
@@ -529,7 +533,7 @@ def bench_cgroup(material: Material) -> None:
 
 
 def in_cgroup(limit: int, path: Path, order: str) -> float:
-    """Two epochs in a memory cgroup (version 1 or 2) of its own."""
+    """Return patches/s over two epochs in a separate memory cgroup (version 1 or 2)."""
     root = Path("/sys/fs/cgroup")
     first = (root / "memory").is_dir()
     group = (root / "memory" if first else root) / f"bench-reader-{os.getpid()}"
@@ -548,7 +552,7 @@ def in_cgroup(limit: int, path: Path, order: str) -> float:
 
 
 def tiny_store(path: Path, patches: int, slides: int) -> None:
-    """A store of so many patches of 8² pixels."""
+    """Write a store with the given number of patches of 8² pixels."""
     value = png(np.full((TINY, TINY, 3), 200, np.uint8))
     rows = patches // slides
     columns = {name: np.zeros(rows) for name in INDEX_COLUMNS} | {
@@ -570,28 +574,28 @@ def tiny_store(path: Path, patches: int, slides: int) -> None:
 
 
 def scale_child(path: str) -> None:
-    """Open, read 300 steps, and print what it took."""
+    """Open a store, read 300 steps, and print times and memory as JSON."""
     before = anonymous_kilobytes()
-    begun = time.perf_counter()
+    started = time.perf_counter()
     store = Store(Path(path))
-    opened = time.perf_counter() - begun
+    opened = time.perf_counter() - started
     after = anonymous_kilobytes()
     table = SampleTable(select([store]))
     batches = PatchBatches([store], table, batch_size=BATCH, order=Shuffled(len(table), 1))
     balanced = make_order(table, seed=1, balance="patient")
     located = (
-        locating(batches),
-        locating(PatchBatches([store], table, batch_size=BATCH, order=balanced)),
+        locate_seconds(batches),
+        locate_seconds(PatchBatches([store], table, batch_size=BATCH, order=balanced)),
     )
     ready = anonymous_kilobytes()
     steps = np.linspace(0, batches.steps_per_epoch - 1, 300).astype(int).tolist()
     seconds: list[float] = []
-    for step in (*steps, *steps):  # the second time from the page cache
+    for step in (*steps, *steps):  # the second pass reads from the page cache
         if len(seconds) == len(steps):
             seconds.clear()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         batches.load(step)
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - started)
     print(
         json.dumps(
             {
@@ -604,23 +608,23 @@ def scale_child(path: str) -> None:
     )  # fmt: skip
 
 
-def bench_scale(material: Material) -> None:
-    """Whether anything grows with the patches."""
+def bench_scale(inputs: Inputs) -> None:
+    """Measure time and memory for increasing numbers of patches."""
     for patches, slides in SCALES.items():
-        path = material.made(f"tiny-{patches}.lmdb", lambda p: tiny_store(p, patches, slides))  # noqa: B023
+        path = inputs.made(f"tiny-{patches}.lmdb", lambda p: tiny_store(p, patches, slides))  # noqa: B023
         done = subprocess.run(
             [sys.executable, __file__, "--scale", str(path)], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )  # fmt: skip
         found = json.loads(done.stdout)
         say(
             f"  {patches:>11,} patches of {found['slides']:,} slides: open {found['open_s']:.2f} s and {found['open_mb']:.0f} MB, "
-            f"table {found['table_mb']:.0f} MB, reading 300 steps {found['read_mb']:.0f} MB; a step's numbers "
-            f"{found['locate_us']:.0f} µs ({found['balanced_us']:.0f} balanced by patient), the whole step of patches of 8² "
+            f"table {found['table_mb']:.0f} MB, reading 300 steps {found['read_mb']:.0f} MB; sample numbers of a step "
+            f"{found['locate_us']:.0f} µs ({found['balanced_us']:.0f} balanced by patient), step of patches of 8² "
             f"{found['step_us']:.0f} µs"
         )
 
 
-BENCHES: dict[str, Callable[[Material], None]] = {
+BENCHES: dict[str, Callable[[Inputs], None]] = {
     "speed": bench_speed,
     "rest": bench_rest,
     "orders": bench_orders,
@@ -632,7 +636,7 @@ BENCHES: dict[str, Callable[[Material], None]] = {
 
 
 def main() -> None:
-    """Parse, measure, print."""
+    """Run the benchmarks and print their results."""
     if sys.argv[1:2] == ["--cold"]:
         return cold_child(*sys.argv[2:])
     if sys.argv[1:2] == ["--scale"]:
@@ -640,9 +644,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="stores and files are made and kept here")
-    parser.add_argument("--texture", type=Path, help="a real slide to take the tissue from")
-    parser.add_argument("which", nargs="*", choices=[*BENCHES, []], help="all if none is named")
+    parser.add_argument("folder", type=Path, help="folder for stores and files, which are kept")
+    parser.add_argument(
+        "--texture", type=Path, help="real slide with tissue for the synthetic slides"
+    )
+    parser.add_argument(
+        "which", nargs="*", choices=[*BENCHES, []], help="benchmarks to run; default: all"
+    )
     options = parser.parse_args()
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     say(
@@ -651,7 +659,7 @@ def main() -> None:
     )
     for which in options.which or BENCHES:
         say(f"{which}:")
-        BENCHES[which](Material(options.folder, options.texture))
+        BENCHES[which](Inputs(options.folder, options.texture))
     return None
 
 

@@ -2,8 +2,8 @@
 
     python tools/peak_memory.py -- histopipe ingest slides/ --out patches.lmdb
 
-Anonymous memory (RssAnon) is what a process cannot give back; mapped pages of a store are not counted, since the kernel can
-drop them. Sampled every 20 ms, so a shorter peak can be missed.
+Anonymous memory (RssAnon) excludes mapped pages of a store, which the kernel can drop. It is sampled every 20 ms, so a
+shorter peak can be missed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run, sample, report on standard error; the command's own exit code is passed on."""
+    """Run the command, print the peaks to standard error, and return the command's exit code."""
     command = sys.argv[1:]
     if command[:1] == ["--"]:
         command = command[1:]
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def peaks_of(command: list[str], *, quiet: bool = False) -> tuple[int, dict[int, tuple[int, str]]]:
-    """Run a command: its exit code, and each process's peak in kilobytes with its command line."""
+    """Run a command. Return its exit code, and by process the peak in kilobytes and the command line."""
     output = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(command, stdout=output, stderr=output)
     peaks: dict[int, tuple[int, str]] = {}
@@ -41,11 +41,11 @@ def peaks_of(command: list[str], *, quiet: bool = False) -> tuple[int, dict[int,
 
 
 def _family(root: int) -> list[int]:
-    """A process and all below it."""
+    """Return the ids of a process and all of its descendants."""
     family = [root]
     for pid in family:
         for children in Path(f"/proc/{pid}/task").glob("*/children"):  # of each thread
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 family += map(int, children.read_text().split())
     return family
 

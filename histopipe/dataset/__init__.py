@@ -1,1 +1,1 @@
-"""The patches of stores as batches: selection, splits, order, batches, `tf.data`, augmentation and stains."""
+"""Patches of stores as batches: selection, splits, order, batches, `tf.data`, augmentation and stains."""

@@ -1,6 +1,6 @@
 """Assignment of units to training, validation and test: by fractions, or as one fold of a cross-validation.
 
-A unit is what a split keeps together: a patient, a site, a slide, or a square of a slide.
+A unit is a group of patches that a split keeps together: a patient, a site, a slide, or a square of a slide.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEEDS = 0x7FFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class AssignByFractions:
-    """Give each side its fraction of the units of every class, and at least one unit."""
+    """Assign to each side its fraction of the units of every class, and at least one unit."""
 
     fractions: tuple[float, float, float]
     seed: int
@@ -36,25 +36,25 @@ class AssignByFractions:
     def assign(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> dict[Unit, int]:
-        """Assign a side to each unit of strata by label. Messages name the kind of unit, and have a note by label.
+        """Return the side of each unit. `strata` are units by label; `kind` and `notes` (by label) are for messages.
 
         Raises:
             NothingToDo: a stratum has fewer units than sides.
         """
         sides: dict[Unit, int] = {}
-        wanted = [number for number, fraction in enumerate(self.fractions) if fraction > 0]
+        used = [number for number, fraction in enumerate(self.fractions) if fraction > 0]
         for label in sorted(strata):
             rest = list(strata[label])
             total = len(rest)
-            if total < len(wanted):
-                raise _too_few(label, total, kind, len(wanted), notes)
-            # Test first, then validation; the rest trains. At least one unit for each.
-            for number in wanted[:0:-1]:
+            if total < len(used):
+                raise _too_few(label, total, kind, len(used), notes)
+            # Draw test first, then validation, with at least one unit each. All other units are for training.
+            for number in used[:0:-1]:
                 size = max(1, round(self.fractions[number] * total))
-                size = min(size, len(rest) - wanted.index(number))
-                rest, chosen = _drawn(rest, size, int(combine(self.seed, number)))
+                size = min(size, len(rest) - used.index(number))
+                rest, chosen = _draw(rest, size, int(combine(self.seed, number)))
                 sides |= dict.fromkeys(chosen, number)
-            sides |= dict.fromkeys(rest, wanted[0])
+            sides |= dict.fromkeys(rest, used[0])
         return sides
 
     def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
@@ -66,9 +66,9 @@ class AssignByFractions:
 
 @dataclass(frozen=True, slots=True)
 class AssignByFolds:
-    """Assign one fold, counted from 0: its part of every class to test, some of the others to validation.
+    """Assign one fold, counted from 0, to test, and a share of the other units to validation, both per class.
 
-    The first two `shares` are those of training and validation in what is not tested.
+    The first two `shares` divide the units that are not in the test set into training and validation.
     """
 
     fold: int
@@ -80,67 +80,67 @@ class AssignByFolds:
     def fractions(self) -> tuple[float, float, float]:
         """Fractions of train, validation and test, of all units."""
         test = 1 / self.folds
-        return (1 - self._validating) * (1 - test), self._validating * (1 - test), test
+        return (1 - self._validation_share) * (1 - test), self._validation_share * (1 - test), test
 
     @property
-    def _validating(self) -> float:
-        """Share of validation in the units that are not tested."""
+    def _validation_share(self) -> float:
+        """Share of validation in the units that are not in the test set."""
         return self.shares[_VALIDATION] / (self.shares[_TRAIN] + self.shares[_VALIDATION])
 
     def assign(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> dict[Unit, int]:
-        """Assign as `AssignByFractions`. A class of few units may be missing in validation or test, not in training.
+        """Return the side of each unit. A small class may be missing from validation or test, but not from training.
 
         Raises:
             NothingToDo: a class has a single unit.
             UsageError: no class has as many units as there are folds.
         """
         sides: dict[Unit, int] = {}
-        tested = self._tested(strata, kind, notes)
+        test_units = self._test_units(strata, kind, notes)
         for label in sorted(strata):
-            rest = [unit for unit in strata[label] if unit not in tested]
+            rest = [unit for unit in strata[label] if unit not in test_units]
             if not rest:
                 raise _too_few(label, len(strata[label]), kind, 2, notes)
-            size = min(max(1, round(self._validating * len(rest))), len(rest) - 1)
+            size = min(max(1, round(self._validation_share * len(rest))), len(rest) - 1)
             if size:
-                rest, chosen = _drawn(rest, size, int(combine(self.seed, _VALIDATION, self.fold)))
+                rest, chosen = _draw(rest, size, int(combine(self.seed, _VALIDATION, self.fold)))
                 sides |= dict.fromkeys(chosen, _VALIDATION)
             sides |= dict.fromkeys(rest, _TRAIN)
-        return sides | dict.fromkeys(tested, _TEST)
+        return sides | dict.fromkeys(test_units, _TEST)
 
-    def _tested(
+    def _test_units(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> set[Unit]:
-        # Late: loading it takes a second, and only a cross-validation needs it.
+        # Imported late: it takes a second, and only a cross-validation needs it.
         from sklearn.model_selection import StratifiedKFold
 
         largest = max(strata, key=lambda label: len(strata[label]))
         if len(strata[largest]) < self.folds:
             raise UsageError(
                 "--folds", found=self.folds,
-                expected=f"at most {len(strata[largest])}: no class has more {kind}s{notes.get(largest, '')}",
+                expected=f"at most {len(strata[largest])}, the {kind}s of the largest class{notes.get(largest, '')}",
             )  # fmt: skip
         units = [unit for label in sorted(strata) for unit in strata[label]]
         labels = [label for label in sorted(strata) for _ in strata[label]]
         parts = StratifiedKFold(self.folds, shuffle=True, random_state=self.seed & _SEEDS)
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            # Of a class with fewer units than folds: the evaluation reports the folds that lack it.
+            # It warns of classes with fewer units than folds. The evaluation reports folds without a class.
             chosen = list(parts.split(np.zeros(len(units)), labels))[self.fold][1]
         return {units[i] for i in chosen.tolist()}
 
     def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
-        """Assign as `AssignByFractions`."""
+        """Return the sides of the patches of one slide, (N,) int8, from a permutation (N,)."""
         count = len(shuffled)
-        # The first fold begins elsewhere in each slide; else slides of few patches would all have theirs in the same folds.
+        # Start the first fold at a random place. Otherwise all slides with few patches would use the same folds.
         begin = shuffled[0] / count if count else 0.0
-        # Distance from the end of the tested fold, in folds: the patches that follow it validate.
-        behind = ((shuffled + begin) * self.folds / max(count, 1) - self.fold - 1) % self.folds
-        tested = behind >= self.folds - 1
-        validating = round(self._validating * np.count_nonzero(~tested))
+        # Distance from the end of the test fold, in folds. The patches that follow it are for validation.
+        distance = ((shuffled + begin) * self.folds / max(count, 1) - self.fold - 1) % self.folds
+        is_test = distance >= self.folds - 1
+        count_validation = round(self._validation_share * np.count_nonzero(~is_test))
         sides = np.full(count, _TRAIN, np.int8)
-        sides[np.argsort(behind, kind="stable")[:validating]] = _VALIDATION
-        sides[tested] = _TEST
+        sides[np.argsort(distance, kind="stable")[:count_validation]] = _VALIDATION
+        sides[is_test] = _TEST
         return sides
 
 
@@ -150,10 +150,10 @@ Assignment = AssignByFractions | AssignByFolds
 def merge_small_strata(
     strata: Mapping[str, Collection[Sortable]], slides: Sequence[SlideSplit]
 ) -> dict[str, list[Sortable]]:
-    """Return sorted strata; where patches have classes of their own, strata with fewer units than sides become one.
+    """Sort the strata. If labels are per patch, merge the strata with fewer units than sides.
 
-    A slide class with so few units cannot be on every side. A patch class may still be in many units, and the most frequent
-    class of few: whether each side has patches of it is checked after the assignment.
+    With labels per slide, a class with so few units cannot be on every side. With labels per patch, units of other
+    strata may have the class too. After the assignment, each side is checked for patches of every class.
     """
     ordered = {name: sorted(strata[name]) for name in sorted(strata)}
     small = [name for name, units in ordered.items() if len(units) < len(SIDES)]
@@ -164,12 +164,12 @@ def merge_small_strata(
         largest = max(ordered, key=lambda name: len(ordered[name]))
         together += ordered.pop(largest)
         small.append(largest)
-    # Class names have no line break, so this name is none of theirs.
+    # Class names have no line break, so this name differs from all of them.
     return {**ordered, " or\n".join(sorted(small)): sorted(together)}
 
 
 def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
-    """Return a note for messages on slides that are too few: which copies they have among all slides; often empty."""
+    """Return a note for messages: the copies among all slides of the slides in `own`; empty if there are none."""
     ids: dict[str, set[str]] = defaultdict(set)
     for slide in slides:
         if slide.content is not None:
@@ -184,8 +184,8 @@ def copies_note(own: Sequence[SlideSplit], slides: Sequence[SlideSplit]) -> str:
     return f" (copies of one slide count as one and stay on one side: {'; '.join(shown)}{more})"
 
 
-def _drawn(units: list[Unit], size: int, seed: int) -> tuple[list[Unit], list[Unit]]:
-    """Return the rest and the units drawn, as scikit-learn's `train_test_split`, which takes a second to load."""
+def _draw(units: list[Unit], size: int, seed: int) -> tuple[list[Unit], list[Unit]]:
+    """Return the remaining and the drawn units, as scikit-learn's `train_test_split` does, which is slow to import."""
     order = np.random.RandomState(seed & _SEEDS).permutation(len(units)).tolist()
     return [units[i] for i in order[size:]], [units[i] for i in order[:size]]
 
@@ -195,6 +195,6 @@ def _too_few(
 ) -> NothingToDo:
     return NothingToDo(
         f"class {' '.join(label.split())!r} cannot be split", found=f"{count} {kind}{'s' if count != 1 else ''}{notes.get(label, '')}",
-        expected=f"at least {needed}, so that every side it must be on has one",
-        todo="add slides, or split by something smaller (--split-by slide, region or patch)",
+        expected=f"at least {needed}, one for each side that needs the class",
+        todo="add slides, or split by smaller units (--split-by slide, region or patch)",
     )  # fmt: skip

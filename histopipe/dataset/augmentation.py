@@ -1,10 +1,10 @@
-"""Augmentation as pure functions of the batch and a number per patch and epoch.
+"""Augmentation as pure functions of a batch and a random number per patch and epoch.
 
-Keras' random layers draw per batch and replica, so the same patch would look different on two GPUs or after a restart. Here
-every draw is a hash of (seed, epoch, key), so it does not matter where or when a patch comes up.
+Keras' random layers draw per batch and replica, so a patch would differ between GPUs and after a restart. Here every
+draw is a hash of (seed, epoch, key), and does not depend on the batch or the device.
 
-The functions take (B, H, H, 3) uint8 or float32 images, 0 to 255, and (B,) int64 seeds from `sample_seeds`. Except for
-flips, pixels are computed as float32, and stay so: (B, H, H, 3), 0 to 255.
+The functions take (B, H, H, 3) uint8 or float32 images, 0 to 255, and (B,) int64 seeds from `sample_seeds`. Flips keep
+the type of the images. All other functions return (B, H, H, 3) float32, 0 to 255.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ Source:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return the number of an epoch of a run for `sample_seeds`."""
+    """Return the seed of an epoch, for `sample_seeds`."""
     return int(combine(seed, epoch)) & _LOW
 
 
 def sample_seeds(keys: tf.Tensor, epoch_number: tf.Tensor | int) -> tf.Tensor:
     """Return a random 31-bit number per patch, (B,) int64, from keys (B,) int64 and `epoch_seed`."""
-    return hash31(hash31(keys & _LOW, epoch_number) ^ (_shifted(keys, 31) & _LOW), epoch_number)
+    return hash31(hash31(keys & _LOW, epoch_number) ^ (_right_shift(keys, 31) & _LOW), epoch_number)
 
 
 def hash31(values: tf.Tensor, salt: tf.Tensor | int) -> tf.Tensor:
-    """Scramble 31-bit numbers held as int64, the integer type whose products and shifts every device has.
+    """Hash 31-bit numbers stored as int64. All devices can multiply and shift this type.
 
     Source:
         The multiply and xor-shift construction of C. Wellons' "hash prospector", here with 31 bits so that no product
-        leaves int64.
+        overflows int64.
     """
     values = (values ^ tf.cast(salt, tf.int64)) & _LOW
     for multiplier in (0x7FEB352D, 0x46CA68B5):
-        values = ((values ^ _shifted(values, 15)) * multiplier) & _LOW
-    return values ^ _shifted(values, 16)
+        values = ((values ^ _right_shift(values, 15)) * multiplier) & _LOW
+    return values ^ _right_shift(values, 16)
 
 
 def uniform(seeds: tf.Tensor, draws: int, salt: int) -> tf.Tensor:
-    """Return (B, draws) float32 numbers, 0 to below 1, from (B,) seeds; each salt gives others."""
-    places = hash31(tf.range(draws, dtype=tf.int64), salt)
-    # 24 bits: what float32 holds exactly, so that rounding never makes a 1.
-    bits = _shifted(hash31(hash31(seeds, salt)[:, None] ^ places[None, :], salt), 7)
+    """Return uniform numbers in [0, 1), (B, draws) float32, from (B,) seeds. Each salt gives different numbers."""
+    positions = hash31(tf.range(draws, dtype=tf.int64), salt)
+    # float32 represents 24 bits exactly, so that no number is rounded to 1.
+    bits = _right_shift(hash31(hash31(seeds, salt)[:, None] ^ positions[None, :], salt), 7)
     return tf.cast(bits, tf.float32) / (_STEPS >> 7)
 
 
 def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) -> tf.Tensor:
     """Apply augmentations with their default strengths, always in the order flips, crop, stain, colour.
 
-    Images and result are as in the functions below; only flipped or not at all, they keep their type.
+    Images and result are as in the functions below. Without steps, or with flips only, the images keep their type.
 
     Raises:
-        UsageError: there is no such augmentation.
+        UsageError: an augmentation is unknown.
     """
     unknown = sorted(set(steps) - set(AUGMENTATIONS))
     if unknown:
@@ -86,7 +86,7 @@ def augment(images: tf.Tensor, seeds: tf.Tensor, steps: Sequence[Augmentation]) 
 
 
 def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
-    """Put each square image, of any type, in one of its eight positions: mirrored or not, turned by a multiple of 90°."""
+    """Flip and rotate each square image, of any type, to a random one of its eight orientations."""
     draws = hash31(seeds, 1)
     images = tf.where(_bit(draws, 8), tf.reverse(images, axis=[1]), images)
     images = tf.where(_bit(draws, 9), tf.reverse(images, axis=[2]), images)
@@ -94,7 +94,7 @@ def flip_and_turn(images: tf.Tensor, seeds: tf.Tensor) -> tf.Tensor:
 
 
 def random_crop(images: tf.Tensor, seeds: tf.Tensor, least: float = 0.8) -> tf.Tensor:
-    """Take a square window of each image, with at least a share `least` of its side, and scale it back (bilinear)."""
+    """Crop a square window, with at least a share `least` of the side, from each image. Resize it back (bilinear)."""
     draws = uniform(seeds, 3, 5)
     side = least + (1 - least) * draws[:, :1]
     corner = draws[:, 1:] * (1 - side)
@@ -114,8 +114,8 @@ def colour_jitter(
 ) -> tf.Tensor:
     """Change brightness, contrast, saturation and hue of each image, in this order.
 
-    Factors of the first three are drawn from 1 - x to 1 + x. Contrast is about the image's mean, saturation about each
-    pixel's luma (Rec. 601). Colours are turned about the grey axis by up to a share `hue` of a full turn.
+    Factors of the first three are drawn from 1 - x to 1 + x. Contrast is relative to the image's mean, saturation to
+    each pixel's luma (Rec. 601). Hue rotates colours about the grey axis, by at most a share `hue` of a full turn.
     """
     draws = 2 * uniform(seeds, 4, 6) - 1
     strengths = tf.constant([brightness, contrast, saturation], tf.float32)
@@ -125,8 +125,8 @@ def colour_jitter(
     images = mean + (images - mean) * factors[:, 1]
     luma = tf.reduce_sum(images * tf.constant([0.299, 0.587, 0.114]), axis=-1, keepdims=True)
     images = luma + (images - luma) * factors[:, 2]
-    turns = _hue_turns(draws[:, 3] * (2 * np.pi * hue))
-    return tf.clip_by_value(tf.einsum("bhwc,bcd->bhwd", images, turns), 0, 255)
+    rotations = _hue_rotations(draws[:, 3] * (2 * np.pi * hue))
+    return tf.clip_by_value(tf.einsum("bhwc,bcd->bhwd", images, rotations), 0, 255)
 
 
 def stain_jitter(
@@ -134,24 +134,24 @@ def stain_jitter(
 ) -> tf.Tensor:
     """Scale and shift the amounts of haematoxylin, eosin and residual in each image.
 
-    Amounts are multiplied by 1 - factor to 1 + factor; -shift to shift (optical density, natural logarithm) is added.
+    Factors are from 1 - factor to 1 + factor. Shifts are from -shift to shift (optical density, natural logarithm).
 
     Source:
         D. Tellez et al., "Whole-slide mitosis detection in H&E breast histology using PHH3 as a reference to train
-        distilled stain-invariant convolutional networks" (2018); 0.05 is what they later call "light".
+        distilled stain-invariant convolutional networks" (2018). They later call 0.05 "light".
     """
     stains = RUIFROK / np.linalg.norm(RUIFROK, axis=1, keepdims=True)
     draws = 2 * uniform(seeds, 6, 7) - 1
     factors, shifts = 1 + factor * draws[:, :3], shift * draws[:, 3:]
-    # Unmixing, scaling and mixing again are one matrix of each image.
-    apart = np.linalg.inv(stains)
-    matrices = tf.einsum("cs,bs,sd->bcd", apart, factors, stains)
+    # One matrix per image combines unmixing, scaling and mixing.
+    unmix = np.linalg.inv(stains)
+    matrices = tf.einsum("cs,bs,sd->bcd", unmix, factors, stains)
     density = tf.einsum("bhwc,bcd->bhwd", to_density(images), matrices)
     return from_density(density + tf.matmul(shifts, stains)[:, None, None, :])
 
 
 def to_uint8(images: tf.Tensor) -> tf.Tensor:
-    """Round pixels to what an 8-bit image holds."""
+    """Clip pixels to 0 to 255, and round them to uint8."""
     if images.dtype == tf.uint8:
         return images
     return tf.cast(tf.round(tf.clip_by_value(images, 0, 255)), tf.uint8)
@@ -163,12 +163,12 @@ def to_density(images: tf.Tensor) -> tf.Tensor:
 
 
 def from_density(density: tf.Tensor) -> tf.Tensor:
-    """Return the light of an optical density, float32, 0 to 255."""
+    """Return the light intensity of an optical density, float32, 0 to 255."""
     return tf.clip_by_value(256 * tf.exp(-density) - 1, 0, 255)
 
 
-def _hue_turns(angles: tf.Tensor) -> tf.Tensor:
-    """Return (B, 3, 3) turns about the grey axis, for rows of RGB on their left (Rodrigues' formula)."""
+def _hue_rotations(angles: tf.Tensor) -> tf.Tensor:
+    """Return (B, 3, 3) rotations about the grey axis, for the product `rgb @ rotation` (Rodrigues' formula)."""
     cos, sin = tf.cos(angles)[:, None, None], tf.sin(angles)[:, None, None]
     cross = tf.constant([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]]) / np.sqrt(np.float32(3))
     return cos * tf.eye(3) + (1 - cos) / 3 * tf.ones((3, 3)) + sin * tf.transpose(cross)
@@ -176,8 +176,8 @@ def _hue_turns(angles: tf.Tensor) -> tf.Tensor:
 
 def _bit(draws: tf.Tensor, bit: int) -> tf.Tensor:
     """Return whether a bit is set, (B, 1, 1, 1) bool."""
-    return ((_shifted(draws, bit) & 1) == 1)[:, None, None, None]
+    return ((_right_shift(draws, bit) & 1) == 1)[:, None, None, None]
 
 
-def _shifted(values: tf.Tensor, bits: int) -> tf.Tensor:
+def _right_shift(values: tf.Tensor, bits: int) -> tf.Tensor:
     return tf.bitwise.right_shift(values, tf.cast(bits, values.dtype))

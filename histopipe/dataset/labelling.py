@@ -22,9 +22,9 @@ NO_CLASS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchFilter:
-    """Bounds for the columns of a store's index: shares of tissue, pen, and folds and black; focus as measured.
+    """Bounds on columns of a store's index: the shares of tissue, pen, and folds and black; and the measured focus.
 
-    The defaults leave out nothing.
+    The defaults keep all patches.
 
     Raises:
         UsageError: a bound is out of range.
@@ -37,9 +37,9 @@ class PatchFilter:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            most = sys.float_info.max if name == "min_focus" else 1
+            largest = sys.float_info.max if name == "min_focus" else 1
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 <= value <= most:
+            if not number or not 0 <= value <= largest:
                 expected = "0 or more" if name == "min_focus" else "from 0 to 1"
                 raise UsageError(
                     f"--{name.replace('_', '-')}", found=repr(value), expected=expected
@@ -47,11 +47,11 @@ class PatchFilter:
 
     @property
     def active(self) -> bool:
-        """Whether it leaves anything out."""
+        """Whether any bound is set."""
         return self != PatchFilter()
 
     def fit(self, index: Mapping[str, NDArray[Any]], *, where: str) -> NDArray[np.bool_]:
-        """Return which patches of a slide are within the bounds, (N,) bool, from its columns; messages name `where`.
+        """Return a mask (N,) bool of the patches within the bounds, from the columns of a slide; messages name `where`.
 
         Raises:
             UsageError: a column with a bound has not been measured.
@@ -69,14 +69,14 @@ class PatchFilter:
             readable = index["length"] > 0
             if values is None or (np.isnan(values).all() and readable.any()):
                 raise UsageError(f"{where}: {column} has not been measured", todo=command)
-            # NaN, of a damaged patch, is within no bound.
+            # Damaged patches have NaN, which is outside of every bound.
             kept &= (values >= bound) if off == 0 else (values <= bound)
         return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """Source of the labels, and filter of the patches. `labels` are by slide id, in place of the recorded ones."""
+    """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones."""
 
     labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
@@ -86,10 +86,10 @@ class Labelling:
 def read_slide_labels(
     path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
 ) -> dict[str, SlideLabel]:
-    """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows that name no slide.
+    """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows of unknown slides.
 
     Raises:
-        UsageError: the file cannot be read or does not fit the slides.
+        UsageError: the file cannot be read or does not match the slides.
     """
     names = SlideNames(record.id for source in sources for record in source.records.values())
     return read_labels(Path(path), names, allow_extra=allow_extra)
@@ -98,10 +98,10 @@ def read_slide_labels(
 def candidates(
     stores: Sequence[SampleSource], labelling: Labelling
 ) -> tuple[tuple[str, ...], list[SlideSplit]]:
-    """Return the classes, in the order of their numbers, and every labelled slide that has patches.
+    """Return the classes, in the order of their numbers, and all labelled slides that have patches.
 
-    Patches that may not be used are left out: of no class, unreadable, or out of bounds. The others are on side 0 until a
-    split moves them.
+    Patches without a class, unreadable patches and patches out of bounds are `DROPPED`. All others are on side 0 until
+    a split assigns them.
 
     Raises:
         NothingToDo: the labels have fewer than two classes.
@@ -121,17 +121,17 @@ def candidates(
     if not by_annotation:
         classes = tuple(sorted({slide.label for slide in slides}))
     if len(classes) < 2:
-        raise _nothing_to_tell_apart(classes, labelling.labels_from)
+        raise _too_few_classes(classes, labelling.labels_from)
     if not any((slide.sides != DROPPED).any() for slide in slides):
         raise NothingToDo(
-            "no labelled patch is fit to be used", found=str(labelling.patch_filter),
-            todo="lower these bounds: `histopipe report STORE` shows what was measured",
+            "no labelled patch is within the bounds", found=str(labelling.patch_filter),
+            todo="relax the bounds; `histopipe report STORE` shows the measured values",
         )  # fmt: skip
     return classes, slides
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
-    """Return the annotated class of each patch of a slide, (N,) int16 index in `classes`; -1 for none of them."""
+    """Return the annotated class of each patch of a slide, (N,) int16 index in `classes`; -1 if it has none of them."""
     number = {name: place for place, name in enumerate(classes)}
     table = np.array([number.get(name, NO_CLASS) for name in store.classes] + [NO_CLASS], np.int16)
     label = store.index(slide)["label"]
@@ -149,7 +149,7 @@ def _candidate(
     label = given.label
     codes = None
     if labelling.labels_from == "annotation":
-        # The index of slides without annotations need not be read.
+        # Slides without annotations are skipped before their index is read.
         label = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
         codes = class_codes(store, number, classes) if label is not None else None
     if not label or not record.stored:
@@ -169,15 +169,17 @@ def _candidate(
     )  # fmt: skip
 
 
-def _nothing_to_tell_apart(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
+def _too_few_classes(classes: Sequence[str], labels_from: LabelsFrom) -> NothingToDo:
     if labels_from == "annotation":
-        expected = "patches of two classes or more, drawn on their slides"
+        expected = "annotated patches of two or more classes"
         todo = "run `histopipe annotate STORE ANNOTATIONS` first"
     else:
-        expected = "labelled slides of two classes or more"
+        expected = "labelled slides of two or more classes"
         todo = (
-            "give a labels.csv (columns slide,label) with --labels, or put the slides of each class in a folder "
-            "of its name and ingest again; classes that are drawn on slides: --labels-from annotation"
+            "pass --labels labels.csv (columns slide,label), or ingest again with the slides of each class in a folder "
+            "with its name; for annotated classes, use --labels-from annotation"
         )
     found = f"labels {', '.join(classes) or 'none'}"
-    return NothingToDo("nothing to tell apart", found=found, expected=expected, todo=todo)
+    return NothingToDo(
+        "cannot train with fewer than two classes", found=found, expected=expected, todo=todo
+    )

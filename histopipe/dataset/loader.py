@@ -72,38 +72,38 @@ def load_dataset(
 
     Args:
         path: a store, or several whose patches are of one size.
-        batch_size: patches per batch of each shard. The last batch of an epoch is filled up with patches of weight 0.
+        batch_size: patches per batch of each shard. The last batch of an epoch is padded with patches of weight 0.
         seed: seed of the order; required to shuffle.
         epochs: number of passes over all patches, each in a new order.
         start_step: first step to yield, counted over all epochs. Skipping steps costs nothing.
-        shuffle: False reads in the stores' order.
-        shuffle_block: shuffle blocks of this many neighbours, and patches within every 16 blocks: for hard disks and
-            network filesystems, where 256 is a good size.
-        balance: draw "class", "slide" or "patient" equally often. The epoch has as many patches as without, rounded up to a
-            multiple of the number of classes, slides or patients. Patches of small ones are repeated; of large ones each
-            epoch shows another part.
-        max_per_slide: maximum number of patches of a slide per epoch, different ones in each epoch. Where labels come from
-            annotations, of each class of a slide.
+        shuffle: False keeps the order of the stores.
+        shuffle_block: shuffle blocks of this many neighbours, and patches within every 16 blocks. For hard disks and
+            network filesystems; 256 is a good size.
+        balance: draw every "class", "slide" or "patient" equally often. The length of an epoch is rounded up to a
+            multiple of the number of classes, slides or patients. Patches of small groups are repeated. For large
+            groups, each epoch draws different patches.
+        max_per_slide: maximum number of patches per slide and epoch; each epoch draws different ones. With labels from
+            annotations, the maximum is per class of a slide.
         shard: (index, count): yield only this worker's part of each step. All shards together are one epoch, and have the
             same number of steps.
-        classes: names of the classes in the order of their numbers, or numbers by name; the sorted labels, if not given.
-        labels: a labels CSV, or labels by slide id, in place of the recorded labels.
-        labelled_only: leave out slides, or patches, without a label of `classes`. They have label -1 otherwise.
-        labels_from: "annotation" takes the class of each patch from `histopipe annotate`. Splits record where theirs come from.
+        classes: names of the classes in the order of their numbers, or numbers by name; default: the sorted labels.
+        labels: a labels CSV, or labels by slide id; replaces the recorded labels.
+        labelled_only: leave out slides, or patches, without a label in `classes`. Otherwise they have label -1.
+        labels_from: "annotation" takes the class of each patch from `histopipe annotate`. `splits` record their source.
         min_tissue: minimum tissue share of a patch, 0 to 1.
         min_focus, exclude_pen, exclude_dark: minimum focus; maximum share of pen, and of folds and black
             (`histopipe quality`).
-        splits: `splits.json` of a run; only patches on `side` of it are read.
+        splits: `splits.json` of a run; only patches on `side` are read.
         side: "train", "validation" or "test".
-        columns: further fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
-        as_supervised: yield tuples (image, label, weight), as `keras.Model.fit` takes them, in place of dictionaries. Every
-            patch must have a label.
+        columns: additional fields: "x_l0", "y_l0" (level-0 pixels), "slide" (its id).
+        as_supervised: yield tuples (image, label, weight) for `keras.Model.fit` instead of dictionaries. Every patch
+            must have a label.
         stain_norm: "reinhard" or "macenko" normalizes the stain of every slide to one reference; see `histopipe stains`.
         on_error: "raise" stops at a damaged patch. "skip" gives it weight 0, logs it, and records it in the dataset's
             attribute `skipped`, a dictionary of reasons by key.
-        parallel_calls: batches decoded at the same time; the number of cores, if not given.
-        prefetch: batches kept ready.
-        read_ahead: batches to request from a disk in advance; if not given, 16 while batches wait for the disk.
+        parallel_calls: number of batches decoded in parallel; default: the number of cores.
+        prefetch: number of batches to load in advance.
+        read_ahead: number of batches to request from disk in advance; default: 16 while batches wait for the disk.
 
     Returns:
         A finite `tf.data.Dataset` of {"image": (B, H, W, 3) uint8, "label": (B,) int32, "weight": (B,) float32,
@@ -112,16 +112,16 @@ def load_dataset(
 
     Raises:
         UsageError: arguments are wrong or contradict each other, the stores have different patch sizes, or this process was
-            forked after TensorFlow had run, where TensorFlow would hang.
-        NothingToDo: no store, or no patch.
-        DamagedStore: a store cannot be read. While iterating, TensorFlow raises an error of its own with the same message.
+            forked after TensorFlow ran, so that TensorFlow would hang.
+        NothingToDo: there is no store, or no patch.
+        DamagedStore: a store cannot be read. During iteration, TensorFlow raises another error with this message.
 
     Example:
         >>> for batch in load_dataset("patches.lmdb", batch_size=64, seed=1):  # doctest: +SKIP
         ...     batch["image"].shape
 
-        Keras iterates a dataset once per epoch, and each iteration has the same order. To train several epochs in a new
-        order each, pass the number of epochs to both, and the length of one:
+        Keras iterates a dataset once per epoch, and each iteration has the same order. For a new order in each epoch,
+        pass the number of epochs to both functions, and the steps per epoch to Keras:
 
         >>> train = load_dataset("patches.lmdb", batch_size=64, seed=1, epochs=5, as_supervised=True)  # doctest: +SKIP
         >>> model.fit(train, epochs=5, steps_per_epoch=train.steps_per_epoch)  # doctest: +SKIP
@@ -152,7 +152,7 @@ def load_dataset(
             labels_from=labels_from, patch_filter=patch_filter,
         )  # fmt: skip
         if as_supervised:
-            _refuse_unlabelled(chosen)
+            _check_labelled(chosen)
         table = SampleTable(chosen, max_per_slide=max_per_slide, seed=seed)
         batches = PatchBatches(
             stores, table, batch_size=batch_size * count, replicas=count, on_error=on_error,
@@ -173,7 +173,7 @@ def load_dataset(
             dataset = dataset.map(lambda batch: (batch["image"], batch["label"], batch["weight"]))
         dataset.skipped, dataset.steps_per_epoch = batches.skipped, batches.steps_per_epoch
         stack.pop_all()
-        # They stay open for as long as anything can load a batch.
+        # Stores stay open while a dataset or an iterator can load a batch.
         for store in stores:
             weakref.finalize(feed, store.close_later)
     return dataset
@@ -184,7 +184,7 @@ def _order_seed(shuffle: bool, seed: int | None) -> int | None:
     if shuffle and seed is None:
         raise UsageError(
             "load_dataset shuffles, but has no seed",
-            todo="call load_dataset(..., seed=1), or shuffle=False to read in the stores' order",
+            todo="call load_dataset(..., seed=1), or shuffle=False to keep the order of the stores",
         )
     return seed if shuffle else None
 
@@ -192,23 +192,23 @@ def _order_seed(shuffle: bool, seed: int | None) -> int | None:
 def _check_selection(
     labels: object, labels_from: LabelsFrom, splits: str | Path | None, side: Side
 ) -> None:
-    """Refuse options of the selection that contradict each other."""
+    """Check that options of the selection do not contradict each other."""
     check_choice(LabelsFrom, labels_from=labels_from)
     if labels_from == "annotation" and labels is not None:
-        raise UsageError("labels", found="labels_from='annotation'", expected="one of them")
+        raise UsageError("labels", found="labels_from='annotation'", expected="only one of the two")
     if splits is None and side != "train":
         raise UsageError(
-            f"side={side!r} is a side of splits", todo="give splits=, a run's splits.json"
+            f"side={side!r} requires splits", todo="pass splits=, the splits.json of a run"
         )
 
 
-def _refuse_unlabelled(slides: Sequence[SampleRows]) -> None:
-    """Refuse slides without a label: a loss function takes no label -1, even of weight 0."""
+def _check_labelled(slides: Sequence[SampleRows]) -> None:
+    """Check that all slides have a label. Loss functions do not accept label -1, even with weight 0."""
     unlabelled = sum(slide.label == UNLABELLED for slide in slides)
     if unlabelled:
         raise UsageError(
             "as_supervised", found=f"{unlabelled} slides without a label of the classes",
-            expected="a label for every patch", todo="leave them out (labelled_only=True), or label them",
+            expected="a label for every patch", todo="exclude them with labelled_only=True, or label them",
         )  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def _normalized(
     dataset: tf.data.Dataset, stores: Sequence[Store], stain_norm: StainNorm
 ) -> tf.data.Dataset:
     """Normalize the stain of the images of every batch."""
-    # Late: they load TensorFlow.
+    # Imported late: they load TensorFlow.
     from histopipe.dataset.augmentation import to_uint8
     from histopipe.dataset.stain_normalization import StainNormalizer
 

@@ -1,6 +1,6 @@
-"""Choices and checks of the options of a dataset; checks raise a `UsageError`.
+"""Options of a dataset: their choices, and checks, which raise a `UsageError`.
 
-Imports nothing heavy, so that `--help` can list the choices.
+The module imports nothing slow, since `--help` lists the choices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Column = Literal["x_l0", "y_l0", "slide"]
 
 SIDES: tuple[Side, ...] = get_args(Side)
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
-"""In the order in which they are applied."""
+"""Augmentations, in the order in which they are applied."""
 
 _MAX_COUNT = (1 << 40) - 1
 _MAX_SEED = (1 << 63) - 1
 
 
 def check_whole(least: int, **values: Any) -> None:
-    """Check that arguments are whole numbers, `least` or more; a `seed` may be larger than others."""
+    """Check that arguments are whole numbers of at least `least`. A `seed` has a higher maximum."""
     for name, value in values.items():
         most = _MAX_SEED if name == "seed" else _MAX_COUNT
         if type(value) is not int or not least <= value <= most:
@@ -49,7 +49,7 @@ def check_choice(choices: Any, **values: Any) -> None:
 
 
 def check_shard(shard: Any) -> tuple[int, int]:
-    """Return index and count of a shard after a check."""
+    """Check a shard, and return its index and count."""
     match shard:
         case (int(index), int(count)) if 0 <= index < count and bool not in map(type, shard):
             return index, count

@@ -1,4 +1,4 @@
-"""Batches of patches: a pure function from a step to pixels, in numpy, without TensorFlow."""
+"""Batches of patches in numpy, as a pure function of the step. Needs no TensorFlow."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _JPEG_START = b"\xff\xd8"
 class Batch:
     """A batch, or a replica's part of it.
 
-    `image` is (B, H, W, 3) RGB, the others (B,): class numbers, -1 for none; weights, 0 for rows that only fill up the batch
-    and for skipped patches; keys; and the requested columns: `x_l0` and `y_l0` int32, `slide` ids as bytes.
+    `image` is (B, H, W, 3) RGB, all others are (B,). `label` is -1 without a class. `weight` is 0 for padding and for
+    skipped patches. `columns` are the requested ones: `x_l0` and `y_l0` int32, `slide` ids as bytes.
     """
 
     image: NDArray[np.uint8]
@@ -43,11 +43,11 @@ class PatchBatches(BatchSampler):
     With `on_error="skip"`, a damaged patch gets weight 0 and black pixels. `check` compares each value with its CRC.
 
     Raises:
-        UsageError: an option has none of the allowed values.
+        UsageError: an option has an invalid value.
     """
 
     parallel_calls: int | None = None
-    prefetch = 2  # a batch is megabytes: enough to ride out one slow read, not to fill memory
+    prefetch = 2  # enough for one slow read; a batch takes megabytes of memory
     read_ahead: int | None = None
 
     def __init__(
@@ -65,7 +65,7 @@ class PatchBatches(BatchSampler):
         super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
         check_choice(OnError, on_error=on_error)
         if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
-            expected = f"a list of some of {', '.join(get_args(Column))}"
+            expected = f"a list of names from {', '.join(get_args(Column))}"
             raise UsageError("columns", found=repr(columns), expected=expected)
         self.stores, self.columns = stores, tuple(columns)
         self.patch_size = stores[0].patch_size
@@ -86,25 +86,25 @@ class PatchBatches(BatchSampler):
         keys = located.keys
         images = aligned_empty((len(keys), self.patch_size, self.patch_size, 3))
         columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}
-        order = np.argsort(keys)  # LMDB's order: neighbours on disk are read together
+        order = np.argsort(keys)  # the order of LMDB: neighbours on disk are read together
         for ordinal in np.unique(located.stores).tolist():
-            store, places = self.stores[ordinal], order[located.stores[order] == ordinal]
-            slides, rows = located.slides[places], located.rows[places]
+            store, positions = self.stores[ordinal], order[located.stores[order] == ordinal]
+            slides, rows = located.slides[positions], located.rows[positions]
             with store.reading() as reading:
                 for name, values in columns.items():
-                    values[places] = (
+                    values[positions] = (
                         [store.records[slide].id.encode() for slide in slides.tolist()]
                         if name == "slide"
-                        else _gathered(reading, slides, rows, name)
+                        else _column_values(reading, slides, rows, name)
                     )
-                crcs = _gathered(reading, slides, rows, "crc").tolist()
+                crcs = _column_values(reading, slides, rows, "crc").tolist()
                 for i, slide, row, crc in zip(
-                    places.tolist(), slides.tolist(), rows.tolist(), crcs, strict=True
+                    positions.tolist(), slides.tolist(), rows.tolist(), crcs, strict=True
                 ):
                     try:
                         self._read(reading, slide, row, crc, images[i])
                     except DamagedStore as error:
-                        problem = _placed(error, reading.where(slide), row)
+                        problem = _with_location(error, reading.where(slide), row)
                         if not self._skip:
                             raise problem from error
                         images[i], weights[i] = 0, 0
@@ -123,26 +123,26 @@ class PatchBatches(BatchSampler):
             np.concatenate([self.locate(step, part)[0].keys for step in steps for part in parts])
         )
         ordinals, slides, rows = unpack_keys(keys)
-        asked = 0
+        requested = 0
         for ordinal in np.unique(ordinals).tolist():
-            here = ordinals == ordinal
-            places = zip(slides[here].tolist(), rows[here].tolist(), strict=True)
-            asked += self.stores[ordinal].advise(list(places))
-        return asked
+            in_store = ordinals == ordinal
+            positions = zip(slides[in_store].tolist(), rows[in_store].tolist(), strict=True)
+            requested += self.stores[ordinal].advise(list(positions))
+        return requested
 
     def _read(
         self, reading: Reading, slide: int, row: int, crc: int, out: NDArray[np.uint8]
     ) -> None:
         value = reading.value(slide, row)
         if self._check and value_crc(patch_key(slide, row), value) != crc:
-            raise DamagedStore("it is not what was written")
+            raise DamagedStore("the checksum is wrong")
         decode(value, out)
 
 
 _TYPES: dict[Column, Any] = {"x_l0": np.int32, "y_l0": np.int32, "slide": object}
 
 
-def _gathered(
+def _column_values(
     reading: Reading, slides: NDArray[np.int64], rows: NDArray[np.int64], name: str
 ) -> NDArray[Any]:
     """Return the values of a column for patches that are sorted by slide."""
@@ -152,7 +152,7 @@ def _gathered(
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return a new uint8 array at a multiple of 64 bytes, which TensorFlow uses without a copy."""
+    """Return a new uint8 array, aligned to 64 bytes so that TensorFlow uses it without a copy."""
     size = int(np.prod(shape))
     buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
@@ -162,21 +162,21 @@ def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
 def decode(value: memoryview, out: NDArray[np.uint8]) -> None:
     """Decode a JPEG or PNG file into (H, W, 3) uint8."""
     if value[:2] != _JPEG_START:
-        out[:] = decode_picture(value, "it", side=len(out))
+        out[:] = decode_picture(value, "the image", side=len(out))
         return
     try:
-        # Not strict: a copied tile may be damaged inside, and then has the pixels that OpenSlide decodes, too.
+        # Not strict: a copied tile with damaged data then has the same pixels as OpenSlide decodes.
         size = simplejpeg.decode_jpeg(value, colorspace="RGB", buffer=out, strict=False).shape
     except ValueError as error:
         raise DamagedStore(
-            "it cannot be decoded", found=str(error), expected="an image of the patch size"
+            "the image cannot be decoded", found=str(error), expected="an image of the patch size"
         ) from error
     if size != out.shape:
-        raise DamagedStore("its size", found=size, expected=out.shape)
+        raise DamagedStore("the image size", found=size, expected=out.shape)
 
 
-def _placed(error: DamagedStore, where: str, row: int) -> DamagedStore:
-    """Return the error with store, slide and patch in front."""
+def _with_location(error: DamagedStore, where: str, row: int) -> DamagedStore:
+    """Return the error, with store, slide and patch at the start of its message."""
     what = error.what if error.what.startswith(where) else f"{where}: patch {row}: {error.what}"
     return DamagedStore(
         what, found=error.found, expected=error.expected,

@@ -1,6 +1,6 @@
-"""The samples of a dataset: whole slides or bags, or selected rows of them, one after another.
+"""The samples of a dataset: bags, or all or selected patches of slides, in sequence.
 
-A sample is what a model sees once: a patch of a store, or a bag of feature files.
+A sample is one input of a model: a patch of a store, or a bag of feature files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SampleGroup(Protocol):
 
     @property
     def patient(self) -> str | None:
-        """Patient; None if unknown, and the id is used."""
+        """Patient; None if unknown, which is replaced by the id."""
 
     @property
     def site(self) -> str | None:
@@ -43,11 +43,11 @@ class SampleGroup(Protocol):
 
     @property
     def content(self) -> str | None:
-        """Checksum that copies of one slide share; None matches nothing."""
+        """Checksum, equal for copies of one slide; None if unknown."""
 
     @property
     def planned(self) -> int:
-        """Number of samples, with those that could not be read."""
+        """Number of samples, including those that could not be read."""
 
     @property
     def stored(self) -> int:
@@ -55,7 +55,7 @@ class SampleGroup(Protocol):
 
     @property
     def patch_labels(self) -> Mapping[str, int]:
-        """Number of samples by their own class, where samples have one; else empty."""
+        """Number of samples by class; empty if samples have no separate classes."""
 
 
 class SampleSource(Protocol):
@@ -67,15 +67,15 @@ class SampleSource(Protocol):
 
     @property
     def uuid(self) -> str:
-        """Identity, which splits record."""
+        """Identifier, as recorded in splits."""
 
     @property
     def records(self) -> Mapping[int, SampleGroup]:
-        """Every group by number."""
+        """All groups by number."""
 
     @property
     def complete(self) -> Mapping[int, SampleGroup]:
-        """The groups that can be read, by number."""
+        """All groups that can be read, by number."""
 
     @property
     def classes(self) -> Sequence[str]:
@@ -89,8 +89,8 @@ class SampleSource(Protocol):
 class SampleRows:
     """The rows of one slide, or of one bag, in a dataset.
 
-    `store` is a place in the list of stores, `label` a class number or `UNLABELLED`; `rows` are (N,) int32, None for all
-    of `count`.
+    `store` is the position in the list of stores, `label` a class number or `UNLABELLED`. `rows` are (N,) int32, or
+    None for all rows.
     """
 
     store: int
@@ -103,7 +103,7 @@ class SampleRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleLocations:
-    """Locations of samples, (N,) each: place in the list of stores, number of the slide, row in it; and class numbers."""
+    """Locations of samples, (N,) each: position of the store, slide number, row in the slide; and class numbers."""
 
     stores: NDArray[np.int64]
     slides: NDArray[np.int64]
@@ -119,8 +119,8 @@ class SampleLocations:
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 
-    With `max_per_slide`, an epoch has at most so many samples of a slide. With a seed, each epoch draws others, so that all
-    are drawn within the fewest epochs; without, they are spread evenly over the slide.
+    `max_per_slide` limits the samples of a slide per epoch. With a seed, each epoch draws different samples, until all
+    have been drawn. Without a seed, the samples are spread evenly over the slide.
 
     Attributes:
         counts, starts: (S,) samples of each slide per epoch, and the number of its first sample.
@@ -142,7 +142,7 @@ class SampleTable:
         self.slides = [slide for slide in slides if slide.count]
         if not self.slides:
             raise NothingToDo(
-                "no patch to read", todo="see `histopipe info` for what the store holds"
+                "no patch to read", todo="run `histopipe info` to show the contents of the store"
             )
         self._sizes = np.array([slide.count for slide in self.slides], np.int64)
         self._cap, self._seed = max_per_slide, seed
@@ -161,26 +161,28 @@ class SampleTable:
 
     def locate(self, numbers: NDArray[np.int64], epoch: int = 0) -> SampleLocations:
         """Locate samples by number (N,); with `max_per_slide` the location depends on the epoch."""
-        place = np.searchsorted(self._ends, numbers, side="right")
-        rows = numbers - self.starts[place]
+        position = np.searchsorted(self._ends, numbers, side="right")
+        rows = numbers - self.starts[position]
         if self._cap is not None:
-            rows = self._drawn(place, rows, epoch)
-        for i in self._chosen.keys() & place.tolist():
-            here = place == i
-            rows[here] = self._chosen[i][rows[here]]
-        return SampleLocations(self._stores[place], self._numbers[place], rows, self._labels[place])
+            rows = self._draw_rows(position, rows, epoch)
+        for i in self._chosen.keys() & position.tolist():
+            in_slide = position == i
+            rows[in_slide] = self._chosen[i][rows[in_slide]]
+        return SampleLocations(
+            self._stores[position], self._numbers[position], rows, self._labels[position]
+        )
 
-    def _drawn(
-        self, place: NDArray[np.int64], rows: NDArray[np.int64], epoch: int
+    def _draw_rows(
+        self, position: NDArray[np.int64], rows: NDArray[np.int64], epoch: int
     ) -> NDArray[np.int64]:
         """Return the row of each sample of an epoch, from its number within its slide."""
-        sizes, counts = self._sizes[place], self.counts[place]
+        sizes, counts = self._sizes[position], self.counts[position]
         if self._seed is None:
             return rows * sizes // counts
-        # A round of epochs uses one permutation once; its last epoch continues at the start of the permutation.
+        # A round of epochs goes through one permutation. Its last epoch continues at the start of the permutation.
         rounds, number = np.divmod(epoch, -(-sizes // counts))
-        at = (number * counts + rows) % sizes
-        return permuted(at, sizes, combine(self._seed, _CAP_DRAW, place, rounds))
+        index = (number * counts + rows) % sizes
+        return permuted(index, sizes, combine(self._seed, _CAP_DRAW, position, rounds))
 
 
 def pack_keys(

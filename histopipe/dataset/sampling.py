@@ -1,7 +1,7 @@
-"""Sampling: the order of the samples in each epoch, and the samples of each step, computed without reading any.
+"""The order of the samples in each epoch, and the samples of each step, computed without reading samples.
 
-An order is a pure function from (epoch, position) to the number of a sample in its table, in memory that does not grow
-with the samples. So any step can be computed directly, and workers and restarts agree.
+An order is a pure function from (epoch, position) to the number of a sample in its table. It needs constant memory. So
+any step can be computed directly, and all workers and restarts get the same result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from histopipe.system.hashing import combine, permuted
 Numbers = NDArray[np.int64]
 
 _BLOCKS_AT_ONCE = 16
-# Every draw has another number, so that no two draws use the same random numbers.
+# A different number per purpose, so that no two draws use the same random numbers.
 _GROUP_DRAW, _BLOCKS, _WINDOW, _ROTATION, _CAPPED_DRAW = 101, 102, 103, 104, 105
 
 
@@ -32,7 +32,7 @@ class Order(ABC):
     """An order of the samples in each epoch."""
 
     window = 0
-    """Number of positions that are best read from disk together; 0 for none."""
+    """Number of positions to request from disk together; 0 for none."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self._count, self._seed = count, seed
@@ -54,7 +54,7 @@ class Sequential(Order):
 
 
 class Shuffled(Order):
-    """Every sample once per epoch, in another order in each epoch."""
+    """Every sample once per epoch, in a new order in each epoch."""
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
         """Return sample numbers; see `Order`."""
@@ -62,10 +62,10 @@ class Shuffled(Order):
 
 
 class BlockShuffled(Order):
-    """Every sample once per epoch, read in blocks of neighbours on disk: for hard disks and network filesystems.
+    """Every sample once per epoch, in blocks of neighbours on disk, for hard disks and network filesystems.
 
-    The samples form a ring, which is cut into blocks at a position drawn for each epoch. Blocks are shuffled, and samples
-    are shuffled within every 16 consecutive blocks.
+    The samples form a ring. Each epoch cuts it into blocks at a random position, shuffles the blocks, and shuffles the
+    samples within every 16 consecutive blocks.
     """
 
     def __init__(self, count: int, seed: int, block: int) -> None:
@@ -94,9 +94,9 @@ class Balanced(Order):
     """The same number of samples of every group (class, slide or patient) per epoch.
 
     An epoch is as long as the table, rounded up to a multiple of the number of groups. The samples of a group are drawn
-    without repetition until all have been drawn, then in a new order; the next epoch continues where this one stopped.
-    So small groups are repeated within an epoch, and of large ones each epoch shows another part. With `max_per_slide`,
-    each epoch starts again, with the samples that were drawn for it.
+    without repetition until all have been drawn, then in a new order. The next epoch continues where the last one
+    stopped. So samples of small groups are repeated within an epoch, and each epoch draws different samples of large
+    groups. With `max_per_slide`, each epoch starts again, with the samples of that epoch.
 
     `groups` (S,) are the numbers of the groups of the table's slides, from 0.
     """
@@ -110,7 +110,7 @@ class Balanced(Order):
         slides = np.argsort(groups, kind="stable")
         counts = table.counts[slides]
         self._ends = np.cumsum(counts)
-        # Converts a position among slides sorted by group into a sample number of the table.
+        # Added to a position among slides sorted by group, to get the sample number in the table.
         self._shifts = table.starts[slides] - (self._ends - counts)
 
     def __call__(self, epoch: int, places: Numbers) -> Numbers:
@@ -143,13 +143,13 @@ def make_order(
     check_choice(Balance, balance=balance)
     if seed is None and (balance != "none" or shuffle_block is not None):
         raise UsageError(
-            "balance and shuffle_block are ways of shuffling, and shuffle is off",
-            todo="shuffle, with a seed, or leave them out",
+            "balance and shuffle_block require shuffling, and shuffle is off",
+            todo="shuffle, with a seed, or omit balance and shuffle_block",
         )
     if balance != "none" and shuffle_block is not None:
         raise UsageError(
-            f"balance={balance!r} draws from all slides at once and shuffle_block reads neighbours",
-            todo="take one of them",
+            f"balance={balance!r} draws from all slides and cannot be combined with shuffle_block",
+            todo="use only one of the two",
         )
     if seed is None:
         return Sequential(len(table))
@@ -166,10 +166,10 @@ def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]
     if balance == "class" and unlabelled:
         raise UsageError(
             "balance='class'", found=f"{unlabelled} slides without a label of the classes",
-            todo="leave them out (labelled_only=True), or label them",
+            todo="exclude them with labelled_only=True, or label them",
         )  # fmt: skip
     if balance == "slide":
-        # A slide may come once for each of its classes.
+        # `slides` has an item per class of a slide.
         number: dict[tuple[int, int], int] = {}
         return np.array([number.setdefault((s.store, s.slide), len(number)) for s in slides])
     names = [slide.label if balance == "class" else slide.patient for slide in slides]
@@ -182,7 +182,7 @@ _WARNINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A column of a batch: its name, and type and shape of a row; if `ragged`, a sample has any number of rows."""
+    """Column of a batch: name, and type and shape of a row. If `ragged`, a sample has any number of rows."""
 
     name: str
     dtype: Any
@@ -191,7 +191,7 @@ class Field:
 
 
 class BatchSampler(ABC):
-    """A table of samples in an order, divided into steps of `batch_size`, and each step into a part per replica.
+    """Samples of a table in an order, divided into steps of `batch_size`; each step has a part per replica.
 
     Raises:
         UsageError: a replica would have no sample.
@@ -199,20 +199,22 @@ class BatchSampler(ABC):
 
     fields: tuple[Field, ...]
     parallel_calls: int | None
-    """Batches loaded at the same time; None for the number of cores."""
+    """Number of batches loaded in parallel; None for the number of cores."""
     prefetch: int
-    """Steps kept ready."""
+    """Number of steps to load in advance."""
     read_ahead: int | None
     """See `ReadAhead`."""
     skipped: dict[int, str]
-    """The reason by key of every sample that has been skipped so far."""
+    """Reason by key of each sample that was skipped so far."""
 
     def __init__(
         self, table: SampleTable, *, batch_size: int, order: Order, replicas: int = 1
     ) -> None:
         if batch_size < replicas:
             raise UsageError(
-                "batch_size", found=batch_size, expected=f"{replicas} or more: one patch a replica"
+                "batch_size",
+                found=batch_size,
+                expected=f"{replicas} or more: one patch per replica",
             )
         self.table, self.order = table, order
         self.skipped = {}
@@ -223,10 +225,10 @@ class BatchSampler(ABC):
     def locate(
         self, step: int, replica: int | None = None
     ) -> tuple[SampleLocations, NDArray[np.float32]]:
-        """Locate the samples of a replica's part of a step, counted over all epochs; of the whole step if it is None.
+        """Locate the samples of a step, counted over all epochs: the part of `replica`, or all if it is None.
 
         Returns:
-            The locations, and the weights (B,) float32: 0 for rows that only fill up the last batch of an epoch.
+            The locations, and the weights (B,) float32: 0 for padding in the last batch of an epoch.
         """
         epoch, step = divmod(step, self.steps_per_epoch)
         place = step * self.batch_size + np.arange(self.batch_size)
@@ -234,7 +236,7 @@ class BatchSampler(ABC):
             rows = replica_rows(self.batch_size, self.replicas, replica)
             place = place[rows.start : rows.stop]
         real = place < len(self.order)
-        # Rows of weight 0 hold real patches too, so that batch statistics stay meaningful.
+        # The padding consists of real patches, so that batch statistics stay meaningful.
         place %= len(self.order)
         return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
 
@@ -258,9 +260,9 @@ class BatchSampler(ABC):
 
 
 def replica_rows(batch_size: int, replicas: int, replica: int) -> range:
-    """Return the rows of every batch that a replica has.
+    """Return the rows of every batch that belong to a replica.
 
-    All replicas together have exactly the batch. One more row, even of weight 0, would change the statistics of batch
-    normalization, and N replicas would not equal one.
+    All replicas together have exactly the rows of the batch. An additional row, even of weight 0, would change the
+    statistics of batch normalization, so that N replicas would differ from one.
     """
     return range(replica * batch_size // replicas, (replica + 1) * batch_size // replicas)

@@ -29,10 +29,10 @@ LabelById = Mapping[str, str | None]
 
 
 def store_paths(path: Any) -> list[Path]:
-    """Return the paths of the stores in one path or several; a folder of parts stands for its parts.
+    """Return the paths of the stores in one path or several. A folder of parts is replaced by its parts.
 
     Raises:
-        UsageError: no store, or a store twice.
+        UsageError: there is no store, or a store is given twice.
     """
     if isinstance(path, str | Path):
         return parts_of(Path(path))
@@ -52,11 +52,11 @@ def store_paths(path: Any) -> list[Path]:
 def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, int]:
     """Return the number of each class by name.
 
-    `classes` are names in the order of their numbers, or numbers by name, where several names may share one; the labels
-    found, sorted, if not given.
+    `classes` are names in the order of their numbers, or numbers by name; several names may have the same number.
+    Default: the sorted labels in `found`.
 
     Raises:
-        UsageError: a name comes twice, or numbers are not 0, 1, 2, ….
+        UsageError: a name is given twice, or numbers are not 0, 1, 2, ….
     """
     if classes is None:
         classes = sorted(set(found))
@@ -75,7 +75,7 @@ def class_numbers(classes: Classes | None, found: Iterable[str]) -> dict[str, in
             raise UsageError("classes: the numbers", found=used, expected="0, 1, 2, … without gaps")
         return numbers
     if len(set(classes)) != len(classes):
-        raise UsageError("classes: a name comes twice", found=", ".join(classes))
+        raise UsageError("classes: a name is given twice", found=", ".join(classes))
     return {name: number for number, name in enumerate(classes)}
 
 
@@ -92,12 +92,12 @@ def select(
 ) -> list[SampleRows]:
     """Select the slides and rows of a dataset, in the order of the stores.
 
-    A slide whose label is none of `classes` (see `class_numbers`) counts as unlabelled. `labels` are by slide id, in place of
-    the recorded ones; slides not named there are unlabelled. With labels from annotations, a slide comes once per class.
-    Splits select the patches on `side`, and record where their labels come from.
+    A slide whose label is not in `classes` (see `class_numbers`) is unlabelled. `labels`, by slide id, replace the
+    recorded ones; all other slides are unlabelled. With labels from annotations, the result has an item per slide and
+    class. Splits select the patches on `side`, and record the source of their labels.
 
     Raises:
-        UsageError: too many stores, wrong classes, or labels of unknown slides.
+        UsageError: there are too many stores, wrong classes, or labels of unknown slides.
     """
     if labels is not None and not (isinstance(labels, Mapping) and labels):
         raise UsageError("labels", found=repr(labels), expected="a CSV, or labels by slide id")
@@ -105,13 +105,13 @@ def select(
         raise UsageError(
             "stores in one dataset", found=len(stores), expected=f"at most {MAX_STORES}"
         )
-    held = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
+    complete = {(o, n): r for o, store in enumerate(stores) for n, r in store.complete.items()}
     if labels is not None:
         _refuse_unknown(labels, stores)
     elif splits is not None and classes is None:
         classes = splits.classes
     parts = list(
-        _parts(stores, held, labels=labels, splits=splits, side=side, labels_from=labels_from)
+        _parts(stores, complete, labels=labels, splits=splits, side=side, labels_from=labels_from)
     )
     numbers = class_numbers(classes, [name for _, _, name in parts if name])
     patients = {(s.store, s.slide): s.patient for s in splits.slides} if splits else {}
@@ -120,19 +120,19 @@ def select(
         label = numbers.get(name or "", UNLABELLED)
         if label == UNLABELLED and labelled_only:
             continue
-        store, record, taken = stores[key[0]], held[key], rows
+        store, record, selected = stores[key[0]], complete[key], rows
         if patch_filter is not None and patch_filter.active:
             fit = patch_filter.fit(store.index(key[1]), where=f"{store.path}, slide {record.id}")
             kept = np.flatnonzero(fit) if rows is None else rows[fit[rows]]
-            taken = kept.astype(np.int32)
-        count = record.stored if taken is None else len(taken)
+            selected = kept.astype(np.int32)
+        count = record.stored if selected is None else len(selected)
         patient = patients.get(key) or record.patient or record.id
-        chosen.append(SampleRows(*key, count, label, taken, patient))
+        chosen.append(SampleRows(*key, count, label, selected, patient))
     return chosen
 
 
 _Key = tuple[int, int]
-"""Store, and number of the slide in it."""
+"""Position in the list of stores, and slide number."""
 
 
 def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
@@ -140,7 +140,7 @@ def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
     unknown = sorted(set(labels) - known)
     if unknown:
         raise UsageError(
-            "labels name slides that no store holds",
+            "labels of slides that are not in the stores",
             found=", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if unknown[3:] else ""),
             expected="slide ids as `histopipe info` shows them",
         )  # fmt: skip
@@ -148,14 +148,14 @@ def _refuse_unknown(labels: LabelById, stores: Sequence[SampleSource]) -> None:
 
 def _parts(
     stores: Sequence[SampleSource],
-    held: Mapping[_Key, SampleGroup],
+    complete: Mapping[_Key, SampleGroup],
     *,
     labels: LabelById | None,
     splits: Splits | None,
     side: Side,
     labels_from: LabelsFrom,
 ) -> Iterator[tuple[_Key, NDArray[np.int32] | None, str | None]]:
-    """Yield slides, or the part of each class of a slide: rows, None for all, which needs no memory, and label."""
+    """Yield key, rows and label of each slide, or of each class of a slide. To save memory, rows are None for all."""
     for slide in splits.slides if splits is not None else ():
         key = (slide.store, slide.slide)
         if splits is not None and slide.labels is not None:
@@ -163,18 +163,18 @@ def _parts(
                 yield key, rows, name
         else:
             on_side = slide.on(side)
-            label = slide.label if labels is None else labels.get(held[key].id)
+            label = slide.label if labels is None else labels.get(complete[key].id)
             yield key, None if len(on_side) == slide.count else on_side, label
-    for key, record in held.items() if splits is None else ():
+    for key, record in complete.items() if splits is None else ():
         store = stores[key[0]]
         if labels_from == "annotation":
             index = store.index(key[1])
             for number in np.unique(index["label"]).tolist():
-                own = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
+                of_class = np.flatnonzero((index["label"] == number) & (index["length"] > 0))
                 known = 0 <= number < len(store.classes)
-                yield key, own.astype(np.int32), store.classes[number] if known else None
+                yield key, of_class.astype(np.int32), store.classes[number] if known else None
             continue
         readable = None
-        if record.stored < record.planned:  # else the index need not be read
+        if record.stored < record.planned:  # otherwise the index is not needed
             readable = np.flatnonzero(store.index(key[1])["length"]).astype(np.int32)
         yield key, readable, record.label if labels is None else labels.get(record.id)

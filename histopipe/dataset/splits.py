@@ -1,7 +1,7 @@
 """Splits into training, validation and test patches, and the file `splits.json`.
 
 The file identifies stores by uuid, and each slide by its number of patches and their checksum. So a resumed run reads the
-same patches, or stops.
+same patches, or fails.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.files import appearing, read_json
 
 DROPPED = -1
-_MOST_PATCHES = 10**8
-"""Maximum number of patches of a slide in a file: it may be damaged."""
+_MAX_PATCHES = 10**8
+"""Maximum number of patches of a slide: a damaged file may contain any number."""
 _FIELDS = ("store", "slide", "id", "label", "patient", "site", "content", "count", "crc")
 _KINDS = {
     ("store", "slide", "count", "crc"): (int,),
@@ -34,21 +34,21 @@ _KINDS = {
 }
 _NAME = "histopipe-splits"
 _PLAIN, _WITH_LABELS = 1, 2
-"""Versions: the second has classes of patches, which a reader of the first would mistake for those of slides."""
+"""Format versions. Version 2 has patch classes, which a reader of version 1 would take for slide classes."""
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error)
-"""Errors of reading a damaged file."""
+"""Errors that a damaged file can raise when it is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlideSplit:
-    """A slide in a split; copies of one slide share `content`.
+    """A slide in a split. Copies of one slide have the same `content`.
 
     Attributes:
-        store, slide: place in the list of stores, number of the slide.
-        count, crc: patches planned, and CRC-32 over their CRCs.
+        store, slide: position in the list of stores, slide number.
+        count, crc: number of planned patches, and CRC-32 over their CRCs.
         sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
         labels: (count,) int16 annotated class numbers of the patches, -1 for none; `label` is then the most frequent
-            one. None where all patches have the label of the slide.
+            one. None if all patches have the label of the slide.
     """
 
     store: int
@@ -70,7 +70,7 @@ class SlideSplit:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """A split of labelled slides of stores with `uuids`; fractions are of train, validation and test."""
+    """Split of the labelled slides of the stores `uuids`. `fractions` are those of train, validation and test."""
 
     split_by: SplitBy
     seed: int
@@ -103,20 +103,20 @@ class Splits:
             ("patient", [slide.patient for slide in self.slides]),
             ("slide content", [slide.content for slide in self.slides]),
         ):
-            seen: dict[str, set[int]] = defaultdict(set)
+            sides_by_value: dict[str, set[int]] = defaultdict(set)
             for slide, value in zip(self.slides, values, strict=True):
                 if value is not None:
-                    seen[value] |= set(np.unique(slide.sides).tolist()) - {DROPPED}
+                    sides_by_value[value] |= set(np.unique(slide.sides).tolist()) - {DROPPED}
             found += [
                 f"{what} {value[:40]} on {' and '.join(SIDES[i] for i in sorted(sides))}"
-                for value, sides in seen.items()
+                for value, sides in sides_by_value.items()
                 if len(sides) > 1
             ]
         return found
 
 
 def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
-    """Count slides by site and label: where a site has one label, a model can learn the site instead."""
+    """Count slides by site and label. If a site has one label only, a model can learn the site instead."""
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for slide in slides:
         table[slide.site or "no site"][slide.label] += 1
@@ -124,11 +124,11 @@ def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
 
 
 def write_splits(splits: Splits, path: Path) -> None:
-    """Write `splits.json` by one rename."""
-    own = any(slide.labels is not None for slide in splits.slides)
+    """Write `splits.json` atomically."""
+    per_patch = any(slide.labels is not None for slide in splits.slides)
     value = {
         "format": _NAME,
-        "version": _WITH_LABELS if own else _PLAIN,
+        "version": _WITH_LABELS if per_patch else _PLAIN,
         "split_by": splits.split_by,
         "seed": splits.seed,
         "fractions": splits.fractions,
@@ -147,7 +147,7 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
     Raises:
         UsageError: the file does not exist.
         DamagedStore: the file is damaged, or a store has other patches.
-        UnknownVersion: the file is of a later version.
+        UnknownVersion: the file has an unknown version.
     """
     try:
         splits = _from_json(read_json(path), path)
@@ -162,7 +162,7 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
 
 
 def recorded_numbers(path: Path) -> dict[str, int]:
-    """Return slide numbers by id from a `splits.json`; none if it cannot be read, which `read_splits` reports."""
+    """Return slide numbers by id from a `splits.json`; empty if it cannot be read, which `read_splits` reports."""
     try:
         slides = read_json(path)["slides"]
         return {str(slide["id"]): int(slide["slide"]) for slide in slides}
@@ -171,7 +171,7 @@ def recorded_numbers(path: Path) -> dict[str, int]:
 
 
 def trained_on(path: Path) -> set[str]:
-    """Return the ids of training and validation slides in a `splits.json`; none if it cannot be read."""
+    """Return the ids of training and validation slides in a `splits.json`; empty if it cannot be read."""
     try:
         slides = map(_slide_from_json, read_json(path)["slides"])
         seen = (SIDES.index("train"), SIDES.index("validation"))
@@ -201,11 +201,11 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
     )
     texts = (splits.split_by, *splits.uuids, *splits.classes)
     if not all(isinstance(text, str) for text in texts) or type(splits.seed) is not int:
-        raise TypeError("a name, or the seed, is of another type")
+        raise TypeError("a name or the seed has the wrong type")
     for slide in splits.slides:
-        most = -1 if slide.labels is None else int(slide.labels.max(initial=-1))
-        if slide.label not in splits.classes or most >= len(splits.classes):
-            raise ValueError(f"slide {slide.id}: a class that is not there")
+        highest = -1 if slide.labels is None else int(slide.labels.max(initial=-1))
+        if slide.label not in splits.classes or highest >= len(splits.classes):
+            raise ValueError(f"slide {slide.id}: unknown class")
         if slide.store >= len(splits.uuids):
             raise ValueError(f"slide {slide.id}: store {slide.store} of {len(splits.uuids)}")
     return splits
@@ -215,7 +215,7 @@ def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: 
     uuids = tuple(store.uuid for store in stores)
     if uuids != splits.uuids:
         raise DamagedStore(
-            f"{path} was made for other stores", found=", ".join(uuids),
+            f"{path} belongs to other stores", found=", ".join(uuids),
             expected=", ".join(splits.uuids), todo="train on the same stores, in the same order",
         )  # fmt: skip
     for slide in splits.slides:
@@ -224,20 +224,20 @@ def _check_against_stores(splits: Splits, stores: Sequence[SampleSource], path: 
         found = record and (record.planned, patches_crc(store, slide.slide))
         if found != (slide.count, slide.crc):
             raise DamagedStore(
-                f"slide {slide.id} of {store.path} is not what {path} was made for",
-                found="other patches" if record else "no such complete slide",
-                todo="begin a new run",
+                f"slide {slide.id} of {store.path} does not match {path}",
+                found="different patches" if record else "no complete slide with this number",
+                todo="start a new run",
             )
 
 
 def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
     value: dict[str, Any] = {name: getattr(slide, name) for name in _FIELDS}
     if slide.labels is not None:
-        value["labels"] = _packed(slide.labels)
+        value["labels"] = _encode_array(slide.labels)
     sides = set(slide.sides.tolist())
     if len(sides) == 1 and sides != {DROPPED}:
         return value | {"side": SIDES[sides.pop()]}
-    return value | {"sides": _packed(slide.sides)}
+    return value | {"sides": _encode_array(slide.sides)}
 
 
 def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
@@ -246,24 +246,24 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
             if type(value[name]) not in kinds:
                 raise TypeError(f"{name}: {value[name]!r}"[:100])
     count = value["count"]
-    if not 0 <= count <= _MOST_PATCHES or value["store"] < 0:
+    if not 0 <= count <= _MAX_PATCHES or value["store"] < 0:
         raise ValueError(f"{count} patches of store {value['store']}")
     if "side" in value:
         sides = np.full(count, SIDES.index(value["side"]), np.int8)
     else:
-        sides = _unpacked(value["sides"], np.int8, count)
-    labels = _unpacked(value["labels"], np.int16, count) if "labels" in value else None
+        sides = _decode_array(value["sides"], np.int8, count)
+    labels = _decode_array(value["labels"], np.int16, count) if "labels" in value else None
     return SlideSplit(**{name: value[name] for name in _FIELDS}, sides=sides, labels=labels)
 
 
-def _packed(values: NDArray[Any]) -> str:
-    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    return base64.b64encode(zlib.compress(little.tobytes())).decode()
+def _encode_array(values: NDArray[Any]) -> str:
+    little_endian = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return base64.b64encode(zlib.compress(little_endian.tobytes())).decode()
 
 
-def _unpacked(text: str, dtype: Any, count: int) -> NDArray[Any]:
+def _decode_array(text: str, dtype: Any, count: int) -> NDArray[Any]:
     kind = np.dtype(dtype).newbyteorder("<")
-    # Limited by the count: a damaged file may expand to any size.
+    # The size is limited, since damaged data may expand to any size.
     raw = zlib.decompressobj().decompress(base64.b64decode(text), max(1, count * kind.itemsize))
     values = np.frombuffer(raw, kind)
     if len(values) != count:

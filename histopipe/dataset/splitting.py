@@ -1,4 +1,4 @@
-"""Making splits: by patient, site or slide, by region of a slide, or by patch."""
+"""Create splits: by patient, site or slide, by region of a slide, or by patch."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def make_splits(
     fractions: tuple[float, float, float] = FRACTIONS,
     region: Micrometres = REGION,
 ) -> Splits:
-    """Split the labelled slides of stores, the same way for the same seed.
+    """Split the labelled slides of stores. The same seed gives the same split.
 
-    The fractions are of units, not of patches; `region` is the side of the squares of "region".
+    The fractions are of units, not of patches. `region` is the side of the squares for split_by="region".
 
     Raises:
-        NothingToDo: fewer than two classes, or a class too small to be on every side.
-        UsageError: splitting by site without sites, or by region without a scale.
+        NothingToDo: there are fewer than two classes, or a class is too small to be on every side.
+        UsageError: a slide has no site, for "site", or no mpp, for "region".
     """
     classes, slides = candidates(stores, labelling or Labelling())
     assignment = AssignByFractions(fractions, seed)
@@ -64,16 +64,16 @@ def make_folds(
     fractions: tuple[float, float, float] = FRACTIONS,
     region: Micrometres = REGION,
 ) -> tuple[Splits, ...]:
-    """Split as `make_splits`, once for each fold of a cross-validation: every patch that is not left out is in one test set.
+    """Return a split for each fold of a cross-validation. Every patch that is not left out is in exactly one test set.
 
-    The first two fractions are the shares of training and validation in what is not tested.
+    The first two fractions divide the units that are not in the test set into training and validation.
 
     Raises:
-        NothingToDo: a class is too small to be trained on and tested.
+        NothingToDo: a class is too small to be in training and test.
         UsageError: there are fewer units than folds.
     """
     classes, slides = candidates(stores, labelling or Labelling())
-    made = []
+    all_splits = []
     for fold in range(folds):
         assignment = AssignByFolds(fold, folds, fractions, seed)
         splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
@@ -81,8 +81,8 @@ def make_folds(
         for side in SIDES[1:]:
             if not splits.count()[side].total():
                 _refuse_missing(splits, side)
-        made.append(splits)
-    return tuple(made)
+        all_splits.append(splits)
+    return tuple(all_splits)
 
 
 def _divide(
@@ -109,7 +109,7 @@ def _divide(
 
 
 def _refuse_missing(splits: Splits, side: Side) -> None:
-    """Check that a side has patches of every class: a unit may have too few, or all too near another side's."""
+    """Check that a side has patches of every class. Patches near another side may have been left out."""
     counts = splits.count()[side]
     for name in splits.classes:
         if not counts[name]:
@@ -117,8 +117,8 @@ def _refuse_missing(splits: Splits, side: Side) -> None:
             note = copies_note(own, splits.slides)
             raise NothingToDo(
                 f"splitting by {splits.split_by} leaves no {name!r} patch for {side}{note}",
-                todo="add slides, take smaller patches, or split otherwise"
-                + (" (a larger --region-um)" if splits.split_by == "region" else ""),
+                todo="add slides, use smaller patches, or change --split-by"
+                + (" or increase --region-um" if splits.split_by == "region" else ""),
             )
 
 
@@ -135,8 +135,8 @@ def _by_group(
         missing = [slide.id for slide in slides if slide.site is None]
         if missing:
             raise UsageError(
-                "--split-by site", found=f"{len(missing)} slides without one, such as {missing[0]}",
-                expected="a site for every slide", todo="give the labels file a column site",
+                "--split-by site", found=f"{len(missing)} slides without a site, such as {missing[0]}",
+                expected="a site for every slide", todo="add a column site to the labels file",
             )  # fmt: skip
         names = [str(slide.site) for slide in slides]
     contents = [slide.content for slide in slides]
@@ -186,7 +186,7 @@ def _units(*names: Sequence[str | None]) -> list[int]:
 
 
 def _by_patch(slides: Sequence[SlideSplit], assignment: Assignment) -> list[NDArray[np.int8]]:
-    """Return random sides of the patches of each slide; copies of one slide have the same."""
+    """Return random sides of the patches of each slide. Copies of one slide get the same sides."""
     sides = []
     for slide in slides:
         name = slide.content or slide.id
@@ -202,16 +202,16 @@ def _by_region(
     assignment: Assignment,
     region: Micrometres,
 ) -> list[NDArray[np.int8]]:
-    """Return the sides of the patches of each slide by the square that they lie in.
+    """Return the sides of the patches of each slide by the square that contains their centre.
 
     Patches within a patch width of another side are left out.
     """
     squares = [_squares(slide, stores[slide.store], region) for slide in slides]
-    # Copies of one slide share their squares.
+    # Copies of one slide have the same squares.
     keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
     strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    for slide, key, (place, _) in zip(slides, keys, squares, strict=True):
-        for name, x, y in _labelled_squares(slide, place, classes):
+    for slide, key, (position, _) in zip(slides, keys, squares, strict=True):
+        for name, x, y in _labelled_squares(slide, position, classes):
             strata[name].add((key, x, y))
     merged = merge_small_strata(strata, slides)
     notes = {}
@@ -221,21 +221,21 @@ def _by_region(
         notes[name] = copies_note(own, slides)
     sides = assignment.assign(merged, "region", notes)
     found_sides = []
-    for key, (place, near) in zip(keys, squares, strict=True):
-        own_sides = _sides_of(place, key, sides)
-        others = [_sides_of(points, key, sides) for points in near]
-        # A square without patches is on no side, and no neighbour to keep away from.
+    for key, (position, nearby) in zip(keys, squares, strict=True):
+        own_sides = _sides_of(position, key, sides)
+        others = [_sides_of(points, key, sides) for points in nearby]
+        # A square without patches is on no side, so patches need no distance from it.
         mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
         found_sides.append(np.where(mixed, DROPPED, own_sides).astype(np.int8))
     return found_sides
 
 
 def _labelled_squares(
-    slide: SlideSplit, place: NDArray[np.int64], classes: Sequence[str]
+    slide: SlideSplit, position: NDArray[np.int64], classes: Sequence[str]
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield the class and the coordinates of each square that has patches; the class is that of most of them."""
+    """Yield the most frequent class and the coordinates of each square that has patches."""
     fit = slide.sides != DROPPED
-    squares, square = np.unique(place[fit], axis=0, return_inverse=True)
+    squares, square = np.unique(position[fit], axis=0, return_inverse=True)
     if slide.labels is None:
         names = [slide.label] * len(squares)
     else:
@@ -258,29 +258,30 @@ def _squares(
 ) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
     """Return the square of each patch's centre, (N, 2), and the squares of points within a patch width of the patch.
 
-    A patch and its margin are three patch widths wide. A grid of points over it, a patch width apart or closer where squares
-    are smaller, meets every square that it touches.
+    A patch with its margin is three patch widths wide. It is covered with a grid of points that are close enough to
+    meet every square that it touches.
     """
     record = store.records[slide.slide]
     if (
-        not isinstance(record, SlideRecord)  # bags have no place on a slide
+        not isinstance(record, SlideRecord)  # bags have no position on a slide
         or not record.mpp
         or not record.read_size
         or not record.downsample
     ):
         raise UsageError(
-            f"slide {slide.id} has no mpp", todo="ingest it with one, or split by something else"
+            f"slide {slide.id} has no mpp",
+            todo="ingest it with --default-mpp, or use another --split-by",
         )
     index = store.index(slide.slide)
     side = region / record.mpp  # level-0 pixels
     width = record.read_size * record.downsample
     corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
-    place = np.floor((corners + width / 2) / side).astype(np.int64)
+    position = np.floor((corners + width / 2) / side).astype(np.int64)
     points = max(4, int(np.ceil(3 * width / side)) + 1)
     offsets = np.linspace(-width, 2 * width, points)
-    near = [
+    nearby = [
         np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
         for dx in offsets
         for dy in offsets
     ]
-    return place, near
+    return position, nearby

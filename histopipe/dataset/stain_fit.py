@@ -1,6 +1,6 @@
-"""How a slide is stained, measured on a sample of its patches, in numpy. `stain_normalization` uses it.
+"""Measure the stain of a slide on a sample of its patches, in numpy, for `stain_normalization`.
 
-Both fits look at tissue only: pixels whose optical density is above 0.15 in every channel.
+Both fits use tissue only: pixels whose optical density is above 0.15 in every channel.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from histopipe.system.hashing import combine, permuted
 
 PATCHES = 64
 PIXELS_A_PATCH = 4096
-"""What a slide's fit looks at."""
+"""Maximum size of the sample of a slide."""
 
-_LEAST_PIXELS = 1000
+_MIN_PIXELS = 1000
 _TISSUE_DENSITY = 0.15
 _PERCENTILE = 1.0
 _SEED = 301
@@ -30,18 +30,18 @@ RGB_TO_LMS = np.array(
 LMS_TO_LAB = np.diag([1 / np.sqrt(3), 1 / np.sqrt(6), 1 / np.sqrt(2)]) @ np.array(
     [[1.0, 1, 1], [1, 1, -2], [1, -1, 0]]
 )
-"""Both matrices as in E. Reinhard et al., "Color transfer between images" (2001); logarithms there are to base 10."""
+"""Both matrices are from E. Reinhard et al., "Color transfer between images" (2001), with logarithms to base 10."""
 
 
 class TooLittleTissue(SlideError):
-    """A slide's sample shows too little stained tissue to measure a stain on."""
+    """The sample of a slide has too little stained tissue to measure the stain."""
 
 
 def fit_slide(store: Store, slide: int) -> StainFit:
-    """Measure a slide's stain on patches drawn from all over it, the same ones each time; damaged ones are skipped.
+    """Measure the stain of a slide on a fixed random sample of its patches. Damaged patches are skipped.
 
     Raises:
-        TooLittleTissue: fewer than 1,000 pixels of tissue were among them.
+        TooLittleTissue: fewer than 1,000 pixels of the sample are tissue.
         DamagedStore: the slide's index is damaged.
     """
     record = store.records[slide]
@@ -49,14 +49,14 @@ def fit_slide(store: Store, slide: int) -> StainFit:
     rows = permuted(np.arange(count), max(1, record.planned), combine(_SEED, slide))
     found = [np.empty((0, 3), np.uint8)]
     for row in np.sort(rows).tolist():
-        with contextlib.suppress(DamagedStore, UsageError):  # damaged, or not readable at ingest
+        with contextlib.suppress(DamagedStore, UsageError):  # damaged, or unreadable at ingest
             pixels = store.read(record.id, row).reshape(-1, 3)
             found.append(pixels[:: max(1, len(pixels) // PIXELS_A_PATCH)])
     return fit_pixels(np.concatenate(found), where=f"{store.path}, slide {record.id}")
 
 
 def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
-    """Measure the stain of pixels, (N, 3) uint8 RGB; those of glass are ignored.
+    """Measure the stain of pixels, (N, 3) uint8 RGB. Background is ignored.
 
     Raises:
         TooLittleTissue: fewer than 1,000 of them are tissue.
@@ -67,10 +67,10 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
     """
     density = -np.log((pixels.astype(np.float64) + 1) / 256)
     tissue = (density > _TISSUE_DENSITY).all(axis=1)
-    if tissue.sum() < _LEAST_PIXELS:
+    if tissue.sum() < _MIN_PIXELS:
         raise TooLittleTissue(
             f"{where}: pixels of stained tissue", found=int(tissue.sum()),
-            expected=f"at least {_LEAST_PIXELS:,}",
+            expected=f"at least {_MIN_PIXELS:,}",
         )  # fmt: skip
     light = (pixels[tissue].astype(np.float64) + 1) @ RGB_TO_LMS.T
     lab = np.log10(light) @ LMS_TO_LAB.T
@@ -80,13 +80,13 @@ def fit_pixels(pixels: NDArray[np.uint8], *, where: str) -> StainFit:
 
 
 def _macenko(density: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return stain vectors (2, 3) and the amounts that hardly a pixel exceeds (2,)."""
+    """Return stain vectors (2, 3), and the 99th percentile of the amount of each stain (2,)."""
     _, vectors = np.linalg.eigh(np.cov(density.T))
     plane = vectors[:, 1:]  # of the two largest eigenvalues
-    plane = plane * np.where(plane.sum(axis=0) < 0, -1, 1)  # so that angles are around tissue's
+    plane = plane * np.where(plane.sum(axis=0) < 0, -1, 1)  # so that angles do not wrap
     angles = np.arctan2(density @ plane[:, 0], density @ plane[:, 1])
     low, high = np.percentile(angles, [_PERCENTILE, 100 - _PERCENTILE])
     stains = np.array([[np.sin(angle), np.cos(angle)] for angle in (low, high)]) @ plane.T
-    stains = stains[np.argsort(-stains[:, 0])]  # haematoxylin takes more red
+    stains = stains[np.argsort(-stains[:, 0])]  # haematoxylin absorbs more red
     amounts = density @ np.linalg.pinv(stains)
     return stains, np.percentile(amounts, 100 - _PERCENTILE, axis=0)

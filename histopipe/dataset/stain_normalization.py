@@ -1,7 +1,7 @@
-"""Stain normalization of batches, as TensorFlow functions: every slide as if stained like one reference.
+"""Stain normalization of batches to one reference, as TensorFlow functions.
 
-Each patch is changed by the fit of its whole slide, so that a patch of only fat or only nuclei is not stretched to look like
-average tissue. `stain_fit` makes the fits.
+Each patch is normalized with the fit of its whole slide. So a patch of only fat or only nuclei is not stretched to
+average tissue. `stain_fit` measures the fits.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ REFERENCE = StainFit(
     np.array([[0.5626, 0.7201, 0.4062], [0.2159, 0.8012, 0.5581]], np.float32),
     np.array([1.9705, 1.0308], np.float32),
 )
-"""The stain that slides are given.
+"""The stain that slides are normalized to.
 
 Source:
-    Mean and deviation: the reference of HistomicsTK (there with natural logarithms), which is of slide TCGA-A2-A3XS.
-    Vectors and maxima: those that implementations of Macenko's method have in common.
+    Mean and deviation: the reference of HistomicsTK, from slide TCGA-A2-A3XS (there with natural logarithms).
+    Vectors and maxima: the values that implementations of Macenko's method have in common.
 """
 
 
 class StainNormalizer:
-    """Gives patches of several stores, in the order of their ordinals, the reference's stain.
+    """Normalizer of the patches of several stores to the stain of `REFERENCE`.
 
     Raises:
-        UsageError: there is no such method.
-        NothingToDo: a complete slide has not been fitted.
+        UsageError: the method is unknown.
+        NothingToDo: a complete slide has no stain fit.
     """
 
     def __init__(self, stores: Sequence[Store], method: StainNorm) -> None:
@@ -51,15 +51,15 @@ class StainNormalizer:
         fits = {(o, n): fit for o, store in enumerate(stores) for n, fit in store.stains().items()}
         _refuse_missing(stores, fits)
         self._method, change_of = _METHODS[method]
-        # Looked up by a key's upper half; the order of stores and slides is rising.
-        self._places = tf.constant(np.array([o << 24 | n for o, n in fits], np.int64))
+        # Searched by the upper half of a key: stores and slides are in ascending order.
+        self._keys = tf.constant(np.array([o << 24 | n for o, n in fits], np.int64))
         changes = [change_of(fit, REFERENCE) for fit in fits.values()]
         self._changes = tf.constant(np.stack(changes), tf.float32)
 
     def __call__(self, images: tf.Tensor, keys: tf.Tensor) -> tf.Tensor:
         """Return (B, H, W, 3) float32, 0 to 255, from (B, H, W, 3) uint8 and keys (B,) int64."""
-        place = tf.searchsorted(self._places, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
-        return self._method(images, tf.gather(self._changes, place))
+        position = tf.searchsorted(self._keys, tf.bitwise.right_shift(keys, tf.cast(32, tf.int64)))
+        return self._method(images, tf.gather(self._changes, position))
 
 
 def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
@@ -74,9 +74,9 @@ def reinhard(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
 
 
 def macenko(images: tf.Tensor, changes: tf.Tensor) -> tf.Tensor:
-    """Unmix two stains of (B, H, W, 3) images, scale them, and mix them as the reference's; float32, 0 to 255.
+    """Unmix two stains of (B, H, W, 3) images, scale them, and mix the reference stains; float32, 0 to 255.
 
-    All of it is one (B, 3, 3) matrix on rows of optical density.
+    `changes` (B, 3, 3) combine these steps in one matrix per image, on rows of optical density.
     """
     return from_density(tf.einsum("bhwc,bcd->bhwd", to_density(images), changes))
 
@@ -90,8 +90,8 @@ def reinhard_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
 def macenko_changes(fit: StainFit, target: StainFit) -> NDArray[np.float64]:
     """Return a (3, 3) matrix on rows of optical density that gives a slide the target's stains and amounts."""
     factors = target.macenko_maximum / np.maximum(fit.macenko_maximum.astype(np.float64), 1e-6)
-    apart = np.linalg.pinv(fit.macenko_stains.astype(np.float64))
-    return np.asarray(apart @ (factors[:, None] * target.macenko_stains))
+    unmix = np.linalg.pinv(fit.macenko_stains.astype(np.float64))
+    return np.asarray(unmix @ (factors[:, None] * target.macenko_stains))
 
 
 _METHODS = {"reinhard": (reinhard, reinhard_changes), "macenko": (macenko, macenko_changes)}
@@ -115,7 +115,7 @@ def store_normalizer(
 
 
 def _on_cpu(change: Callable[..., tf.Tensor]) -> Callable[..., NDArray[np.uint8]]:
-    """Return the function over arrays, on the CPU, in the threads that load them."""
+    """Convert a function of tensors to one of arrays, run on the CPU in the calling thread."""
 
     def normalize(*arrays: NDArray[Any]) -> NDArray[np.uint8]:
         with tf.device("CPU"):
@@ -130,7 +130,7 @@ def _refuse_missing(stores: Sequence[Store], fits: Mapping[tuple[int, int], Stai
         missing = [r.id for n, r in store.complete.items() if r.stored and (ordinal, n) not in fits]
         if missing:
             raise NothingToDo(
-                f"{store.path}: slides whose stain has not been measured",
+                f"{store.path}: slides without a measured stain",
                 found=", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else ""),
-                todo=f"run `histopipe stains {store.path}`; slides it cannot measure cannot be normalized",
+                todo=f"run `histopipe stains {store.path}`; slides without enough tissue cannot be normalized",
             )  # fmt: skip

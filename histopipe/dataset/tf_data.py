@@ -1,4 +1,4 @@
-"""Batches as a `tf.data.Dataset`. TensorFlow supplies threads, order and prefetch only."""
+"""Batches as a `tf.data.Dataset`. TensorFlow provides threads, order and prefetch only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 STEPS_AHEAD = 16
-_KEPT_UP = 256
+_STEPS_AFTER_WAIT = 256
 """Number of steps for which requests continue after a step had to wait for the disk."""
 
 _feeds: weakref.WeakSet[BatchFeed] = weakref.WeakSet()
@@ -34,10 +34,10 @@ def _settle_all() -> None:
 
 
 class BatchFeed:
-    """Loads some parts of each step for tf.data, all if not given, and keeps the first failure.
+    """Loader of parts of each step for tf.data (default: all parts), which keeps the first failure.
 
-    An exception in a tf.data function loses its type, and the iterator would continue after it with a batch missing. So the
-    first failure is kept in `failure`, and every later batch fails with it too.
+    An exception in a tf.data function loses its type, and the iterator would continue without the batch. So `failure`
+    keeps the first failure, and every later batch raises it too.
     """
 
     def __init__(self, batches: BatchSampler, parts: Sequence[int] | None = None) -> None:
@@ -60,12 +60,12 @@ class BatchFeed:
     ) -> tf.data.Dataset:
         """Return a dataset of steps `first_step` to `last_step` - 1, one element per step and part.
 
-        The batches have the defaults of the other arguments, and describe them.
+        `BatchSampler` describes the other arguments, and `batches` has their defaults.
 
         Raises:
-            UsageError: this process was forked after TensorFlow had run.
+            UsageError: this process was forked after TensorFlow ran.
         """
-        # Late: everything above works without TensorFlow.
+        # Imported late: the other functions work without TensorFlow.
         import tensorflow as tf
 
         _refuse_fork()
@@ -77,17 +77,17 @@ class BatchFeed:
         types = [tf.as_dtype(field.dtype) for field in batches.fields]
         distance = batches.read_ahead if read_ahead is None else read_ahead
         self._ahead = ReadAhead(batches, self.parts, last_step, distance)
-        # TensorFlow never frees such a function, so it must not keep the stores open.
+        # TensorFlow never frees the function below, so it must not keep the stores open.
         feed = weakref.ref(self)
 
         def load_numpy(element: Any) -> tuple[Any, ...]:
             alive = feed()
             if alive is None:
-                raise RuntimeError("the dataset is gone")
+                raise RuntimeError("the dataset has been deleted")
             return alive.load(int(element))
 
         def load(element: tf.Tensor) -> dict[str, tf.Tensor]:
-            # Not stateful: it is a pure function, and op determinism runs stateful ones one at a time.
+            # Not stateful: with op determinism, TensorFlow runs stateful functions one at a time.
             values = tf.numpy_function(load_numpy, [element], types, stateful=False)
             for value, shape in zip(values, shapes, strict=True):
                 value.set_shape(shape)
@@ -102,17 +102,17 @@ class BatchFeed:
         if ready:
             dataset = dataset.prefetch(ready * parts)
         options = tf.data.Options()
-        # Nothing is left to tune, and closing an iterator would wait for the tuner: up to 7 s per epoch.
+        # There is nothing to tune, and closing an iterator would wait for the tuner: up to 7 s per epoch.
         options.autotune.enabled = False
         return dataset.with_options(options)
 
     def settle(self) -> None:
         """Make every further load fail, and wait for those in progress.
 
-        Called for every feed when Python ends: TensorFlow waits for loads in progress, and these would wait for Python's lock
-        for ever. A program that ended in the middle of an iteration hung every time.
+        Called for every feed when Python exits. TensorFlow waits for loads in progress, which would wait forever for
+        Python's lock. Without this call, a program that exits during an iteration hangs.
         """
-        self.failure = self.failure or RuntimeError("the iterator was dropped")
+        self.failure = self.failure or RuntimeError("the iterator has been closed")
         if self._ahead is not None:
             self._ahead.close()
         quiet = 0
@@ -123,7 +123,7 @@ class BatchFeed:
     def load(self, element: int) -> tuple[Any, ...]:
         """Load the fields of one element of `dataset`, or raise the failure of this load or of an earlier one."""
         if self.failure is not None or self._ahead is None:
-            raise self.failure or RuntimeError("no dataset has been made")
+            raise self.failure or RuntimeError("there is no dataset yet")
         with self._lock:
             self._running += 1
         try:
@@ -139,13 +139,13 @@ class BatchFeed:
 
 
 class ReadAhead:
-    """Loads batches, and requests the values of the following ones from the disk while it decodes.
+    """Loader of batches that requests the values of the following batches from the disk while it decodes.
 
-    A store in the page cache needs no requests, which would cost a few percent. Major page faults show whether a batch had to
-    wait for the disk. `histopipe.store.reading` explains why the kernel cannot do this.
+    Requests cost a few percent, and a store in the page cache needs none. Major page faults show whether a batch waited
+    for the disk. `histopipe.store.reading` explains why the kernel cannot do this.
 
-    `last_step` is the first that is not loaded any more. `steps` are requested in advance: 0 for none, None for `STEPS_AHEAD`
-    while batches wait for the disk.
+    `last_step` is the end of the steps, exclusive. `steps` is the number of steps to request in advance: 0 for none,
+    None for `STEPS_AHEAD` while batches wait for the disk.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class ReadAhead:
         before = _major_faults()
         values = self._batches.values(step, part)
         if _major_faults() > before:
-            self._wanted_until = max(self._wanted_until, step + _KEPT_UP)
+            self._wanted_until = max(self._wanted_until, step + _STEPS_AFTER_WAIT)
         return values
 
     def close(self) -> None:
@@ -186,7 +186,9 @@ class ReadAhead:
             end = min(self._last, max(end, self._end_of_window(begin)))
             self._next = end
         if begin < end:
-            with contextlib.suppress(RuntimeError):  # closed meanwhile: nothing more is wanted
+            with contextlib.suppress(
+                RuntimeError
+            ):  # closed in the meantime, so no requests are needed
                 # An error in the thread is raised again when the step is loaded.
                 thread.submit(self._batches.advise, range(begin, end), self._parts)
 
@@ -207,13 +209,13 @@ def _major_faults() -> int:
 
 
 def _refuse_fork() -> None:
-    """Refuse a forked process: TensorFlow's threads are not copied, and it would wait for them for ever."""
+    """Refuse a process forked after TensorFlow ran: its threads are not copied, so TensorFlow would hang."""
     from tensorflow.python.eager import context  # nothing public shows whether it has run
 
     running = context.context()._initialized
     names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
     if running and not any(name.startswith("tf_") for name in names):
         raise UsageError(
-            "TensorFlow ran before this process was forked, and would wait for ever for its threads",
-            todo="start processes by spawn or forkserver: multiprocessing.get_context('spawn')",
+            "TensorFlow ran before this process was forked, and would wait forever for its threads",
+            todo="start processes with spawn or forkserver: multiprocessing.get_context('spawn')",
         )

@@ -1,1 +1,1 @@
-"""Evaluate predictions of patches, slides and patients. Pure functions: arrays in, frozen dataclasses out."""
+"""Evaluate predictions of patches, slides and patients. Pure functions of arrays that return frozen dataclasses."""

@@ -1,4 +1,4 @@
-"""Evaluate predictions at the levels of patches, slides and patients; choose decision thresholds on validation data."""
+"""Evaluate predictions of patches, slides and patients, and choose decision thresholds on validation data."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[Level, Aggregation], ...] = (
 
 
 def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
-    """Return the levels that predictions of a level can be evaluated at. Slides are aggregated to patients by their mean only."""
+    """Return the levels at which predictions can be evaluated. Slides are aggregated to patients by their mean only."""
     if level == "patch":
         return LEVELS
     return (("slide", "mean"), ("patient", "mean")) if level == "slide" else (("patient", "mean"),)
@@ -44,8 +44,8 @@ class JudgeSettings:
 
     Attributes:
         positive: positive class of two; None for the last by name.
-        threshold: rule for its threshold; see `choose_threshold`.
-        top_k: number of patches of "top_k".
+        threshold: rule that chooses the threshold; see `choose_threshold`.
+        top_k: number of patches for the aggregation "top_k".
         resamples: number of bootstrap resamples of the patients; 0 for no intervals.
         seed: seed of the resamples.
     """
@@ -59,7 +59,7 @@ class JudgeSettings:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Metrics of patches, None if slides or patients were predicted; and of slides and patients by aggregation."""
+    """Metrics of patches (None if slides or patients were predicted), and of slides and patients by aggregation."""
 
     patch: Metrics | None
     slide: Mapping[Aggregation, Metrics]
@@ -93,9 +93,9 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
-        """Read what `to_json` returned."""
+        """Create the evaluation from the result of `to_json`."""
         slide, patient = (
-            {how: Metrics.from_json(it) for how, it in value[level].items()}
+            {how: Metrics.from_json(metrics) for how, metrics in value[level].items()}
             for level in ("slide", "patient")
         )
         patch = Metrics.from_json(value["patch"]) if "patch" in value else None
@@ -115,7 +115,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
     """Return the number of the positive class; None for more than two classes.
 
     Raises:
-        UsageError: there is no such class, or there are more than two.
+        UsageError: the class is unknown, or there are not exactly two classes.
     """
     if positive is not None and (positive not in classes or len(classes) != 2):
         raise UsageError(
@@ -129,7 +129,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
 
 
 def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thresholds:
-    """Choose a threshold for every level on validation data; none for more than two classes."""
+    """Choose a threshold for every level on validation data. More than two classes have none."""
     positive = positive_class(validation.classes, settings.positive)
     if positive is None:
         return {}
@@ -141,7 +141,7 @@ def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thres
 
 
 def judge(scores: Mapping[Side, PatchScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
-    """Evaluate predictions of each split, with thresholds chosen on validation."""
+    """Evaluate predictions of each side, with thresholds chosen on validation."""
     thresholds = choose_thresholds(scores["validation"], settings)
     return {side: evaluate([(patches, thresholds)], settings) for side, patches in scores.items()}
 
@@ -151,9 +151,9 @@ Part = tuple[PatchScores, Thresholds]
 
 
 def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
-    """Evaluate predictions at every level, those of several models together.
+    """Evaluate the predictions of one or several models together, at every level.
 
-    Each part has at least one patch; all have the same classes and numbering of patients.
+    Each part has at least one patch. All parts have the same classes and numbering of patients.
     """
     first, _ = parts[0]
     positive = positive_class(first.classes, settings.positive)
@@ -171,16 +171,16 @@ def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
 def joined(
     parts: Sequence[Part], level: Level, how: Aggregation, settings: JudgeSettings
 ) -> tuple[Scores, float | NDArray[np.float64] | None, tuple[str, ...]]:
-    """Return the scores of all parts at one level, with items numbered part << 32 | item; their thresholds; and notes."""
+    """Return the scores of all parts at one level, thresholds, and notes. Items are numbered part << 32 | item."""
     positive = positive_class(parts[0][0].classes, settings.positive) or 0
     each = [scores_of(p, level, how, top_k=settings.top_k, positive=positive) for p, _ in parts]
     chosen = [thresholds.get(name_of(level, how), (None, None)) for _, thresholds in parts]
     scores = Scores(
-        np.concatenate([it.label for it in each]),
-        np.concatenate([it.probability for it in each]),
-        np.concatenate([it.patient for it in each]),
-        np.concatenate([it.item + (number << 32) for number, it in enumerate(each)]),
-        sum(it.left_out for it in each),
+        np.concatenate([part.label for part in each]),
+        np.concatenate([part.probability for part in each]),
+        np.concatenate([part.patient for part in each]),
+        np.concatenate([part.item + (number << 32) for number, part in enumerate(each)]),
+        sum(part.left_out for part in each),
     )
     notes = tuple(sorted({note for _, note in chosen if note}))
     values = [value for value, _ in chosen if value is not None]
@@ -188,7 +188,7 @@ def joined(
         return scores, None, notes
     if len(parts) == 1:
         return scores, values[0], notes
-    return scores, np.repeat(values, [len(it.label) for it in each]), notes
+    return scores, np.repeat(values, [len(part.label) for part in each]), notes
 
 
 RULE = re.compile(
@@ -197,11 +197,11 @@ RULE = re.compile(
 """Values of `--threshold`."""
 EVEN = 0.5
 FALLBACK = f"threshold {EVEN}"
-"""Start of the note that gives the reason why no threshold could be chosen."""
+"""Start of a note on why no threshold was chosen."""
 
 
 def check_rule(rule: str) -> re.Match[str]:
-    """Return the match of a rule; raise UsageError if a text is not a rule."""
+    """Return the match of a rule. Raise UsageError if the text is not a rule."""
     match = RULE.fullmatch(rule)
     if match is None:
         raise UsageError(
@@ -212,11 +212,11 @@ def check_rule(rule: str) -> re.Match[str]:
 
 
 def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
-    """Choose a threshold by a rule. Return it with a note, if there is one.
+    """Return the threshold that a rule chooses, with a note or None.
 
     "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
-    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the next one,
-    since scores of other data may be close to either.
+    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the
+    next score, since scores of other data may be close to either of them.
 
     Source:
         W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
@@ -226,24 +226,25 @@ def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, s
         return float(match["fixed"]), None
     truth = scores.label == positive
     if truth.all() or not truth.any():
-        return EVEN, f"{FALLBACK}: one class only in validation, none could be chosen"
-    thresholds, which = np.unique(-scores.probability[:, positive], return_inverse=True)
-    # The ROC curve: shares of negative and of positive items up to each score, from the highest score on.
-    passed, found = (
-        np.append(0, np.cumsum(np.bincount(which[side], minlength=len(thresholds)))) / side.sum()
-        for side in (~truth, truth)
+        return EVEN, f"{FALLBACK} used: validation has only one class"
+    thresholds, score_number = np.unique(-scores.probability[:, positive], return_inverse=True)
+    # The ROC curve: false and true positive rates at decreasing scores.
+    false_positive, true_positive = (
+        np.append(0, np.cumsum(np.bincount(score_number[members], minlength=len(thresholds))))
+        / members.sum()
+        for members in (~truth, truth)
     )
     if match["of"] is None:
-        place = int(np.argmax(found - passed))
+        place = int(np.argmax(true_positive - false_positive))
     elif match["of"] == "sensitivity":
-        place = int(np.argmax(found >= float(match["least"])))
+        place = int(np.argmax(true_positive >= float(match["least"])))
     else:
-        place = int(np.flatnonzero(1 - passed >= float(match["least"]))[-1])
+        place = int(np.flatnonzero(1 - false_positive >= float(match["least"]))[-1])
     return _half_way(-thresholds.astype(np.float64), place), None
 
 
 def _half_way(scores: NDArray[np.float64], positives: int) -> float:
-    """Return a threshold for which the first `positives` of decreasing scores are positive."""
+    """Return a threshold for which the first `positives` of the decreasing scores are positive."""
     if positives == 0:
         return float(np.nextafter(scores[0], np.inf))
     last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0

@@ -19,8 +19,8 @@ FIGURES = (
 )  # fmt: skip
 BINS = 10
 _TAIL = 0.025
-_LEAST_PATIENTS = 10
-_MOST_LOST = 0.05
+_MIN_PATIENTS = 10
+_MAX_UNDEFINED = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ClassMetrics:
 class Bin:
     """Scores with a probability from `low` to `high`, for a reliability diagram.
 
-    `probability` and `observed` are the mean probability and the observed share; None if there is no score.
+    `probability` is the mean probability, and `observed` the observed share; None if there is no score.
     """
 
     low: float
@@ -53,7 +53,7 @@ class Metrics:
 
     Attributes:
         count: number of patches, slides or patients.
-        patients: number of their patients.
+        patients: number of patients.
         auc: area under the ROC curve; for more than two classes, the mean of each class against the rest.
         balanced_accuracy: mean sensitivity of the classes that occur.
         accuracy: share of correct decisions.
@@ -61,13 +61,13 @@ class Metrics:
         brier: mean squared error of the probability of the positive class; for more than two classes, summed over classes.
         log_loss: mean of -ln of the probability of the true class.
         calibration_error: mean difference between probability and observed share, over the bins of `reliability`.
-        threshold: probability of the positive class of two from which on it is decided; None for the most probable class, or
-            if several thresholds were used.
+        threshold: lowest probability for which the positive class of two is decided; None if the most probable class is
+            decided, or if several thresholds were used.
         intervals: 95 % confidence intervals by metric, from resampling patients; only where defined.
         confusion: rows are labels, columns decisions.
         classes: metrics by class name.
         reliability: bins of the probability of the positive class; for more than two classes, of the most probable one.
-        notes: remarks.
+        notes: remarks on the metrics.
     """
 
     count: int
@@ -94,16 +94,16 @@ class Metrics:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Metrics:
-        """Read what `to_json` returned.
+        """Create the metrics from the result of `to_json`.
 
         Raises:
-            KeyError, TypeError: the value is something else.
+            KeyError, TypeError: the value has the wrong form.
         """
         parts = {
             "intervals": {name: tuple(ends) for name, ends in value["intervals"].items()},
             "confusion": tuple(map(tuple, value["confusion"])),
-            "classes": {name: ClassMetrics(**it) for name, it in value["classes"].items()},
-            "reliability": tuple(Bin(**it) for it in value["reliability"]),
+            "classes": {name: ClassMetrics(**fields) for name, fields in value["classes"].items()},
+            "reliability": tuple(Bin(**fields) for fields in value["reliability"]),
             "notes": tuple(value["notes"]),
         }
         return cls(**{**value, **parts})
@@ -112,7 +112,7 @@ class Metrics:
 def decide(
     scores: Scores, positive: int | None, threshold: float | NDArray[np.float64] | None
 ) -> NDArray[np.intp]:
-    """Return (N,) decided class numbers: the positive class from a threshold on, or the most probable class."""
+    """Return (N,) decided class numbers, by the threshold of the positive class, or else the most probable class."""
     if positive is None or threshold is None:
         return np.asarray(np.argmax(scores.probability, axis=1), np.intp)
     return np.where(scores.probability[:, positive] >= threshold, positive, 1 - positive)
@@ -129,82 +129,84 @@ def metrics_of(
 ) -> Metrics:
     """Compute all metrics of at least one score.
 
-    `positive` is None for more than two classes; `threshold` is one for all scores or one per score; `draws` are from
+    `positive` is None for more than two classes. `threshold` is one for all scores, or one per score. `draws` are from
     `bootstrap_draws`.
     """
     statistics = Statistics(scores, decide(scores, positive, threshold), positive)
-    whole = np.ones((1, statistics.patients))
-    figures = {name: _known(values[0]) for name, values in statistics.figures(whole).items()}
+    weights = np.ones((1, statistics.patients))
+    figures = {name: _known(values[0]) for name, values in statistics.figures(weights).items()}
     patients = len(np.unique(scores.patient))
-    intervals, lost = _intervals(statistics, draws[:, : statistics.patients], patients)
+    intervals, undefined = _intervals(statistics, draws[:, : statistics.patients], patients)
     reliability = _reliability(scores, positive)
-    remarks = [*notes, *_notes(scores, classes, patients if len(draws) else None, lost)]
+    remarks = [*notes, *_notes(scores, classes, patients if len(draws) else None, undefined)]
     return Metrics(
         count=len(scores.label), patients=patients, **figures,
         calibration_error=_calibration_error(reliability),
         threshold=float(threshold) if isinstance(threshold, int | float) else None,
         intervals={name: ends for name, ends in intervals.items() if figures[name] is not None},
-        confusion=tuple(map(tuple, statistics.confusion(whole)[0].astype(int).tolist())),
-        classes=_by_class(statistics, classes, whole), reliability=reliability, notes=tuple(remarks),
+        confusion=tuple(map(tuple, statistics.confusion(weights)[0].astype(int).tolist())),
+        classes=_by_class(statistics, classes, weights), reliability=reliability, notes=tuple(remarks),
     )  # fmt: skip
 
 
 def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
     """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
 
-    These are percentiles, expanded as a t interval is wider than a normal one: plain percentiles are too narrow for few patients.
-    Undefined values are NaN; there must be at least two patients.
+    Plain percentiles are too narrow for few patients, so they are expanded as a t interval expands a normal one.
+    Undefined values are NaN. There must be at least two patients.
 
     Source:
         T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded percentile".
     """
-    # Late: `--help` must not wait for it. `scipy.stats` has the same functions, and takes 0.6 s to load.
+    # Imported late, so that `--help` is fast. `scipy.stats` has the same functions, but takes 0.6 s to load.
     from scipy.special import ndtr, stdtrit
 
     defined = values[np.isfinite(values)]
     if 2 * len(defined) < len(values) or not len(defined):
         return None
-    reach = math.sqrt(patients / (patients - 1)) * stdtrit(patients - 1, 1 - _TAIL)
-    low, high = np.quantile(defined, [ndtr(-reach), ndtr(reach)])
+    width = math.sqrt(patients / (patients - 1)) * stdtrit(patients - 1, 1 - _TAIL)
+    low, high = np.quantile(defined, [ndtr(-width), ndtr(width)])
     return float(low), float(high)
 
 
 def _intervals(
     statistics: Statistics, draws: NDArray[np.float64], patients: int
 ) -> tuple[dict[str, tuple[float, float]], float]:
-    """Return intervals by metric, and the share of resamples for which a metric is undefined."""
+    """Return intervals by metric, and the largest share of resamples for which a metric is undefined."""
     if not len(draws) or patients < 2:
         return {}, 0.0
     figures = statistics.figures(draws)
     ends = {name: interval_of(values, patients) for name, values in figures.items()}
-    lost = max(float(np.isnan(figures[name]).mean()) for name in FIGURES)
-    return {name: interval for name, interval in ends.items() if interval is not None}, lost
+    undefined = max(float(np.isnan(figures[name]).mean()) for name in FIGURES)
+    return {name: interval for name, interval in ends.items() if interval is not None}, undefined
 
 
 def _notes(
-    scores: Scores, classes: tuple[str, ...], patients: int | None, lost: float
+    scores: Scores, classes: tuple[str, ...], patients: int | None, undefined: float
 ) -> list[str]:
     missing = [name for number, name in enumerate(classes) if number not in scores.label]
     notes = []
     if missing:
-        notes.append(f"no {' and no '.join(missing)} here")
+        notes.append(f"missing class{'es' if missing[1:] else ''}: {', '.join(missing)}")
     if scores.left_out:
-        notes.append(f"{scores.left_out} with patches of several labels left out")
-    if patients is not None and patients < _LEAST_PATIENTS:
-        notes.append(f"{patients} patients: too few for intervals to be trusted")
-    if not missing and lost > _MOST_LOST:
-        notes.append(f"{lost:.0%} of the resamples lack a class and are left out of the intervals")
+        notes.append(f"{scores.left_out} excluded, because their patches have several labels")
+    if patients is not None and patients < _MIN_PATIENTS:
+        notes.append(f"confidence intervals are unreliable: only {patients} patients")
+    if not missing and undefined > _MAX_UNDEFINED:
+        notes.append(f"{undefined:.0%} of the resamples lack a class: excluded from the intervals")
     return notes
 
 
 def _by_class(
-    statistics: Statistics, classes: tuple[str, ...], whole: Values
+    statistics: Statistics, classes: tuple[str, ...], weights: Values
 ) -> dict[str, ClassMetrics]:
-    confusion, areas = statistics.confusion(whole), statistics.areas(whole)[0]
-    found, passed = sensitivity(confusion)[0], specificity(confusion)[0]
+    confusion, areas = statistics.confusion(weights), statistics.areas(weights)[0]
+    sensitivities, specificities = sensitivity(confusion)[0], specificity(confusion)[0]
     counts = confusion[0].sum(axis=1).astype(int).tolist()
     return {
-        name: ClassMetrics(counts[i], _known(areas[i]), _known(found[i]), _known(passed[i]))
+        name: ClassMetrics(
+            counts[i], _known(areas[i]), _known(sensitivities[i]), _known(specificities[i])
+        )
         for i, name in enumerate(classes)
     }
 
@@ -212,25 +214,29 @@ def _by_class(
 def _reliability(scores: Scores, positive: int | None) -> tuple[Bin, ...]:
     if positive is None:
         probability = scores.probability.max(axis=1)
-        so = scores.probability.argmax(axis=1) == scores.label
+        positives = scores.probability.argmax(axis=1) == scores.label
     else:
-        probability, so = scores.probability[:, positive], scores.label == positive
-    place = np.minimum((probability * BINS).astype(int), BINS - 1)
+        probability, positives = scores.probability[:, positive], scores.label == positive
+    bin_number = np.minimum((probability * BINS).astype(int), BINS - 1)
     bins = []
     for number in range(BINS):
-        here = place == number
-        count = int(here.sum())
-        means = (float(probability[here].mean()), float(so[here].mean())) if count else (None, None)
+        in_bin = bin_number == number
+        count = int(in_bin.sum())
+        means = (
+            (float(probability[in_bin].mean()), float(positives[in_bin].mean()))
+            if count
+            else (None, None)
+        )
         bins.append(Bin(number / BINS, (number + 1) / BINS, count, *means))
     return tuple(bins)
 
 
 def _calibration_error(reliability: tuple[Bin, ...]) -> float:
-    total = sum(it.count for it in reliability)
+    total = sum(bin_.count for bin_ in reliability)
     return sum(
-        it.count * abs(it.probability - it.observed) / total
-        for it in reliability
-        if it.probability is not None and it.observed is not None
+        bin_.count * abs(bin_.probability - bin_.observed) / total
+        for bin_ in reliability
+        if bin_.probability is not None and bin_.observed is not None
     )
 
 

@@ -1,4 +1,4 @@
-"""Predictions of patches, slides and patients: as columns, aggregated, and in CSV files."""
+"""Predictions of patches, slides and patients: as arrays, aggregated, and as CSV files."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 @dataclass(frozen=True, slots=True)
 class PatchScores:
-    """Predictions of patches; or of slides or patients, if the model takes bags.
+    """Predictions of patches; of slides or patients if the model takes bags.
 
     Attributes:
         classes: class names, by number.
         slides, patients: slide ids and patients, by number.
         slide, patient: (N,) int32, slide and patient of each row.
-        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is no patch.
+        x_l0, y_l0: (N,) int64, top left corner, level-0 pixels; 0 if a row is not a patch.
         label: (N,) int32 class numbers, -1 for none.
         probability: (N, C) float32.
-        level: what a row is; in a patient's row, the slide is the patient, too.
+        level: level of the rows; in rows of patients, `slide` is the patient.
     """
 
     classes: tuple[str, ...]
@@ -49,14 +49,14 @@ class PatchScores:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Predictions of patches, slides or patients, ready to be evaluated.
+    """Predictions of patches, slides or patients for the evaluation.
 
     Attributes:
         label: (N,) int32 class numbers.
         probability: (N, C) float64.
         patient: (N,) int32; the unit of resampling.
         item: (N,) int64, number of the patch, slide or patient.
-        left_out: number of slides or patients without a label because their patches have several.
+        left_out: number of slides or patients left out because their patches have several labels.
     """
 
     label: NDArray[np.int32]
@@ -67,7 +67,7 @@ class Scores:
 
 
 def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
-    """Return the same predictions, with one numbering of all patients."""
+    """Return the same predictions, with common patient numbers."""
     names = tuple(sorted({name for part in parts for name in part.patients}))
     number = {name: i for i, name in enumerate(names)}
     renumbered = []
@@ -78,7 +78,7 @@ def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
 
 
 def joined_scores(parts: Sequence[PatchScores]) -> PatchScores:
-    """Concatenate predictions; at least one, all of the same classes and level."""
+    """Concatenate predictions, at least one, of the same classes and level."""
     slides = sorted({name for part in parts for name in part.slides})
     number = {name: i for i, name in enumerate(slides)}
     renumbered = [
@@ -114,8 +114,8 @@ def scores_of(
         case "mean":
             aggregated = _group_means(probability, starts)
         case "majority":
-            likeliest = probability.argmax(axis=1)[:, None] == np.arange(probability.shape[1])
-            aggregated = _group_means(likeliest.astype(np.float64), starts)
+            most_probable = probability.argmax(axis=1)[:, None] == np.arange(probability.shape[1])
+            aggregated = _group_means(most_probable.astype(np.float64), starts)
         case "top_k":
             aggregated = _highest(probability, starts, top_k, positive)
     one = lowest == highest
@@ -154,9 +154,9 @@ _COLUMNS: Mapping[Level, tuple[str, ...]] = {
 def write_predictions(
     path: Path, parts: Iterable[tuple[Mapping[str, object], PatchScores]], *, hidden: bool = False
 ) -> None:
-    """Write predictions by one rename; `hidden` as for `appearing`.
+    """Write predictions atomically; `hidden` as for `appearing`.
 
-    Each part, of at least one, has columns with the same value in all of its rows, such as the split.
+    Each of the parts, at least one, has columns with one value for all rows, such as the split.
     """
     with (
         appearing(path, hidden=hidden) as part,
@@ -171,7 +171,7 @@ def write_predictions(
 
 
 def _rows(common: Mapping[str, object], scores: PatchScores) -> Iterable[list[object]]:
-    likeliest = scores.probability.argmax(axis=1)
+    most_probable = scores.probability.argmax(axis=1)
     for i in range(len(scores.label)):
         columns = {
             "slide": scores.slides[scores.slide[i]],
@@ -179,11 +179,11 @@ def _rows(common: Mapping[str, object], scores: PatchScores) -> Iterable[list[ob
             "x_l0": scores.x_l0[i],
             "y_l0": scores.y_l0[i],
             "label": scores.classes[scores.label[i]] if scores.label[i] >= 0 else "",
-            "predicted": scores.classes[likeliest[i]],
+            "predicted": scores.classes[most_probable[i]],
         }
         yield [
             *common.values(), *(columns[name] for name in _COLUMNS[scores.level]),
-            # Nine digits: enough to read back the same float32.
+            # Nine digits are enough to read back the same float32.
             *(f"{p:.9g}" for p in scores.probability[i].tolist()),
         ]  # fmt: skip
 
@@ -192,7 +192,7 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
     """Read the predictions of a run by split.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: the file does not exist.
         DamagedStore: the file is damaged.
     """
     found = _read(path, by_split=True)
@@ -200,12 +200,12 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
 
 
 def read_slide_predictions(path: Path) -> PatchScores:
-    """Read predictions without further columns, of one slide or several. Raises as `read_predictions`."""
+    """Read predictions of one or several slides, without a column for the split. Raise as `read_predictions`."""
     return _read(path, by_split=False)[""]
 
 
 def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores]:
-    """Return predictions by the value of their first column, the split; or by "" if they have no such column."""
+    """Return predictions by split, from the first column; by "" if there is no column for the split."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
@@ -219,7 +219,7 @@ def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores]:
             return {side: rows.scores() for side, rows in found.items()}
     except FileNotFoundError as error:
         raise UsageError(
-            f"{path} does not exist", todo="name the folder of a finished run"
+            f"{path} does not exist", todo="pass the folder of a finished run"
         ) from error
     except (OSError, ValueError, KeyError, IndexError, StopIteration, OverflowError) as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
@@ -232,7 +232,7 @@ def _level_and_classes(
         known = (*before, *columns)
         if tuple(header[: len(known)]) == known:
             return level, tuple(name.removeprefix("p_") for name in header[len(known) :])
-    raise ValueError(f"columns {', '.join(header)}")
+    raise ValueError(f"unknown columns {', '.join(header)}")
 
 
 class _Rows:

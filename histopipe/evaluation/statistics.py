@@ -1,7 +1,7 @@
-"""Metrics of scores for many weightings of the patients at once, as a bootstrap needs them; and ROC curves.
+"""Metrics of scores for many weightings of the patients at once, for the bootstrap; and ROC curves.
 
-Results are equal to those of scikit-learn, which would sort the scores for each resample. Here everything but the ROC curve is
-summed by patient first, and scores are sorted once. Weights of 1 give the metrics themselves.
+Results equal those of scikit-learn, which would sort the scores for each resample. Here scores are sorted once, and all
+metrics except the AUC are first summed by patient. Weights of 1 give the unweighted metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SMALLEST = np.finfo(np.float64).eps
 
 @dataclass(frozen=True, slots=True)
 class _Curve:
-    """(N,) patients and labels of scores, sorted by the probability of one class; and the starts of equal scores."""
+    """(N,) patients and labels of scores, sorted by the probability of one class, and the starts of equal scores."""
 
     patient: NDArray[np.int32]
     positive: NDArray[np.bool_]
@@ -38,16 +38,19 @@ class _Curve:
     def area(self, weights: NDArray[np.float64]) -> float:
         """Return the area under the ROC curve for (P,) weights; ties count half."""
         weight = weights[self.patient]
-        ours = np.add.reduceat(weight * self.positive, self.ties)
-        others = np.add.reduceat(weight * ~self.positive, self.ties)
-        pairs = ours.sum() * others.sum()
-        return float(ours @ (np.cumsum(others) - others / 2) / pairs) if pairs else np.nan
+        positives = np.add.reduceat(weight * self.positive, self.ties)
+        negatives = np.add.reduceat(weight * ~self.positive, self.ties)
+        pairs = positives.sum() * negatives.sum()
+        return (
+            float(positives @ (np.cumsum(negatives) - negatives / 2) / pairs) if pairs else np.nan
+        )
 
 
 class Statistics:
     """Metrics of scores as functions of (R, P) weights of the patients.
 
-    `decided` are (N,) class numbers. `positive` is the positive class of two; None averages over the classes that occur.
+    `decided` are (N,) class numbers. `positive` is the positive class of two. None averages over the classes that
+    occur.
     """
 
     def __init__(self, scores: Scores, decided: NDArray[np.intp], positive: int | None) -> None:
@@ -61,14 +64,14 @@ class Statistics:
         squares = (scores.probability - truth) ** 2
         brier = squares.sum(axis=1) if positive is None else squares[:, positive]
         likelihood = scores.probability[np.arange(count), scores.label]
-        surprise = -np.log(np.clip(likelihood, _SMALLEST, None))
+        log_loss = -np.log(np.clip(likelihood, _SMALLEST, None))
         self._sums = np.stack(
-            [np.bincount(scores.patient, values, self.patients) for values in (brier, surprise)]
+            [np.bincount(scores.patient, values, self.patients) for values in (brier, log_loss)]
         )
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
-        against_others = np.flatnonzero(self._present & (occurs < count))
-        self._curves = {number: _Curve.of(scores, number) for number in against_others.tolist()}
+        against_rest = np.flatnonzero(self._present & (occurs < count))
+        self._curves = {number: _Curve.of(scores, number) for number in against_rest.tolist()}
 
     def confusion(self, weights: Weights) -> Values:
         """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
@@ -88,7 +91,7 @@ class Statistics:
             return {
                 "auc": self._auc(weights),
                 "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
-                # A class that never occurs is not counted; a class that a resample lacks makes it NaN.
+                # Classes that never occur are not counted. A class that is missing only from a resample gives NaN.
                 "balanced_accuracy": sensitivity(confusion)[:, self._present].mean(axis=1),
                 "f1": self._of_positive(_f1(confusion)),
                 "sensitivity": self._of_positive(sensitivity(confusion)),
@@ -127,14 +130,14 @@ def sensitivity(confusion: Values) -> Values:
 
 def specificity(confusion: Values) -> Values:
     """Return (R, C) specificity of each class; NaN if there is no other class."""
-    others = confusion.sum(axis=(1, 2))[:, None] - confusion.sum(axis=2)
-    taken = confusion.sum(axis=1) - _correct(confusion)
+    negatives = confusion.sum(axis=(1, 2))[:, None] - confusion.sum(axis=2)
+    false_positives = confusion.sum(axis=1) - _correct(confusion)
     with np.errstate(invalid="ignore"):
-        return np.asarray(1 - taken / others, np.float64)
+        return np.asarray(1 - false_positives / negatives, np.float64)
 
 
 def _f1(confusion: Values) -> Values:
-    """Return (R, C) F1 scores; NaN if a class neither occurs nor was decided."""
+    """Return (R, C) F1 scores; NaN if a class neither occurs nor is decided."""
     both = confusion.sum(axis=1) + confusion.sum(axis=2)
     return np.asarray(2 * _correct(confusion) / both, np.float64)
 
@@ -156,7 +159,7 @@ _GRID = np.linspace(0, 1, 101)
 
 
 def bootstrap_draws(patients: int, resamples: int, seed: int) -> NDArray[np.float64]:
-    """Return (R, P) how often each patient is drawn in a bootstrap: as many draws as patients, with replacement."""
+    """Return how often each patient is drawn per resample, (R, P): as many draws as patients, with replacement."""
     rng = np.random.default_rng(seed)
     share = np.full(patients, 1 / patients)
     return rng.multinomial(patients, share, size=resamples).astype(np.float64)
@@ -180,7 +183,7 @@ class Roc:
 
 
 def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | None:
-    """Return the curve of the class with this number; None if all scores, or none, are of this class."""
+    """Return the ROC curve of the class with this number; None if all scores, or none, are of this class."""
     positive = scores.label == number
     if positive.all() or not positive.any():
         return None
@@ -189,7 +192,7 @@ def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | No
     values = scores.probability[order, number]
     # Equal scores form one step of the curve.
     ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
-    everyone = _rates(positive, ends, np.ones(len(values)))
+    rates = _rates(positive, ends, np.ones(len(values)))
     low = high = None
     if len(np.unique(patient)) > 1:
         found = []
@@ -200,20 +203,20 @@ def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | No
                 found.append(_at(_GRID, false_rate, true_rate))
         if len(found) > _RESAMPLES // 2:
             low, high = np.percentile(found, _BAND, axis=0)
-    return Roc(*everyone, _GRID, low, high)
+    return Roc(*rates, _GRID, low, high)
 
 
 def _rates(
     positive: NDArray[np.bool_], ends: NDArray[np.intp], weight: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    ours, others = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
-    return np.append(0.0, others / others[-1]), np.append(0.0, ours / ours[-1])
+    positives, negatives = np.cumsum(weight * positive)[ends], np.cumsum(weight * ~positive)[ends]
+    return np.append(0.0, negatives / negatives[-1]), np.append(0.0, positives / positives[-1])
 
 
 def _at(
     grid: NDArray[np.float64], false_rate: NDArray[np.float64], true_rate: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return true positive rates at false positive rates; the upper end of vertical steps."""
+    """Return true positive rates at the false positive rates of `grid`; at vertical steps, the upper end."""
     last = np.searchsorted(false_rate, grid, side="right") - 1
     following = np.minimum(last + 1, len(false_rate) - 1)
     width = false_rate[following] - false_rate[last]

@@ -12,7 +12,7 @@ from histopipe.evaluation.predictions import Aggregation
 
 WITH_INTERVALS = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
 PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}
-"""Metrics in a table, with their titles."""
+"""Metrics in a table, with and without interval, and their titles."""
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -49,7 +49,7 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     notes: dict[str, list[str]] = {}
     for name, metrics in evaluation.named():
         level, _, how = name.partition("_")
-        # Bags have one aggregation only.
+        # Predictions of bags have one aggregation only, so it is not named.
         label = name.replace("_", " ", 1) if evaluation.patch else level
         if level == "patient" and metrics == evaluation.slide.get(cast(Aggregation, how)):
             continue
@@ -64,7 +64,7 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
         for note, where in notes.items()
     ]
     if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
-        lines.append("  patients: the same as slides, each has one")
+        lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
 
 

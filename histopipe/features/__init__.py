@@ -5,4 +5,4 @@ from __future__ import annotations
 from typing import Literal
 
 BagOf = Literal["slide", "patient"]
-"""What a bag holds the patches of. Here, because settings use it and must load without h5py."""
+"""Unit of a bag. Defined here because the settings use it and must load without h5py."""

@@ -32,9 +32,9 @@ from histopipe.system.hashing import combine, permuted
 
 @dataclass(frozen=True, slots=True)
 class Bag:
-    """The patches of a slide, or of all slides of a patient, by whom it is then named: a `SampleGroup` of one sample.
+    """The patches of a slide, or of all slides of a patient, with the patient as `id`: a `SampleGroup` of one sample.
 
-    It has no site if its slides are of several. Bags with copies of one slide share `content`.
+    `site` is None if the slides have different sites. Bags with copies of one slide have the same `content`.
     """
 
     planned: ClassVar = 1
@@ -56,7 +56,7 @@ class Bag:
 
     @property
     def crc(self) -> int:
-        """Checksum of its feature files, by their recorded checksums or by sampled rows."""
+        """Checksum of the feature files, from their recorded checksums or from sampled rows."""
         files = [
             (h.rows, h.dimension, str(h.dtype), int(h.facts.get("crc32", h.sample)))
             for h in self.headers
@@ -65,21 +65,21 @@ class Bag:
 
 
 class BagSet:
-    """The bags of a folder of feature files: a `SampleSource`, as a store is.
+    """The bags of a folder of feature files: a `SampleSource` like a store.
 
-    The files are of `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file slide,label[,patient][,site], of which
-    `allow_extra` ignores rows that name no slide; by default they are those that `histopipe embed` recorded. Bags keep their
-    `numbers`, by name, in existing splits; other bags get higher ones.
+    The files are from `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file slide,label[,patient][,site], or
+    are those that `histopipe embed` recorded. `allow_extra` ignores CSV rows of unknown slides. `numbers` are those of
+    bags in existing splits, by name; other bags get higher numbers.
 
     Raises:
-        NothingToDo: the folder holds no features.
-        UsageError: files without features or with different numbers of features, labels of unknown slides, or a patient with two
-            labels.
+        NothingToDo: the folder contains no features.
+        UsageError: files have no features or different numbers of features, labels are of unknown slides, or a patient
+            has two labels.
         DamagedStore: a file cannot be read.
     """
 
     classes: Sequence[str] = ()
-    """Patches of bags have no classes of their own."""
+    """Empty, since patches of bags have no classes."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class BagSet:
         filled = {name: header for name, header in headers.items() if header.rows}
         if not filled:
             raise NothingToDo(
-                f"{folder} holds no features",
-                expected="files SLIDE.h5, as `histopipe embed` writes them",
+                f"{folder} contains no features",
+                expected="files SLIDE.h5 from `histopipe embed`",
             )
         self.dimension = _common_dimension(filled)
         self.uuid = _identity(folder, self.dimension)
@@ -104,7 +104,7 @@ class BagSet:
         labelled = {name: label for name, label in labelled.items() if name in filled}
         groups = _by_patient(labelled) if bag == "patient" else {name: [name] for name in labelled}
         contents = _contents(groups, filled)
-        # Known bags keep their numbers, so that a new slide in the folder changes none.
+        # Known bags keep their numbers, so that a new slide does not change them.
         known = numbers or {}
         others = itertools.count(max(known.values(), default=-1) + 1)
         bags = {}
@@ -136,7 +136,7 @@ def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
 
 
 def _identity(folder: Path, dimension: int) -> str:
-    """Return the recorded encoder of the features; in folders of other tools, the number of features."""
+    """Return an identifier: the recorded encoder, or the number of features in folders of other tools."""
     try:
         found = read_json(folder / ENCODER)
         return f"features-{found['sha256'][:16]}-{found['precision']}"
@@ -172,7 +172,7 @@ def _text(value: Any) -> str | None:
 def _contents(
     groups: Mapping[str, Sequence[str]], headers: Mapping[str, FeatureHeader]
 ) -> dict[str, str | None]:
-    """Return one content checksum per bag, by name. Bags with copies of one slide share it; None if unknown."""
+    """Return a content checksum per bag, by name; None if unknown. It is equal for bags with copies of one slide."""
     parent: dict[str, str] = {}
 
     def root(content: str) -> str:
@@ -191,7 +191,7 @@ def _contents(
 
 
 def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
-    """Return the labelled slides of each patient; refuse different labels of one."""
+    """Return the labelled slides of each patient. All of them must have the same label."""
     groups: dict[str, list[str]] = {}
     for name, label in labels.items():
         if label.label:
@@ -200,7 +200,7 @@ def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
         found = sorted({str(labels[name].label) for name in slides})
         if len(found) > 1:
             raise UsageError(
-                f"patient {patient}", found=f"slides labelled {' and '.join(found)}",
+                f"patient {patient}", found=f"slides with labels {' and '.join(found)}",
                 expected="one label for all slides of a patient with --bag patient",
                 todo="use --bag slide, or one label per patient in --labels",
             )  # fmt: skip
@@ -213,11 +213,11 @@ _DRAW = 301
 class BagBatches(BatchSampler):
     """Batches of bags, in a given order.
 
-    With `on_error="skip"`, a damaged bag gets weight 0. If `most` is not 0, an epoch has at most so many patches of a bag,
-    others in each epoch, drawn by `seed`.
+    With `on_error="skip"`, a damaged bag gets weight 0. `most` limits the patches of a bag per epoch; 0 is no limit.
+    Each epoch draws different patches, by `seed`.
     """
 
-    # A bag may have a gigabyte: only the next one is read ahead.
+    # A bag may be a gigabyte, so only the next one is loaded in advance.
     parallel_calls: int | None = 1
     prefetch = 0
     read_ahead: int | None = 0
@@ -244,10 +244,10 @@ class BagBatches(BatchSampler):
         )  # fmt: skip
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Return (R, D) features of all bags of a replica's part of a step; and for each bag its end row, label, weight and key.
+        """Return the (R, D) features of a replica's part of a step; and the end row, label, weight and key of each bag.
 
         Raises:
-            DamagedStore: a bag is damaged, and is not to be skipped.
+            DamagedStore: a bag is damaged, and damaged bags are not skipped.
         """
         located, weights = self.locate(step, replica)
         keys = located.keys
@@ -257,7 +257,7 @@ class BagBatches(BatchSampler):
                 self._read(number, step // self.steps_per_epoch, keys[i]) if weights[i] else None
             )
             if found is None:
-                # A bag of weight 0 need not be read.
+                # A bag of weight 0 is not read.
                 weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
             parts.append(found)
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -265,22 +265,22 @@ class BagBatches(BatchSampler):
 
     def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
         try:
-            return read_bag(self._bags.bags[number], self.dtype, self._drawn(number, epoch))
+            return read_bag(self._bags.bags[number], self.dtype, self._draw_rows(number, epoch))
         except DamagedStore as error:
             if not self._skip:
                 raise
             self._note_skipped(int(key), str(error))
             return None
 
-    def _drawn(self, number: int, epoch: int) -> NDArray[np.int64] | None:
+    def _draw_rows(self, number: int, epoch: int) -> NDArray[np.int64] | None:
         """Return the rows of a bag in an epoch, sorted; None for all."""
         size = self._bags.bags[number].rows
         if not 0 < self._most < size:
             return None
-        # Consecutive epochs go through one permutation, so that all rows occur within as few epochs as possible.
+        # Consecutive epochs go through one permutation, so that the fewest epochs cover all rows.
         rounds, begin = divmod(epoch, -(-size // self._most))
-        places = (begin * self._most + np.arange(self._most)) % size
-        return np.sort(permuted(places, size, combine(self._seed, _DRAW, number, rounds)))
+        positions = (begin * self._most + np.arange(self._most)) % size
+        return np.sort(permuted(positions, size, combine(self._seed, _DRAW, number, rounds)))
 
 
 def read_bag(

@@ -1,7 +1,7 @@
-"""Feature files: the features of one slide as an HDF5 file, in the layout of CLAM and TRIDENT; and folders of them.
+"""Feature files: HDF5 files with the features of one slide, in the layout of CLAM and TRIDENT; and folders of them.
 
 `features` (N, D) float32 or float16; `coords` (N, 2) int64, top left corners of the patches in level-0 pixels. The
-attributes of `coords` are those of TRIDENT; those of the file are our own.
+attributes of `coords` are those of TRIDENT. The attributes of the file are specific to histopipe.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 class FeatureHeader:
     """Shape and type of the features of a file, and attributes of the file (`facts`) and of its coordinates (`coords`).
 
-    `offset` is where the features begin in the file if they are contiguous, as ours are; else None. `sample` is a checksum of
-    the first, middle and last row, for files without a checksum of all rows.
+    `offset` is the position of the features in the file if they are contiguous, as in our files; else None. `sample` is
+    a checksum of the first, middle and last row, for files without a checksum of all rows.
     """
 
     path: Path
@@ -52,17 +52,17 @@ class FeatureHeader:
 
 
 class FeatureWriter:
-    """Writes features and coordinates of at most `rows` patches to a file."""
+    """Writer of the features and coordinates of at most `rows` patches to a file."""
 
     def __init__(self, file: h5py.File, rows: int, dimension: int, precision: Precision) -> None:
         self._file, self._next, self._crc = file, 0, 0
-        # Contiguous: read at the speed of the disk, and single rows without the others.
+        # Contiguous, so that reading is as fast as the disk, and single rows can be read.
         self._features = file.create_dataset(FEATURES, (rows, dimension), precision)
         self._coords = file.create_dataset(COORDS, (rows, 2), np.int64)
 
     def append(self, features: NDArray[np.floating], coords: NDArray[np.integer]) -> None:
         """Append (B, D) features of patches, and their (B, 2) corners."""
-        place = slice(self._next, self._next + len(features))
+        rows = slice(self._next, self._next + len(features))
         with np.errstate(over="ignore"):
             values = np.ascontiguousarray(features, self._features.dtype)
         if np.isinf(values).any() and np.isfinite(features).all():
@@ -70,12 +70,12 @@ class FeatureWriter:
                 "--precision float16", found=f"a feature of {np.abs(features).max():g}",
                 expected="at most 65504", todo="use float32",
             )  # fmt: skip
-        self._features[place], self._coords[place] = values, coords
+        self._features[rows], self._coords[rows] = values, coords
         self._crc = zlib.crc32(values.data, self._crc)
-        self._next = place.stop
+        self._next = rows.stop
 
     def finish(self, facts: Mapping[str, Any], coords: Mapping[str, Any]) -> None:
-        """Write the attributes, and remove rows that were not written because patches are damaged."""
+        """Write the attributes, and remove unwritten rows of damaged patches."""
         if self._next < len(self._features):
             for name in (FEATURES, COORDS):
                 kept = self._file[name][: self._next]
@@ -90,7 +90,7 @@ class FeatureWriter:
 
 @contextmanager
 def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iterator[FeatureWriter]:
-    """Write a feature file that appears when it is complete.
+    """Write a feature file that becomes visible when it is complete.
 
     Raises:
         MachineShort: the disk is full.
@@ -106,7 +106,7 @@ def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iter
         if is_full_disk(error):
             raise MachineShort(
                 f"the disk that holds {path.parent} is full",
-                todo="make room, and run the same command again to do the missing slides",
+                todo="make room, and run the same command again to embed the missing slides",
             ) from error
         raise
 
@@ -115,14 +115,14 @@ def read_header(path: Path) -> FeatureHeader:
     """Read shape, type and attributes of a feature file.
 
     Raises:
-        DamagedStore: it is not an HDF5 file, or damaged.
-        UsageError: it holds no features.
+        DamagedStore: the file is damaged, or is not an HDF5 file.
+        UsageError: the file contains no features.
     """
     with _opened(path) as file:
         features = file.get(FEATURES)
         if not isinstance(features, h5py.Dataset):
             raise UsageError(
-                f"{path} holds no features", found=", ".join(file) or "nothing",
+                f"{path} contains no features", found=", ".join(file) or "nothing",
                 expected=f"a dataset {FEATURES!r} of shape (patches, features)",
             )  # fmt: skip
         shape = _plain_shape(features.shape)
@@ -139,8 +139,8 @@ def read_header(path: Path) -> FeatureHeader:
             )
         sample = 0
         if shape[0] and _CRC not in file.attrs:
-            places = sorted({0, shape[0] // 2, shape[0] - 1})
-            values = features[0, places] if features.ndim == 3 else features[places]
+            sampled = sorted({0, shape[0] // 2, shape[0] - 1})
+            values = features[0, sampled] if features.ndim == 3 else features[sampled]
             sample = zlib.crc32(np.ascontiguousarray(values).data)
         return FeatureHeader(
             path, *shape, features.dtype, features.id.get_offset(), dict(file.attrs),
@@ -151,7 +151,7 @@ def read_header(path: Path) -> FeatureHeader:
 def read_features(
     header: FeatureHeader, rows: NDArray[np.integer] | None = None
 ) -> NDArray[np.floating]:
-    """Read the (B, D) features of (B,) sorted rows, or of all rows, which are checked against the checksum, if there is one.
+    """Read the (B, D) features of (B,) sorted rows, or of all rows. With all rows, verify the checksum if there is one.
 
     Raises:
         DamagedStore: the checksum is wrong, or the file cannot be read.
@@ -164,7 +164,7 @@ def read_features(
         with _opened(header.path) as file:
             file[FEATURES].read_direct(values.reshape(file[FEATURES].shape))
     else:
-        with _named(header.path), header.path.open("rb", buffering=0) as file:
+        with _with_path(header.path), header.path.open("rb", buffering=0) as file:
             file.seek(header.offset)
             view = values.data.cast("B")
             while view:  # Linux reads at most 2 GiB at once
@@ -178,7 +178,7 @@ def read_features(
     if expected is not None and zlib.crc32(values.data) != int(expected):
         raise DamagedStore(
             f"{header.path}: the checksum of the features is wrong",
-            todo="remove the file, and embed the slide again",
+            todo="remove the file, and run `histopipe embed` again",
         )
     return values
 
@@ -186,10 +186,10 @@ def read_features(
 def _read_rows(
     header: FeatureHeader, offset: int, rows: NDArray[np.integer]
 ) -> NDArray[np.floating]:
-    """Read single rows; without a memory map, which would crash the process if the file became shorter."""
+    """Read single rows, without a memory map: it would crash the process if the file became shorter."""
     values = np.empty((len(rows), header.dimension), header.dtype)
     width = header.dimension * header.dtype.itemsize
-    with _named(header.path), header.path.open("rb", buffering=0) as file:
+    with _with_path(header.path), header.path.open("rb", buffering=0) as file:
         for value, row in zip(values, rows.tolist(), strict=True):
             if os.preadv(file.fileno(), [value], offset + row * width) < width:
                 raise ValueError(f"the file is truncated before row {row}")
@@ -215,13 +215,13 @@ def is_ours(header: FeatureHeader) -> bool:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[h5py.File]:
-    with _named(path), h5py.File(path, "r") as file:
+    with _with_path(path), h5py.File(path, "r") as file:
         yield file
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file with its name."""
+def _with_path(path: Path) -> Iterator[None]:
+    """Raise errors of reading a file as DamagedStore with its path."""
     try:
         yield
     except (OSError, KeyError, RuntimeError, ValueError) as error:
@@ -234,7 +234,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _plain_shape(shape: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return (N, D), also of (1, N, D), which some tools write."""
+    """Return (N, D) for a shape (N, D) or (1, N, D), which some tools write; else None."""
     if len(shape) == 3 and shape[0] == 1:
         shape = shape[1:]
     return (shape[0], shape[1]) if len(shape) == 2 and shape[1] > 0 else None
@@ -244,7 +244,7 @@ def feature_path(folder: Path, slide_id: str) -> Path:
     """Return the path of a slide's feature file.
 
     Raises:
-        DamagedStore: the id leads out of the folder.
+        DamagedStore: the path would be outside of the folder.
     """
     return path_within(folder, f"{slide_id}{SUFFIX}")
 
@@ -253,7 +253,7 @@ def feature_files(folder: Path) -> dict[str, Path]:
     """Return the feature files of a folder by slide id, sorted by id.
 
     Raises:
-        UsageError: there is no such folder.
+        UsageError: the folder does not exist.
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder", expected="a folder of feature files")
@@ -266,17 +266,17 @@ def feature_files(folder: Path) -> dict[str, Path]:
 
 
 def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
-    """Record all that features depend on, as JSON values, in their folder, or check that it is what is recorded.
+    """Record the settings that features depend on in their folder, or check that they match the record.
 
     Raises:
         UsageError: the features in the folder were computed by another encoder or another tool.
         DamagedStore: the record cannot be read.
     """
-    foreign = {} if (folder / ENCODER).exists() else feature_files(folder)
-    if foreign:
+    unknown_files = {} if (folder / ENCODER).exists() else feature_files(folder)
+    if unknown_files:
         raise UsageError(
-            f"{folder} holds files that were not made by `histopipe embed`",
-            found=", ".join(list(foreign)[:3]), todo="choose another --out",
+            f"{folder} contains files that were not written by `histopipe embed`",
+            found=", ".join(list(unknown_files)[:3]), todo="choose another --out",
         )  # fmt: skip
-    # The file name of an encoder may change: its weights are compared.
+    # The file name of an encoder may change, since the weights are compared.
     record_or_check(folder / ENCODER, encoder, ignored=("encoder",), contents="features")

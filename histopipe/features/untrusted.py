@@ -11,23 +11,23 @@ from histopipe.ingestion import coords
 from histopipe.system.worker_pool import WorkerPool
 
 _SECONDS = 60.0
-_MOST_EXPANSION = 1000
+_MAX_EXPANSION = 1000
 """Largest ratio of a dataset's size to the size of its file."""
 
 
 def check_features(folder: Path, *, seconds: float = _SECONDS) -> None:
-    """Read every feature file of a folder in a separate process, within so many seconds, and refuse the first that fails.
+    """Read each feature file of a folder in a separate process, with a limit of `seconds` per file.
 
     Raises:
-        UsageError: there is no such folder, or a file holds no features.
-        DamagedStore: a file is damaged, or hangs or crashes HDF5.
+        UsageError: the folder does not exist, or a file contains no features.
+        DamagedStore: a file is damaged, or makes HDF5 hang or crash.
     """
-    _check(feature_files(folder).values(), _read_through_features, seconds)
+    _check(feature_files(folder).values(), _read_all_features, seconds)
 
 
 def check_coords(folder: Path, *, seconds: float = _SECONDS) -> None:
     """Check the coordinate files of a folder as `check_features` does."""
-    _check(sorted(folder.rglob(f"*{coords.SUFFIX}")), _read_through_coords, seconds)
+    _check(sorted(folder.rglob(f"*{coords.SUFFIX}")), _read_all_coords, seconds)
 
 
 def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) -> None:
@@ -39,15 +39,15 @@ def _check(paths: Iterable[Path], read: Callable[[Path], None], seconds: float) 
                 raise
             except Exception as error:  # h5py raises many types
                 raise DamagedStore(
-                    f"{path} cannot be trusted", found=f"HDF5: {error}", expected="a file that HDF5 can read completely",
+                    f"{path} cannot be read safely", found=f"HDF5: {error}", expected="a file that HDF5 can read",
                     todo="remove it from the folder",
                 ) from error  # fmt: skip
 
 
-def _read_through_features(path: Path) -> None:
+def _read_all_features(path: Path) -> None:
     header = read_header(path)
     claimed = header.rows * header.dimension * header.dtype.itemsize
-    if claimed > _MOST_EXPANSION * path.stat().st_size:
+    if claimed > _MAX_EXPANSION * path.stat().st_size:
         raise DamagedStore(
             f"{path}: features", found=f"{claimed} bytes in a file of {path.stat().st_size}"
         )
@@ -55,6 +55,6 @@ def _read_through_features(path: Path) -> None:
     read_coords(header)
 
 
-def _read_through_coords(path: Path) -> None:
+def _read_all_coords(path: Path) -> None:
     coords.read_header(path)
     coords.read_corners(path)
