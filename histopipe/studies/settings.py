@@ -1,4 +1,4 @@
-"""The settings of a cross-validation and of a search. Nothing here is slow to load: `--help` reads them."""
+"""Settings of a cross-validation and of a search. `--help` imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FoldSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySettings:
-    """Settings of a search. `seed` is that of the sampler."""
+    """Settings of a search. `seed` is the seed of the sampler."""
 
     trials: int = setting(
         20, "Number of trials, of all processes together.", group=_SEARCH, at_least=1
@@ -74,5 +74,5 @@ class StudySettings:
 
     @property
     def direction(self) -> str:
-        """Whether the metric is to be minimized or maximized."""
+        """Direction of the optimization: "minimize" or "maximize"."""
         return "minimize" if self.metric == "loss" else "maximize"
