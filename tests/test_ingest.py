@@ -545,7 +545,7 @@ def test_labels_change_without_another_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--labels", "extra.csv"], 2, "'nobody' names no slide"),
         (["in", "--mpp-csv", "extra.csv"], 2, "expected slide,mpp"),
         (["in", "--out", "in"], 2, "a folder of something else"),
-        (["in", "--max-unreadable", "7"], 2, "is no share"),
+        (["in", "--max-unreadable", "7"], 2, "is not a share"),
         (["in", "--default-mpp", "0"], 2, "--default-mpp: found 0.0"),
         (["in", "--slide-timeout", "inf"], 2, "is not in the range"),
         (["in", "--slide-timeout", "nan"], 2, "--slide-timeout: found nan"),
