@@ -33,7 +33,7 @@ GROUPS = MappingProxyType(
             "train": ("training", "Train a model on a store or on features."),
             "tune": ("training", "Search for settings with a better validation metric."),
             "embed": ("inference", "Compute features of every patch of a store."),
-            "bench": ("machine", "Measure the input speed of a training, find the bottleneck."),
+            "bench": ("machine", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {
             "predict": ("inference", "Predict stores or slides with the model of a run."),
@@ -117,7 +117,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.exceptions.Abort):
         click.echo(
-            "histopipe: interrupted; completed work is kept, run the same command to continue",
+            "histopipe: interrupted; completed work is kept; run the same command to continue",
             err=True,
         )
         sys.exit(ExitCode.INTERRUPTED)

@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     "--route",
     type=click.Choice(["auto", "copy", "decode", "openslide"]),
     default="auto",
-    help="Route to the patches. auto copies tiles, else decodes tiles, else uses OpenSlide.",
+    help="Route: auto copies tiles, else decodes tiles, else uses OpenSlide.",
 )
 @click.option(
     "--annotations",

@@ -20,7 +20,7 @@ from histopipe.cli.parameters import (
 
 @click.command()
 @click.option("--out", type=PATH, default="demo", help="Folder for all results.")
-@click.option("--slides", type=int, default=10, help="Number of synthetic slides.")
+@click.option("--slides", type=int, default=10, help="Number of synthetic slides to train on.")
 def demo(out: Path, slides: int) -> None:
     """Run the full pipeline on synthetic slides.
 

@@ -113,7 +113,7 @@ def heatmap(
         def write(values: PatchValues, kind: str) -> Path:
             base = path_within(target, values.slide)
             base.parent.mkdir(parents=True, exist_ok=True)
-            # The suffix .heat prevents the names of slide files and of annotations.
+            # The suffix .heat avoids the names of slide files and of annotations.
             path = base.with_name(f"{base.name}.heat.{kind}")
             if kind == "tiff":
                 write_heatmap_tiff(values, path)

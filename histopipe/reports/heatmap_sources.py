@@ -72,7 +72,7 @@ class PatchValues:
 
 
 def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return (N,) ranks from 0 to 1, because attention weights differ by orders of magnitude."""
+    """Return (N,) ranks: the share of other values below each. Attention weights differ by orders of magnitude."""
     if len(values) < 2:
         return np.ones(len(values), np.float32)
     below = np.searchsorted(np.sort(values), values)

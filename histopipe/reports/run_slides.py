@@ -146,7 +146,5 @@ def heatmaps(run: RunData) -> Gallery | None:
             if values is not None:
                 image = heatmap_image(values, images.of(slide))
                 made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
-    title = (
-        "Heatmaps: dark blue is 0, yellow is 1. Areas without colour are not in validation or test."
-    )
+    title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
     return Gallery(title, made) if made else None
