@@ -543,7 +543,7 @@ def test_incomplete_splits_of_a_killed_command_are_replaced(
 
 
 def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -> None:
-    from test_reader import a_store, jpegs  # here, as in conftest
+    from test_reader import a_store, jpegs  # imported here, as in conftest
 
     paths = [
         a_store(

@@ -121,7 +121,7 @@ def _load_encoder(
             expected="--model with the name of a network",
         )  # fmt: skip
     if is_onnx:
-        from histopipe.inference.onnx_encoder import OnnxEncoder  # here: an optional dependency
+        from histopipe.inference.onnx_encoder import OnnxEncoder  # imported here: optional
 
         return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=batch_size)
     keras_network = load_quietly("histopipe.inference.keras_network")

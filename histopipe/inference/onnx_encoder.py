@@ -160,7 +160,7 @@ def _is_colour(value: Any) -> bool:
 
 def _sessions(path: Path, devices: str) -> list[Any]:
     try:
-        import onnxruntime as ort  # here: from the extra [onnx]
+        import onnxruntime as ort  # imported here: optional
     except ImportError as error:
         raise MachineShort(
             "ONNX files need onnxruntime, which is not installed", found=str(error),

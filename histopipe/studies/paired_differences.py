@@ -18,7 +18,7 @@ from histopipe.evaluation.statistics import Statistics
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of a metric of two runs on the same patients.
+    """Metric of a run minus the metric of the first run, on the same patients.
 
     Attributes:
         value: the difference; None if one of the two metrics is not defined.
