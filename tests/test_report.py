@@ -249,7 +249,7 @@ def test_report_of_a_run_without_its_store_has_no_pictures(
     done = run("report", "run")
     assert done.returncode == 0, done.stderr
     page = (folder / "report.html").read_text()
-    assert "Pictures of patches and slides: no store at" in page
+    assert "No pictures of patches and slides: no store at" in page
     assert "data:image" not in page
     assert run("report", "run", "--store", made_store).returncode == 0
     assert "data:image/webp" in (folder / "report.html").read_text()

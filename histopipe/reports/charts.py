@@ -70,7 +70,7 @@ def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
     """Draw ROC curves with their confidence bands."""
     with _chart(title, square=True) as (figure, axes):
         _draw_roc(axes, curves)
-        return _svg(figure, f"{title} of {', '.join(curves)}")
+        return _svg(figure, f"{title}: {', '.join(curves)}")
 
 
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
@@ -105,7 +105,7 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
         axes.set(xlabel="predicted probability", ylabel="observed frequency")
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left")
-        return _svg(figure, f"{title} of {', '.join(curves)}")
+        return _svg(figure, f"{title}: {', '.join(curves)}")
 
 
 def _style(colours: _Colours) -> Any:

@@ -198,7 +198,7 @@ class Page:
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        css, js = (Markup(_asset(name)) for name in ("page.css", "page.js"))  # noqa: S704 - our own
+        css, js = (Markup(_asset(name)) for name in ("page.css", "page.js"))  # noqa: S704 - from this package
         made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         pieces = environment.from_string(_asset("page.html.j2")).generate(
             page=self, version=__version__, css=css, js=js, made=made

@@ -63,11 +63,11 @@ def read_run(
         try:
             opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
         except HistopipeError as error:
-            missing.append(f"Pictures of patches and slides: {error}.")
+            missing.append(f"No pictures of patches and slides: {error}.")
     if not follow and not stores:
-        missing.append("Pictures of patches and slides: use --store to name the stores.")
+        missing.append("No pictures of patches and slides: use --store to name the stores.")
     elif named is None and not opened:
-        missing.append("Heatmaps of attention: use --store to name the store of the patches.")
+        missing.append("No heatmaps of attention: use --store to name the store of the patches.")
     return RunData(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
         _history(folder / run_folder.HISTORY), read_predictions(folder / run_folder.PREDICTIONS),

@@ -80,13 +80,13 @@ def _main_evaluation(run: RunData) -> tuple[Side, Evaluation]:
 
 def _summary(run: RunData) -> Iterator[Block]:
     side, evaluation = _main_evaluation(run)
-    name = "Test set" if side == "test" else "Validation set; there is no test set"
+    name = "Test set" if side == "test" else "Validation set (there is no test set)"
     cards = []
     for level, metrics in _shown(evaluation):
         for figure, title in table.WITH_INTERVALS.items():
             value = table.number(getattr(metrics, figure))
             interval = table.interval(metrics, figure) or "no interval"
-            cards.append(Card(f"{title} of {_NAMES[level.partition('_')[0]]}", value, interval))
+            cards.append(Card(f"{title}, {_NAMES[level.partition('_')[0]]}", value, interval))
     yield Text(f"{name}. Brackets show 95 % confidence intervals from resampling patients.", "soft")
     yield Cards(cards)
     result = run.result
@@ -178,7 +178,7 @@ def _roc_charts(run: RunData) -> Iterator[str]:
                 if roc is not None:
                     curves[side if positive is not None else name] = roc
         if curves:
-            yield charts.roc_chart(f"ROC of {title}", curves)
+            yield charts.roc_chart(f"ROC, {title}", curves)
 
 
 def _confusions(run: RunData) -> Iterator[Block]:
