@@ -69,12 +69,12 @@ def test_probabilities_equal_those_of_keras(
             record = store.records[number]
             rows = rows_of(predicted["store"] / "patches" / f"{record.id}.csv")
             index = store.index(number)
-            place = {
+            row_of = {
                 corner: row
                 for row, corner in enumerate(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True))
             }  # fmt: skip
-            assert len(rows) == len(place) == record.stored
-            order = [place[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
+            assert len(rows) == len(row_of) == record.stored
+            order = [row_of[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
             images = np.stack([store.read(record.id, row) for row in order])
             expected = model.predict(images, verbose=0)
             found = np.array([[float(row["p_normal"]), float(row["p_tumour"])] for row in rows])
@@ -310,9 +310,9 @@ def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None
 def test_joined_predictions_keep_slides_and_patients() -> None:
     def part(slide: str, patient: str, n: int) -> PatchScores:
         zeros = np.zeros(n, np.int32)
-        place = np.arange(n, dtype=np.int64)
+        position = np.arange(n, dtype=np.int64)
         return PatchScores(
-            ("a", "b"), (slide,), (patient,), slide=zeros, patient=zeros, x_l0=place, y_l0=place,
+            ("a", "b"), (slide,), (patient,), slide=zeros, patient=zeros, x_l0=position, y_l0=position,
             label=zeros, probability=np.full((n, 2), n / 10, np.float32),
         )  # fmt: skip
 

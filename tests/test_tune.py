@@ -163,15 +163,15 @@ def test_trials_of_another_folder_are_not_continued(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/study.db"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    here = a_study(tmp_path / "a", storage=url, name="shared")
-    there = a_study(tmp_path / "b", storage=url, name="shared")
-    with here.claimed() as first:
+    study_a = a_study(tmp_path / "a", storage=url, name="shared")
+    study_b = a_study(tmp_path / "b", storage=url, name="shared")
+    with study_a.claimed() as first:
         assert first is not None and first.number == 0
-    with there.claimed() as second:
+    with study_b.claimed() as second:
         assert second is not None and second.number == 1
-        there.tell(second, 0.5, "COMPLETE")
-    assert not there.wait()  # the first trial belongs to the other folder, and has its lock there
-    with here.claimed() as again:
+        study_b.tell(second, 0.5, "COMPLETE")
+    assert not study_b.wait()  # the first trial belongs to the other folder, and has its lock there
+    with study_a.claimed() as again:
         assert again is not None and again.number == 0
 
 

@@ -89,7 +89,7 @@ def open_values(
     """Return the ids of the slides with values in a folder, and a function that reads the values of one slide.
 
     The values are probabilities of the class, or of the last class if None. `only` restricts the slides if it is not
-    empty. The function raises DamagedStore, or NothingToDo if no store holds the slide, whose patch size is needed.
+    empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
 
     Raises:
         UsageError: the folder has no values, or no values of these slides or of this class.

@@ -66,8 +66,8 @@ def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]
     group = patches.slide if level == "slide" else patches.patient
     names = patches.slides if level == "slide" else patches.patients
     for i, item in enumerate(scores.item.tolist()):
-        here = np.flatnonzero(group == item)
-        labels = np.unique(patches.label[here])
+        members = np.flatnonzero(group == item)
+        labels = np.unique(patches.label[members])
         decision = run.classes[decided[i]]
         if len(labels) == 1:
             label = run.classes[labels[0]]
@@ -75,8 +75,8 @@ def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]
         else:
             label, correct = "several", Cell("")
         yield Row([
-            Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[here[0]]]), Cell(side),
-            number(len(here)), Cell(label), Cell(decision), correct,
+            Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[members[0]]]), Cell(side),
+            number(len(members)), Cell(label), Cell(decision), correct,
             *(number(float(p), 3) for p in scores.probability[i]),
         ])  # fmt: skip
 
