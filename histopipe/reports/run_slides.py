@@ -88,7 +88,9 @@ def certain_patches(run: RunData) -> Iterator[Block]:
     if scores is None or scores.level != "patch" or not run.stores:
         return
     yield Text(
-        f"{side.capitalize()} patches; p is the predicted probability of the true class.", "soft"
+        f"{side.capitalize()} patches; p is the predicted probability of the true class. "
+        "Predictions are the most probable class, without the threshold.",
+        "soft",
     )
     for code, name in enumerate(run.classes):
         of_class = np.flatnonzero(scores.label == code)

@@ -42,7 +42,7 @@ _MAX_OUTLINES = 20_000
 _COLUMNS = (
     Column("slide"), Column("state"), Column("label"), Column("patient"), Column("patches", True),
     Column("unreadable", True), Column("tissue", True), Column("focus", True), Column("pen", True),
-    Column("mpp", True), Column("mpp from"), Column("route"), Column("level", True), Column("notes"),
+    Column("mpp", True), Column("mpp source"), Column("route"), Column("level", True), Column("notes"),
 )  # fmt: skip
 
 
