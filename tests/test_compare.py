@@ -1,4 +1,4 @@
-"""Runs side by side: what differs, and how sure a difference is."""
+"""Test `compare`: settings that differ, and confidence intervals of differences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ARGUMENTS = (
 
 @pytest.fixture(scope="module")
 def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """a and b differ in their optimizer, c in its split; d is a cross-validation."""
+    """Four runs: a and b differ in the optimizer, c has another split, and d is a cross-validation."""
     folder = tmp_path_factory.mktemp("compared")
     for name, more in {
         "a": (), "b": ("--optimizer", "sgd", "--augment", "none"), "c": ("--seed", "5"),
@@ -44,7 +44,7 @@ def runs(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_differences_are_those_of_the_figures_and_of_resamples_of_both(runs: Path) -> None:
+def test_differences_and_intervals_equal_a_slow_reference(runs: Path) -> None:
     found = compare([runs / "a", runs / "b"], resamples=300, seed=7)
     assert found.settings["optimizer"] == ("adam", "sgd")
     assert found.settings["augment"] == (["flips"], ["none"])
@@ -59,13 +59,13 @@ def test_differences_are_those_of_the_figures_and_of_resamples_of_both(runs: Pat
         assert levels["patch"][name].value == pytest.approx(
             files[1]["patch"][name] - files[0]["patch"][name], abs=1e-12
         )
-    # The slow way: scikit-learn on each resample of the patients, with the same draws.
+    # Slow reference: scikit-learn on each resample of the patients, with the same draws.
     a, b = (read_predictions(runs / name / "predictions.csv")["test"] for name in "ab")
     names = sorted(a.patients)
-    whose = np.array([names.index(a.patients[i]) for i in a.patient])
+    patient = np.array([names.index(a.patients[i]) for i in a.patient])
     values = []
     for draw in bootstrap_draws(len(names), 300, 7).astype(int):
-        rows = np.repeat(np.arange(len(whose)), draw[whose])
+        rows = np.repeat(np.arange(len(patient)), draw[patient])
         one_class = len(set(a.label[rows].tolist())) < 2
         values.append(
             np.nan
@@ -78,9 +78,9 @@ def test_differences_are_those_of_the_figures_and_of_resamples_of_both(runs: Pat
     )
 
 
-def test_a_run_does_not_differ_from_its_copy(runs: Path, tmp_path: Path) -> None:
+def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(runs / "a", tmp_path / "copy"))
-    # The order of rows says nothing.
+    # The order of rows has no effect.
     sides = read_predictions(copy / "predictions.csv")
     order = np.random.default_rng(1).permutation(len(sides["test"].label))
     test = sides["test"]
@@ -102,7 +102,7 @@ def test_a_run_does_not_differ_from_its_copy(runs: Path, tmp_path: Path) -> None
             )
 
 
-def test_what_was_tested_on_others_is_not_compared(runs: Path) -> None:
+def test_runs_with_different_test_items_are_not_compared(runs: Path) -> None:
     found = compare([runs / "a", runs / "c", runs / "d"])
     assert found.differences == ({}, {})
     assert [note.split(":")[0] for note in found.notes[0]] == ["patch", "slide", "patient"]
@@ -110,16 +110,16 @@ def test_what_was_tested_on_others_is_not_compared(runs: Path) -> None:
     assert found.settings["folds"] == (None, None, 2)
 
 
-def test_the_same_patients_in_other_folds_are_compared(
+def test_same_patients_in_different_folds_are_compared(
     runs: Path, small_store: Path, tmp_path: Path
 ) -> None:
-    """Every slide is tested whole in both, though beside others."""
+    """Both cross-validations test all patches of every slide, but in different folds."""
     command = [*COMMAND, "train", str(small_store), "--out", str(tmp_path / "e"), *ARGUMENTS]
     subprocess.run([*command, "--folds", "2", "--seed", "9"], check=True, capture_output=True)
     found = compare([runs / "d", tmp_path / "e"], resamples=50)
     assert found.notes == ((),)
     assert set(found.differences[0]) >= {"patch", "slide_mean", "patient_mean"}
-    # A slide whose tested patches are others is another one.
+    # A slide with different test patches is a different item.
     path = tmp_path / "e" / "fold-1" / "predictions.csv"
     sides = read_predictions(path)
     moved = replace(sides["test"], x_l0=sides["test"].x_l0 + 1)
@@ -131,8 +131,10 @@ def test_the_same_patients_in_other_folds_are_compared(
     assert "slide: tested on different items (12 and 12, 6 in common)" in other.notes[0]
 
 
-def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_path: Path) -> None:
-    """As for the same slides tiled at another scale."""
+def test_runs_on_different_stores_compare_slides_but_not_patches(
+    runs: Path, tmp_path: Path
+) -> None:
+    """This is the case for the same slides tiled at different scales."""
     copy = Path(shutil.copytree(runs / "b", tmp_path / "copy"))
     splits = json.loads((copy / "splits.json").read_text())
     (copy / "splits.json").write_text(json.dumps(splits | {"stores": ["another"]}))
@@ -141,7 +143,7 @@ def test_of_other_stores_slides_are_compared_and_patches_not(runs: Path, tmp_pat
     assert "slide_mean" in found.differences[0] and "patch" not in found.differences[0]
 
 
-def test_a_cross_validation_is_compared_as_a_whole(runs: Path, tmp_path: Path) -> None:
+def test_cross_validations_are_compared_over_all_folds(runs: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(runs / "d", tmp_path / "copy"))
     found = compare([runs / "d", copy], resamples=50)
     assert found.runs[0].test.finest.count == 120
@@ -152,7 +154,7 @@ def test_a_cross_validation_is_compared_as_a_whole(runs: Path, tmp_path: Path) -
     assert part.differences == ({},)
 
 
-def test_the_command_tells_all_of_it(run: Run, runs: Path) -> None:
+def test_output_of_the_command(run: Run, runs: Path) -> None:
     done = run("compare", runs / "a", runs / "b")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -165,7 +167,7 @@ def test_the_command_tells_all_of_it(run: Run, runs: Path) -> None:
     )
 
 
-def test_what_cannot_be_compared_is_told(run: Run, runs: Path, tmp_path: Path) -> None:
+def test_errors_of_compare(run: Run, runs: Path, tmp_path: Path) -> None:
     for arguments, message in {
         (runs / "a",): "expected two or more different runs",
         (runs / "a", runs / "a"): "expected two or more different runs",

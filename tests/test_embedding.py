@@ -1,4 +1,4 @@
-"""Features on disk: those of the network on the same pixels, whatever the devices, and whole or not there."""
+"""Test `embed`: features equal those of the network, on all devices, and feature files are complete."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def pixels_of(store: Path) -> dict[str, np.ndarray]:
 
 
 def make_onnx(path: Path, *, rows: int | str = "N", output: str = "pooled") -> np.ndarray:
-    """A convolution, a ReLU and a mean as an ONNX file; returns the convolution's weights (8, 3, 4, 4)."""
+    """Write an ONNX file with a convolution, a ReLU and a mean. Return the (8, 3, 4, 4) weights of the convolution."""
     weights = np.random.default_rng(1).normal(size=(8, 3, 4, 4)).astype(np.float32)
     nodes = [
         helper.make_node("Conv", ["x", "w"], ["maps"], strides=[4, 4]),
@@ -78,11 +78,11 @@ def make_onnx(path: Path, *, rows: int | str = "N", output: str = "pooled") -> n
     )  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     onnx.save(model, path)
-    path.with_suffix(".json").write_text(json.dumps(TOLD))
+    path.with_suffix(".json").write_text(json.dumps(PREPROCESSING))
     return weights
 
 
-TOLD: dict[str, Any] = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "size": SIZE}
+PREPROCESSING: dict[str, Any] = {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4], "size": SIZE}
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +92,7 @@ def a_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_they_are_those_of_keras_on_the_same_pixels(
-    small_store: Path, a_run: Path, tmp_path: Path
-) -> None:
+def test_features_equal_those_of_keras(small_store: Path, a_run: Path, tmp_path: Path) -> None:
     import keras
 
     from histopipe.training.models import build_encoder
@@ -119,8 +117,8 @@ def test_they_are_those_of_keras_on_the_same_pixels(
             np.testing.assert_allclose(found[slide], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_devices_do_not_matter(run: Run, small_store: Path, tmp_path: Path) -> None:
-    """Three devices do not divide a batch of 7."""
+def test_devices_do_not_change_features(run: Run, small_store: Path, tmp_path: Path) -> None:
+    """A batch of 7 cannot be divided evenly among three devices."""
     devices = ["cpu", "cpu:3"]
     for name in devices:
         flags = ["--out", tmp_path / name, "--devices", name, "--batch-size", 7]
@@ -141,8 +139,9 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
-def test_interrupted_and_continued_equals_uninterrupted(
-    small_store: Path, uninterrupted: Path, tmp_path: Path
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_continued_run_equals_uninterrupted_run(
+    small_store: Path, uninterrupted: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     """Kills are tested with `predict`, which runs slides through a network in the same way."""
     arguments = ["embed", small_store, *NETWORK, "--batch-size", 2, "--json"]
@@ -167,7 +166,7 @@ def test_interrupted_and_continued_equals_uninterrupted(
 
 
 @pytest.mark.parametrize(("rows", "devices"), [("N", "cpu"), (5, "auto"), ("N", "cpu:2")])
-def test_onnx_files_get_the_pixels_that_their_json_asks_for(
+def test_onnx_input_is_preprocessed_as_the_json_file_defines(
     small_store: Path, tmp_path: Path, rows: int | str, devices: str
 ) -> None:
     weights = make_onnx(tmp_path / "encoder.onnx", rows=rows)
@@ -185,7 +184,7 @@ def test_onnx_files_get_the_pixels_that_their_json_asks_for(
             np.asarray(Image.fromarray(p).resize((SIZE, SIZE), Image.Resampling.BILINEAR))
             for p in pixels
         ]
-        inputs = (np.stack(resized) / 255 - TOLD["mean"]) / TOLD["std"]
+        inputs = (np.stack(resized) / 255 - PREPROCESSING["mean"]) / PREPROCESSING["std"]
         blocks = inputs.reshape(-1, SIZE // 4, 4, SIZE // 4, 4, 3)
         maps = np.einsum("nyaxbc,fcab->nyxf", blocks, weights)
         expected = np.maximum(maps, 0).mean(axis=(1, 2))
@@ -195,40 +194,40 @@ def test_onnx_files_get_the_pixels_that_their_json_asks_for(
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"),
+    ("settings", "expected"),
     [
         (None, "encoder.json is missing: an ONNX file does not describe its preprocessing"),
         ("{", "encoder.json cannot be read"),
-        ([], "encoder.json: mean, size, std"),
-        (TOLD | {"std": [1, 0, 1]}, "encoder.json: std"),
-        (TOLD | {"mean": 0.5}, "encoder.json: mean"),
-        (TOLD | {"size": "24"}, "encoder.json: size"),
-        (TOLD | {"interpolation": "area"}, "encoder.json: interpolation"),
-        (TOLD | {"means": 1}, "encoder.json: means"),
-        (TOLD | {"size": 32}, "encoder.onnx: its input"),
+        ([], "encoder.json: wrong mean, size, std"),
+        (PREPROCESSING | {"std": [1, 0, 1]}, "encoder.json: wrong std"),
+        (PREPROCESSING | {"mean": 0.5}, "encoder.json: wrong mean"),
+        (PREPROCESSING | {"size": "24"}, "encoder.json: wrong size"),
+        (PREPROCESSING | {"interpolation": "area"}, "encoder.json: wrong interpolation"),
+        (PREPROCESSING | {"means": 1}, "encoder.json: wrong means"),
+        (PREPROCESSING | {"size": 32}, "encoder.onnx: wrong inputs"),
     ],
 )
-def test_onnx_without_what_it_needs_is_refused(
-    small_store: Path, tmp_path: Path, told: Any, expected: str
+def test_onnx_with_wrong_preprocessing_is_rejected(
+    small_store: Path, tmp_path: Path, settings: Any, expected: str
 ) -> None:
     make_onnx(tmp_path / "encoder.onnx")
-    beside = tmp_path / "encoder.json"
-    if told is None:
-        beside.unlink()
+    json_file = tmp_path / "encoder.json"
+    if settings is None:
+        json_file.unlink()
     else:
-        beside.write_text(told if isinstance(told, str) else json.dumps(told))
+        json_file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
     with pytest.raises(UsageError) as error:
         histopipe.embed(small_store, model=tmp_path / "encoder.onnx", out=tmp_path / "f")
     assert expected in str(error.value)
     assert not (tmp_path / "f").exists()
 
 
-def test_onnx_files_that_are_no_encoders_are_refused(small_store: Path, tmp_path: Path) -> None:
+def test_onnx_files_that_are_not_encoders_are_rejected(small_store: Path, tmp_path: Path) -> None:
     make_onnx(tmp_path / "maps.onnx", output="maps")
     (tmp_path / "text.onnx").write_text("hello")
-    (tmp_path / "text.json").write_text(json.dumps(TOLD))
+    (tmp_path / "text.json").write_text(json.dumps(PREPROCESSING))
     for name, expected in (
-        ("maps", "its first output: found shape (1, 8, 6, 6)"),
+        ("maps", "wrong first output: found shape (1, 8, 6, 6)"),
         ("text", "text.onnx cannot be loaded"),
         ("none", "none.onnx does not exist"),
     ):
@@ -243,7 +242,7 @@ def onnx_file(tmp_path: Path) -> Path:
     return tmp_path / "encoder.onnx"
 
 
-def test_a_damaged_patch_costs_its_slide_or_itself(
+def test_damaged_patch_fails_its_slide_or_is_skipped(
     tmp_path: Path, onnx_file: Path, run: Run
 ) -> None:
     store = a_store(tmp_path / "s.lmdb", {"n1": jpegs(0, 9), "t1": jpegs(9, 5), "t2": jpegs(14, 6)})
@@ -258,7 +257,7 @@ def test_a_damaged_patch_costs_its_slide_or_itself(
     assert skipped.returncode == 0, skipped.stderr
     assert "1 damaged patches left out" in skipped.stdout
     again = run(*arguments, "--out", "f")
-    assert again.returncode == 3  # a file that lacks a patch is not taken for whole
+    assert again.returncode == 3  # a file with skipped patches is not complete
     assert "failed: t1" in again.stdout
     header = read_header(feature_files(tmp_path / "f")["t1"])
     coords = read_coords(header)
@@ -267,28 +266,28 @@ def test_a_damaged_patch_costs_its_slide_or_itself(
     assert len(read_features(header)) == header.rows == 4
 
 
-def test_files_that_do_not_belong_are_made_again_or_refused(
+def test_outdated_or_foreign_files_are_replaced_or_rejected(
     tmp_path: Path, onnx_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "f"
     first = a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 9), "t1": jpegs(9, 5)})
     histopipe.embed(first, model=onnx_file, out=folder)
     whole = contents(folder)
-    # What a copy that was broken off leaves.
+    # A truncated file, as after an interrupted copy.
     with feature_path(folder, "n1").open("r+b") as file:
         file.truncate(1500)
     again = histopipe.embed(first, model=onnx_file, out=folder)
     assert (again.done, again.kept) == (("n1",), ("t1",))
     assert contents(folder) == whole
-    # Slides that were ingested anew.
+    # Slides that were ingested again.
     other = a_store(tmp_path / "b.lmdb", {"n1": jpegs(40, 9), "t1": jpegs(9, 5)})
     with Store(first) as a, Store(other) as b:
         assert a.uuid != b.uuid
     changed = histopipe.embed(other, model=onnx_file, out=folder)
     assert changed.done == ("n1",)
     assert "the patches in the store have changed" in capsys.readouterr().err
-    # Another encoder, another precision, another tool's file.
-    with pytest.raises(UsageError, match="contains features computed with other settings"):
+    # Another precision, and a file of another tool.
+    with pytest.raises(UsageError, match="holds features made with other settings"):
         histopipe.embed(other, model=onnx_file, out=folder, precision="float16")
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:
@@ -298,7 +297,7 @@ def test_files_that_do_not_belong_are_made_again_or_refused(
     ):
         histopipe.embed(other, model=onnx_file, out=tmp_path / "g")
     assert len(list((tmp_path / "g").iterdir())) == 1
-    # The same encoder by another name.
+    # The same encoder in a file with another name.
     for suffix in (".onnx", ".json"):
         shutil.copy(onnx_file.with_suffix(suffix), tmp_path / f"copy{suffix}")
     assert histopipe.embed(other, model=tmp_path / "copy.onnx", out=folder).done == ()
@@ -306,7 +305,7 @@ def test_files_that_do_not_belong_are_made_again_or_refused(
         histopipe.embed([first, other], model=onnx_file, out=tmp_path / "h")
 
 
-def test_a_flipped_byte_is_found_when_features_are_read(tmp_path: Path, onnx_file: Path) -> None:
+def test_flipped_byte_is_detected_when_features_are_read(tmp_path: Path, onnx_file: Path) -> None:
     store = a_store(tmp_path / "a.lmdb", {"n1": jpegs(0, 9)})
     histopipe.embed(store, model=onnx_file, out=tmp_path / "f")
     header = read_header(feature_path(tmp_path / "f", "n1"))
@@ -322,14 +321,14 @@ def test_a_flipped_byte_is_found_when_features_are_read(tmp_path: Path, onnx_fil
         read_features(header)
 
 
-def test_an_id_does_not_lead_out_of_the_folder(tmp_path: Path) -> None:
+def test_slide_ids_outside_of_the_folder_are_rejected(tmp_path: Path) -> None:
     assert feature_path(tmp_path, "a/b.c") == tmp_path / "a" / "b.c.h5"
     for name in ("../x", "/etc/x", "a/../../x"):
         with pytest.raises(DamagedStore, match="a path within"):
             feature_path(tmp_path, name)
 
 
-def test_real_slides_are_described_as_others_read_them(
+def test_attributes_of_real_slides_follow_clam_and_trident(
     data: Path, tmp_path: Path, onnx_file: Path, run: Run
 ) -> None:
     slide = data / "slides" / "CMU-1-Small-Region.svs"
@@ -337,7 +336,7 @@ def test_real_slides_are_described_as_others_read_them(
     assert run("embed", "patches.lmdb", "--model", onnx_file, "--out", "f/h5_files").returncode == 0
     with h5py.File(tmp_path / "f" / "h5_files" / "CMU-1-Small-Region.h5") as file:
         features, coords = file["features"][:], file["coords"][:]
-        told = dict(file["coords"].attrs)
+        attributes = dict(file["coords"].attrs)
         assert file["features"].attrs["name"] == "CMU-1-Small-Region"
         assert file.attrs["patient"] == "CMU-1-Small-Region"
     assert features.shape == (len(coords), 8)
@@ -349,10 +348,10 @@ def test_real_slides_are_described_as_others_read_them(
         "patch_size": 240, "patch_size_level0": 240, "level0_magnification": 20,
         "target_magnification": 20, "overlap": 0, "level0_width": 2220, "level0_height": 2967,
         "patch_level": 0, "name": "CMU-1-Small-Region",
-    }.items() <= told.items()  # fmt: skip
+    }.items() <= attributes.items()  # fmt: skip
 
 
-def test_memory_that_runs_out_is_met_with_smaller_pieces(
+def test_out_of_memory_reduces_the_pieces(
     small_store: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -377,16 +376,16 @@ def test_memory_that_runs_out_is_met_with_smaller_pieces(
         np.testing.assert_allclose(found, values, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_wrong_is_told_before_anything_is_made(
+def test_errors_are_raised_before_anything_is_written(
     small_store: Path, a_run: Path, made_store: Path, onnx_file: Path, tmp_path: Path, run: Run
 ) -> None:
     cases: list[tuple[Path, dict[str, Any], int, str]] = [
         (small_store, {"model": "nonsense"}, 2, "expected a run's folder, an ONNX file, ConvNeXtBase"),
-        (small_store, {"model": a_run, "weights": "none"}, 2, "which has its own"),
+        (small_store, {"model": a_run, "weights": "none"}, 2, "which already contains weights"),
         (small_store, {"model": onnx_file, "devices": "gpu"}, 2, "an onnxruntime without CUDA"),
         (small_store, {"model": onnx_file, "batch_size": 0}, 2, "batch_size"),
         (small_store, UNTRAINED | {"stain_norm": "macenko"}, 4, "histopipe stains"),
-        (made_store, {"model": a_run}, 2, "was trained on other patches: found 32 pixels, expected 128"),
+        (made_store, {"model": a_run}, 2, "takes patches of another size: found 32 pixels, expected 128"),
         (tmp_path / "none.lmdb", {"model": onnx_file}, 4, "none.lmdb"),
     ]  # fmt: skip
     for number, (store, options, code, expected) in enumerate(cases):
@@ -397,7 +396,7 @@ def test_what_is_wrong_is_told_before_anything_is_made(
         "https_proxy": "http://127.0.0.1:9",
         "KERAS_HOME": str(tmp_path / "k"),
     }
-    # In a process of its own: Keras reads KERAS_HOME when it is imported.
+    # In a separate process, because Keras reads KERAS_HOME when it is imported.
     done = run("embed", small_store, "--out", "g", "--model", "mobilenet", env=environment)
     assert done.returncode == 2, done.stderr
     assert "imagenet weights are fetched once over the network" in done.stderr
@@ -405,7 +404,7 @@ def test_what_is_wrong_is_told_before_anything_is_made(
     gc.collect()
 
 
-def test_what_float16_cannot_hold_is_told(tmp_path: Path) -> None:
+def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
     with (
         pytest.raises(UsageError, match="--precision float16: found a feature of 70000"),
         writing(tmp_path / "x.h5", 2, 3, "float16") as writer,

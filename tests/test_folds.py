@@ -1,4 +1,4 @@
-"""Cross-validation: every patient tested once, no fold lost with another, nothing left behind."""
+"""Test cross-validation: every patient is tested once, folds fail independently, and folds can be resumed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TIMED = ("seconds", "host_mb", "gpu_mb", "attempts")
 
 
 @given(st.lists(st.integers(2, 30), min_size=2, max_size=4), st.integers(2, 8), st.integers(0, 99))
-def test_every_group_is_tested_once_and_classes_are_dealt_evenly(
+def test_every_group_is_tested_once_and_classes_are_balanced(
     sizes: list[int], folds: int, seed: int
 ) -> None:
     strata = {f"c{i}": [f"c{i}-{j}" for j in range(n)] for i, n in enumerate(sizes)}
@@ -81,9 +81,7 @@ def test_every_patch_is_tested_once(count: int, folds: int) -> None:
 
 
 @pytest.mark.parametrize("split_by", ["patient", "slide", "patch"])
-def test_folds_of_a_store_cover_it_once_and_leak_nothing(
-    small_store: Path, split_by: SplitBy
-) -> None:
+def test_folds_of_a_store_cover_it_once_without_leaks(small_store: Path, split_by: SplitBy) -> None:
     with Store(small_store) as store:
         folds = make_folds([store], 4, split_by=split_by, seed=3)
         again = make_folds([store], 4, split_by=split_by, seed=3)
@@ -128,14 +126,14 @@ def test_folds_by_region_keep_their_distance(made_store: Path) -> None:
 
 
 def labels_for(store: Store, rare: int) -> dict[str, SlideLabel]:
-    """A class of few slides among others."""
+    """Return labels with a class of few slides."""
     return {
         record.id: SlideLabel("rare" if i < rare else "ab"[i % 2])
         for i, record in enumerate(store.slides)
     }
 
 
-def test_a_class_too_rare_for_every_fold_is_trained_in_all(small_store: Path) -> None:
+def test_rare_class_is_in_the_training_set_of_every_fold(small_store: Path) -> None:
     with Store(small_store) as store:
         folds = make_folds(
             [store], 5, split_by="slide", seed=1, labelling=Labelling(labels=labels_for(store, 2))
@@ -154,7 +152,7 @@ def test_a_class_too_rare_for_every_fold_is_trained_in_all(small_store: Path) ->
             )
 
 
-# Running them.
+# Runs.
 
 
 def table(folder: Path) -> list[dict[str, str]]:
@@ -163,21 +161,21 @@ def table(folder: Path) -> list[dict[str, str]]:
 
 
 def untimed(folder: Path) -> list[dict[str, str]]:
-    """The summary without what no two runs share."""
+    """Return the summary without columns that differ between equal runs."""
     return [{k: v for k, v in row.items() if k not in TIMED} for row in table(folder)]
 
 
 @pytest.fixture(scope="module")
 def whole(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("folds") / "whole"
-    told = succeed("train", small_store, "--out", out, *ARGUMENTS, "--folds", 3)
-    assert "all folds together" in told
+    output = succeed("train", small_store, "--out", out, *ARGUMENTS, "--folds", 3)
+    assert "all folds together" in output
     return out
 
 
 @pytest.fixture
 def recorded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RecordedTrainings]:
-    """Makes all trainings of folds leave what those of `whole` left, or fail."""
+    """Replace the trainings of folds: they write the files of `whole`, or fail."""
 
     def replaced(**failures: list[Failure]) -> RecordedTrainings:
         named = {name.replace("_", "-"): list(each) for name, each in failures.items()}
@@ -189,7 +187,7 @@ def recorded(whole: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reco
     return replaced
 
 
-def test_a_folder_holds_a_run_a_fold_and_their_summary(whole: Path) -> None:
+def test_folder_holds_a_run_per_fold_and_a_summary(whole: Path) -> None:
     rows = table(whole)
     assert [row["fold"] for row in rows] == ["1", "2", "3", "mean", "sd", "pooled"]
     summary = json.loads((whole / "summary.json").read_text())
@@ -209,7 +207,7 @@ def test_a_folder_holds_a_run_a_fold_and_their_summary(whole: Path) -> None:
     assert float(rows[4]["slide_mean_brier"]) == pytest.approx(np.std(each, ddof=1), abs=1e-12)
 
 
-def test_pooled_figures_are_of_all_predictions(whole: Path) -> None:
+def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:
     with (whole / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 120 == len({(row["slide"], row["x_l0"], row["y_l0"]) for row in rows})
@@ -228,7 +226,7 @@ def test_pooled_figures_are_of_all_predictions(whole: Path) -> None:
     np.testing.assert_array_equal(pooled["patch"]["confusion"], np.sum(folds, axis=0))
 
 
-def test_python_gives_the_same_and_loads_no_tensorflow(
+def test_python_function_equals_the_command_without_tensorflow(
     whole: Path, small_store: Path, tmp_path: Path
 ) -> None:
     code = (
@@ -245,15 +243,15 @@ def test_python_gives_the_same_and_loads_no_tensorflow(
     assert untimed(tmp_path / "cv") == untimed(whole)
     auc = json.loads((whole / "summary.json").read_text())["pooled"]["patch"]["auc"]
     assert done.stdout.split() == ["3", "()", str(auc), "False"]
-    # Side by side their lines go to a file each.
+    # Parallel folds write their lines to separate files.
     assert "epoch 1/2" not in done.stderr
     assert "epoch 1/2" in (tmp_path / "cv" / "logs" / "fold-3.log").read_text()
 
 
-def test_killed_twice_equals_uninterrupted(
+def test_twice_killed_run_equals_uninterrupted_run(
     run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
-    """The first kill is in a fold's training, the second between folds, each of the whole command."""
+    """The command is killed first during the training of a fold, then between two folds."""
     arguments = (str(small_store), *ARGUMENTS, "--folds", "3", "--save-minutes", "1e-9")
     command = [*COMMAND, "train", *arguments, "--out", "killed"]
     for ready in ("fold-1/resume.npz", "fold-2/metrics.json"):
@@ -276,7 +274,7 @@ def test_killed_twice_equals_uninterrupted(
 
 
 def processes_in(folder: Path) -> list[str]:
-    """Command lines of processes that run in a folder or below it."""
+    """Return the command lines of processes whose working directory is in a folder."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -289,7 +287,7 @@ def processes_in(folder: Path) -> list[str]:
 
 
 def faulty(faults: dict[str, str], folder: Path) -> dict[str, str]:
-    """An environment in which each fold fails in its own way, whenever it is tried."""
+    """Return an environment with a fault for each fold, which occurs at every attempt."""
     each = [f"{fold}={fault}:{folder}/always" for fold, fault in faults.items()]
     return {
         **os.environ,
@@ -297,13 +295,13 @@ def faulty(faults: dict[str, str], folder: Path) -> dict[str, str]:
     }
 
 
-def test_a_training_that_hangs_ends_in_its_time_with_all_that_it_started(
+def test_hanging_training_and_its_children_end_at_the_time_limit(
     small_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging = tmp_path / "hanging"
 
     def clock() -> float:
-        """An hour later as soon as the training hangs."""
+        """Return the time, an hour ahead when the training hangs."""
         return time.monotonic() + 3600 * hanging.exists()
 
     monkeypatch.setattr(
@@ -316,19 +314,18 @@ def test_a_training_that_hangs_ends_in_its_time_with_all_that_it_started(
     watch = Supervision(seconds=600.0)
     with pytest.raises(OutOfTime, match="not done within 600 s"):
         supervise(config, tmp_path / "run", watch=watch)
-    monkeypatch.undo()  # this process is there too
+    monkeypatch.undo()  # this process must not be in the folder either
     assert processes_in(tmp_path) == []
     assert watch.host_bytes > 100 << 20
 
 
-def test_folds_that_fail_cost_themselves_only(
+def test_failed_folds_do_not_affect_other_folds_and_can_be_resumed(
     run: Run,
     small_store: Path,
     whole: Path,
     tmp_path: Path,
     recorded: Callable[..., RecordedTrainings],
 ) -> None:
-    """Neither the others nor what comes later: with the cause gone, all of it can be had."""
     failures: dict[str, HistopipeError] = {
         "fold_1": OutOfTime("not done within 45 s"),
         "fold_2": OutOfMemory("not even single patches fit"),
@@ -351,14 +348,14 @@ def test_folds_that_fail_cost_themselves_only(
     assert sorted(fake.resumed) == ["fold-1", "fold-2"]
 
 
-def test_a_fold_that_fails_once_is_tried_again(
+def test_retries_depend_on_the_failure(
     run: Run,
     small_store: Path,
     whole: Path,
     tmp_path: Path,
     recorded: Callable[..., RecordedTrainings],
 ) -> None:
-    """One crashes; one takes too long, is saved and goes on; one cannot be helped and is not tried again."""
+    """A crash and a time limit are retried, and the retry resumes. Wrong settings are not retried."""
 
     def late(watch: Supervision) -> HistopipeError:
         return OutOfTime(f"not done within {watch.seconds:.0f} s")
@@ -379,7 +376,7 @@ def test_a_fold_that_fails_once_is_tried_again(
     assert sorted(fake.resumed) == ["fold-1", "fold-2"]
 
 
-def test_told_to_stop_it_ends_every_fold_and_goes_on(
+def test_interrupt_ends_every_fold_and_resume_continues(
     run: Run, small_store: Path, whole: Path, tmp_path: Path
 ) -> None:
     command = [
@@ -395,9 +392,9 @@ def test_told_to_stop_it_ends_every_fold_and_goes_on(
         time.sleep(0.02)
     time.sleep(1.0)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=120)
-    assert child.returncode == 130, said
-    assert "continue with `histopipe train --resume --out cv`" in said
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, errors
+    assert "continue with `histopipe train --resume --out cv`" in errors
     assert processes_in(tmp_path) == []
     assert {row["status"] for row in table(tmp_path / "cv")[:3]} == {"not done"}
     done = run("train", "--resume", "--out", "cv")
@@ -416,18 +413,18 @@ def resident_mb():
 
 original, sizes = cv._train_fold, []
 
-def noting(*arguments):
+def measured(*arguments):
     outcome = original(*arguments)
     sizes.append(resident_mb())
     return outcome
 
-cv._train_fold = noting
+cv._train_fold = measured
 cv.cross_validate(sys.argv[1], out=sys.argv[2], folds=6, epochs=1, split_by="patch", parallel_folds=2, devices='cpu', resamples=0)
 print(*sizes)
 """
 
 
-def test_folds_leave_their_parent_as_it_was(small_store: Path, tmp_path: Path) -> None:
+def test_folds_do_not_increase_memory_of_the_parent(small_store: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FLAT, str(small_store), str(tmp_path / "cv")],
         capture_output=True, text=True, check=False,
@@ -448,7 +445,7 @@ def wrong(run: Run, *arguments: object) -> str:
     return done.stderr
 
 
-def test_wrong_settings_are_told_before_anything_is_left(
+def test_wrong_settings_are_reported_before_anything_is_written(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     assert "--folds: found 1, expected 2 or more" in wrong(run, small_store, "--folds", 1)
@@ -468,13 +465,15 @@ def test_wrong_settings_are_told_before_anything_is_left(
     assert not (tmp_path / "cv").exists()
 
 
-def test_a_cross_validation_is_not_resumed_as_something_else(run: Run, whole: Path) -> None:
+def test_resume_with_other_settings_is_rejected(run: Run, whole: Path) -> None:
     assert "found --folds 5, expected 3" in wrong(run, "--resume", "--out", whole, "--folds", 5)
     assert "found --model" in wrong(run, "--resume", "--out", whole, "--model", "resnet50")
     assert "is not empty" in wrong(run, "--out", whole, "--folds", 3)
 
 
-def test_judged_otherwise_all_folds_are_judged_anew(run: Run, whole: Path, tmp_path: Path) -> None:
+def test_resume_with_other_evaluation_settings_evaluates_all_folds_again(
+    run: Run, whole: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "cv"))
     done = run(
         "train", "--resume", "--out", folder, "--positive", "n", "--threshold", "sensitivity:0.9"
@@ -502,10 +501,10 @@ def test_judged_otherwise_all_folds_are_judged_anew(run: Run, whole: Path, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["killed", "empty", "missing"])
-def test_what_a_kill_left_of_a_fold_is_done_again(
+def test_damaged_fold_is_trained_again(
     run: Run, whole: Path, tmp_path: Path, damage: str, recorded: Callable[..., RecordedTrainings]
 ) -> None:
-    """Killed before the fold had a configuration; or its predictions are lost."""
+    """The command was killed before the fold had a configuration, or predictions are empty or missing."""
     folder = Path(shutil.copytree(whole, tmp_path / "cv"))
     fold = folder / "fold-2"
     if damage == "killed":
@@ -527,7 +526,7 @@ def test_what_a_kill_left_of_a_fold_is_done_again(
     ).read_bytes()
 
 
-def test_a_plan_that_was_killed_while_it_was_written_is_made_again(
+def test_incomplete_splits_of_a_killed_command_are_replaced(
     run: Run,
     small_store: Path,
     whole: Path,
@@ -543,8 +542,8 @@ def test_a_plan_that_was_killed_while_it_was_written_is_made_again(
     assert untimed(tmp_path / "cv") == untimed(whole)
 
 
-def test_slides_of_one_name_in_two_stores_stay_two(tmp_path: Path) -> None:
-    from test_reader import a_store, jpegs  # late: as in conftest
+def test_slides_with_the_same_name_in_two_stores_stay_separate(tmp_path: Path) -> None:
+    from test_reader import a_store, jpegs  # imported here, as in conftest
 
     paths = [
         a_store(
@@ -567,18 +566,18 @@ def test_slides_of_one_name_in_two_stores_stay_two(tmp_path: Path) -> None:
         assert found.x_l0.tolist() == a.index(0)["x_l0"][:4].tolist() * 2
 
 
-def test_the_recorded_configuration_runs_the_same_again(
+def test_recorded_configuration_repeats_the_cross_validation(
     run: Run, whole: Path, tmp_path: Path, recorded: Callable[..., RecordedTrainings]
 ) -> None:
-    recorded()  # compares splits and settings
+    recorded()  # it compares splits and settings
     done = run("train", "--config", whole / "config.toml", "--out", "again", "--json")
     assert done.returncode == 0, done.stderr
     assert untimed(tmp_path / "again") == untimed(whole)
-    said: dict[str, Any] = json.loads(done.stdout)
-    assert [fold["status"] for fold in said["folds"]] == ["done"] * 3
+    result: dict[str, Any] = json.loads(done.stdout)
+    assert [fold["status"] for fold in result["folds"]] == ["done"] * 3
 
 
-def test_gpus_are_dealt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_share_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("histopipe.studies.trainings.count_gpus", lambda: 5)
     assert share_devices("auto", 1) == ["auto"]
     assert share_devices("auto", 2) == ["gpu:0,2,4", "gpu:1,3"]

@@ -1,4 +1,4 @@
-"""Heatmaps: pixels against a slow twin, files read back by those who open them, and what there is nothing to draw of."""
+"""Test heatmaps: pixels equal a slow reference, files can be read back, and errors are reported."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CELLS = st.lists(
 
 @given(CELLS, st.floats(3, 40), st.floats(0.7, 9))
 @settings(max_examples=60)
-def test_a_pixel_is_the_mean_of_the_patches_over_it(
+def test_pixel_is_the_mean_of_the_patches_that_cover_it(
     cells: list[tuple[int, int, float]], side: float, pixel: float
 ) -> None:
     heat = heat_of([c[:2] for c in cells], [c[2] for c in cells], side, bounds=(5, 3, 80, 50))
@@ -58,7 +58,7 @@ def test_a_pixel_is_the_mean_of_the_patches_over_it(
     for row in range(raster.shape[0]):
         for column in range(raster.shape[1]):
             x, y = 5 + (column + 0.5) * pixel, 3 + (row + 0.5) * pixel
-            # Centres that lie on an edge to rounding may fall on either side.
+            # Centres on an edge may be on either side after rounding.
             near = [
                 min(abs(x - left), abs(x - left - side), abs(y - top), abs(y - top - side))
                 for left, top, _ in cells
@@ -78,11 +78,11 @@ def test_ranks() -> None:
     assert ranks(np.array([5.0])).tolist() == [1]
 
 
-def test_a_scale_bar_is_a_round_number() -> None:
+def test_scale_bar_is_a_round_number() -> None:
     assert [scale_bar_um(most) for most in (1, 1.9, 2, 4.9, 50, 330, 12_000)] == [1, 1, 2, 2, 50, 200, 10_000]  # fmt: skip
 
 
-def test_the_pyramid_opens_as_a_slide_of_the_same_scale(tmp_path: Path) -> None:
+def test_tiff_opens_as_a_slide_with_the_same_scale(tmp_path: Path) -> None:
     corners = [(x, y) for y in range(100, 4100, 64) for x in range(200, 8200, 64)]
     values = [(i % 101) / 100 for i in range(len(corners))]
     heat = heat_of(corners, values, 64, bounds=(100, 50, 9000, 5000), mpp=0.25)
@@ -103,13 +103,13 @@ def test_the_pyramid_opens_as_a_slide_of_the_same_scale(tmp_path: Path) -> None:
     assert (coloured(np.full((2, 2), np.nan, np.float32)) == 255).all()
 
 
-def test_objects_are_read_back_where_the_patches_are(tmp_path: Path) -> None:
+def test_geojson_objects_have_the_positions_of_patches(tmp_path: Path) -> None:
     corners = [(200, 200), (264, 200), (328, 200), (500, 400), (600, 100)]
     heat = heat_of(corners, [0.9, 0.8, 0.2, 0.7, 0.1], 64, bounds=(100, 50, 600, 500))
     path = tmp_path / "cells.geojson"
     assert write_heatmap_geojson(heat, path, objects="cells", threshold=0.5) == 5
     features = json.loads(path.read_text())["features"]
-    assert features[0]["geometry"]["coordinates"][0][0] == [100, 150], "from the bounds on"
+    assert features[0]["geometry"]["coordinates"][0][0] == [100, 150], "relative to the bounds"
     assert [f["properties"]["classification"]["name"] for f in features] == [
         "b",
         "b",
@@ -125,12 +125,12 @@ def test_objects_are_read_back_where_the_patches_are(tmp_path: Path) -> None:
     areas = sorted((it.area for it in outlines.found), key=lambda area: float(area.area))
     expected = [shapely.box(400, 350, 464, 414), shapely.box(100, 150, 228, 214)]
     assert all(a.equals_exact(b, 1e-6, normalize=True) or a.equals(b) for a, b in zip(areas, expected, strict=True))  # fmt: skip
-    told = [f["properties"]["measurements"] for f in json.loads(path.read_text())["features"]]
-    assert sorted(t["patches"] for t in told) == [1, 2]
-    assert max(t["mean probability of b"] for t in told) == pytest.approx(0.85)
+    measured = [f["properties"]["measurements"] for f in json.loads(path.read_text())["features"]]
+    assert sorted(it["patches"] for it in measured) == [1, 2]
+    assert max(it["mean probability of b"] for it in measured) == pytest.approx(0.85)
 
 
-def test_the_picture_is_of_the_whole_slide_with_the_patches_in_it(tmp_path: Path) -> None:
+def test_png_shows_the_slide_with_its_patches(tmp_path: Path) -> None:
     background = np.full((48, 64, 3), 200, np.uint8)
     write_heatmap_png(
         heat_of([(0, 0), (320, 240)], [1.0, 0.0], 64), background, tmp_path / "heat.png"
@@ -160,7 +160,7 @@ def scores_of_slide(slide: str, count: int, **more: Any) -> PatchScores:
 
 @pytest.fixture
 def predictions(tmp_path: Path) -> Path:
-    """A folder of predictions of two slides, one in a sub-folder, and one without patches."""
+    """A folder of predictions of three slides: one in a sub-folder, and one without patches."""
     folder = PredictionsFolder(tmp_path / "predictions")
     for name, count in (("x/one", 9), ("two", 4), ("empty", 0)):
         facts = PredictedSlide(
@@ -172,7 +172,9 @@ def predictions(tmp_path: Path) -> Path:
     return folder.path
 
 
-def test_every_slide_gets_every_file(predictions: Path, tmp_path: Path, run: Run) -> None:
+def test_all_formats_are_written_for_all_slides(
+    predictions: Path, tmp_path: Path, run: Run
+) -> None:
     done = run("heatmap", predictions, "--to", "png,tiff,geojson", "--json")
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["files"]) == {"x/one", "two"}
@@ -188,7 +190,7 @@ def test_every_slide_gets_every_file(predictions: Path, tmp_path: Path, run: Run
     assert [p.name for p in (tmp_path / "n").iterdir()] == ["two.heat.geojson"]
 
 
-def test_what_cannot_be_drawn_is_told(predictions: Path, tmp_path: Path, run: Run) -> None:
+def test_errors_of_heatmap(predictions: Path, tmp_path: Path, run: Run) -> None:
     def refused(code: int, message: str, *arguments: object) -> None:
         done = run("heatmap", *arguments)
         assert (done.returncode, message in done.stderr + done.stdout) == (code, True), done.stderr
@@ -200,14 +202,20 @@ def test_what_cannot_be_drawn_is_told(predictions: Path, tmp_path: Path, run: Ru
     refused(2, "--threshold", predictions, "--threshold", "2")
     facts = predictions / "patches" / "two.json"
     facts.write_text(facts.read_text().replace('"size_l0": 64.0', '"size_l0": 0'))
-    refused(4, "two: failed: slide two: its size", predictions, "--slide", "two")
+    refused(
+        4,
+        "two: failed: slide two: the size of the slide or of its patches",
+        predictions,
+        "--slide",
+        "two",
+    )
     (tmp_path / "slides").mkdir()
     done = run("heatmap", predictions)
-    assert done.returncode == 3, "one slide's damage costs that slide only"
+    assert done.returncode == 3, "a damaged slide does not affect other slides"
     assert (tmp_path / "heatmaps" / "x" / "one.heat.png").exists()
 
 
-def test_nothing_that_is_called_as_a_slide_is_overwritten(
+def test_files_named_after_slides_are_not_overwritten(
     predictions: Path, tmp_path: Path, run: Run
 ) -> None:
     folder = tmp_path / "slides"
@@ -223,10 +231,10 @@ def store(tmp_path: Path) -> Path:
     return a_store(tmp_path / "patches.lmdb", {f"{'nt'[i % 2]}{i}": jpegs(0, 6, 32) for i in range(6)}, patch_size=32)  # fmt: skip
 
 
-def test_a_runs_test_patches_are_drawn_on_the_stores_slides(
+def test_validation_and_test_patches_of_a_run_are_drawn(
     store: Path, tmp_path: Path, run: Run
 ) -> None:
-    """Of a slide that is on both sides, all of them."""
+    """The slide has patches in both splits."""
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.toml").write_text(f'stores = ["{store}"]\n')
@@ -236,11 +244,11 @@ def test_a_runs_test_patches_are_drawn_on_the_stores_slides(
     write_predictions(folder / "predictions.csv", sides)
     done = run("heatmap", folder)
     assert done.returncode == 4, "records of this store have no size"
-    assert "slide n0: its size" in done.stderr
+    assert "slide n0: the size of the slide or of its patches" in done.stderr
     (folder / "config.toml").write_text("")
     done = run("heatmap", folder)
     assert done.returncode == 4
-    assert "no store holds slide n0: found no store; give the store" in done.stderr
+    assert "no store holds slide n0: found no store; name the store" in done.stderr
     (folder / "splits").mkdir()
     done = run("heatmap", folder)
     assert (done.returncode, "is a cross-validation" in done.stderr) == (2, True)

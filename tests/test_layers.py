@@ -1,4 +1,4 @@
-"""Data flows one way: a package imports only packages of lower rank, and heavy libraries stay in their place."""
+"""Test imports: packages import only packages of lower rank, and heavy libraries are imported only where listed."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ WITHOUT_TENSORFLOW = {
     *("evaluation", "ingestion", "maintenance", "features", "runs", "studies", "cli"),
 }
 LONGEST_MODULE = 320
-"""Lines."""
+"""Maximum number of lines per module."""
 
 
 def module_name(path: Path) -> str:
-    """`histopipe.store.reader` of a file; that of a package for its `__init__`."""
+    """Return the module name of a file, such as `histopipe.store.reader`. `__init__` has the name of its package."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -80,13 +80,13 @@ MODULES = {module_name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
 def package(module: str) -> str:
-    """The package that a module of histopipe belongs to; "" for histopipe itself."""
+    """Return the package of a module in histopipe, or "" for histopipe itself."""
     return module.removeprefix("histopipe").lstrip(".").split(".")[0]
 
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """Every module that a module imports anywhere in its code, except for type checkers only."""
+    """Return all modules that a module imports, except imports for type checkers only."""
     found: set[str] = set()
     tree = ast.parse(MODULES[module].read_text())
     for_types = {
@@ -127,12 +127,12 @@ def test_packages_import_lower_ranks_only() -> None:
 
 
 def test_no_import_cycle() -> None:
-    """Not between modules of one package either, and not by a late import."""
+    """Cycles within a package and by late imports are errors too."""
     sorter = TopologicalSorter({m: imports(m) & MODULES.keys() for m in MODULES if package(m)})
-    sorter.prepare()  # raises CycleError, which names the modules
+    sorter.prepare()  # raises CycleError with the names of the modules
 
 
-def test_heavy_libraries_are_imported_in_their_packages_only() -> None:
+def test_heavy_libraries_are_imported_only_in_their_packages() -> None:
     wrong = [
         f"{module} imports {name}"
         for module in MODULES
@@ -159,7 +159,7 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_packages_without_tensorflow() -> None:
-    """Every module of these packages can be imported where TensorFlow is not installed."""
+    """Every module of these packages can be imported without TensorFlow."""
     modules = [module for module in MODULES if package(module) in WITHOUT_TENSORFLOW]
     loaded = loaded_after(
         "import importlib, sys\n"
@@ -170,12 +170,12 @@ def test_packages_without_tensorflow() -> None:
     assert set(modules) <= loaded
 
 
-def test_importing_histopipe_loads_nothing_heavy() -> None:
+def test_importing_histopipe_loads_no_heavy_library() -> None:
     loaded = loaded_after("import histopipe")
     assert not loaded & {"tensorflow", "keras", "openslide", "lmdb", "numpy"}
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_loads_no_heavy_library() -> None:
     code = (
         "from histopipe.cli import histopipe\n"
         "import contextlib, io\n"
@@ -210,5 +210,5 @@ def test_public_names() -> None:
 
 
 def test_no_module_has_the_name_of_a_public_function() -> None:
-    """Python would put the module in the place of the function, as soon as it is imported."""
+    """Importing such a module would replace the function."""
     assert not {package(module) for module in MODULES} & set(histopipe.__all__) - {"errors"}

@@ -1,4 +1,4 @@
-"""Predictions of a run's model: from stores and straight from slides, interrupted, on several devices."""
+"""Test `predict`: from stores and from slide files, after interruptions, and on several devices."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def patch_files(folder: Path) -> dict[str, bytes]:
 def predicted(
     trained: Path, made: Path, made_store: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """Predictions from the store, on one and on two devices, and from its slides.
+    """Predictions from the store, on one and on two devices, and from its slide files.
 
-    Two devices need a process of their own: TensorFlow divides the CPU once per process.
+    Two devices need a separate process, because TensorFlow can divide the CPU only once per process.
     """
     base = tmp_path_factory.mktemp("predicted")
     command = "from histopipe.cli import main; main()"
@@ -57,7 +57,7 @@ def predicted(
     return {name: base / name for name in ("store", "two", "slides")}
 
 
-def test_probabilities_are_the_models_own(
+def test_probabilities_equal_those_of_keras(
     predicted: dict[str, Path], trained: Path, made_store: Path
 ) -> None:
     import keras
@@ -68,23 +68,25 @@ def test_probabilities_are_the_models_own(
             record = store.records[number]
             rows = rows_of(predicted["store"] / "patches" / f"{record.id}.csv")
             index = store.index(number)
-            place = {
+            row_of = {
                 corner: row
                 for row, corner in enumerate(zip(index["x_l0"].tolist(), index["y_l0"].tolist(), strict=True))
             }  # fmt: skip
-            assert len(rows) == len(place) == record.stored
-            order = [place[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
+            assert len(rows) == len(row_of) == record.stored
+            order = [row_of[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
             images = np.stack([store.read(record.id, row) for row in order])
             expected = model.predict(images, verbose=0)
             found = np.array([[float(row["p_normal"]), float(row["p_tumour"])] for row in rows])
             assert np.allclose(found, expected, atol=1e-5)
             assert {row["label"] for row in rows} == {record.label}
-            likeliest = [("normal", "tumour")[i] for i in found.argmax(axis=1)]
-            assert [row["predicted"] for row in rows] == likeliest
+            most_probable = [("normal", "tumour")[i] for i in found.argmax(axis=1)]
+            assert [row["predicted"] for row in rows] == most_probable
 
 
-def test_slides_need_no_store(predicted: dict[str, Path], made_store: Path) -> None:
-    """Bit by bit: the same patches, made by the same code."""
+def test_predictions_from_slide_files_equal_those_from_the_store(
+    predicted: dict[str, Path], made_store: Path
+) -> None:
+    """They are equal bit by bit, because the same code makes the patches."""
     assert patch_files(predicted["slides"]) == patch_files(predicted["store"])
     assert len(patch_files(predicted["slides"])) == 12
     for name in ("slides.csv", "patients.csv", "metrics.json"):
@@ -92,10 +94,10 @@ def test_slides_need_no_store(predicted: dict[str, Path], made_store: Path) -> N
     assert not list(predicted["slides"].rglob("data.mdb"))
 
 
-def test_pictures_of_slides_are_kept_beside_their_predictions(
+def test_thumbnails_are_stored_with_the_predictions(
     predicted: dict[str, Path], made_store: Path
 ) -> None:
-    """For heatmaps, which then need neither store nor slide."""
+    """Heatmaps use them, so they need neither store nor slide."""
     with Store(made_store) as store:
         kept = {f"{record.id}.jpg": store.thumbnail(n) for n, record in store.complete.items()}
     for kind in ("store", "slides"):
@@ -103,14 +105,14 @@ def test_pictures_of_slides_are_kept_beside_their_predictions(
         assert {path.name: path.read_bytes() for path in folder.glob("*.jpg")} == kept
 
 
-def test_two_devices_give_what_one_gives(predicted: dict[str, Path]) -> None:
+def test_two_devices_predict_the_same_as_one(predicted: dict[str, Path]) -> None:
     for name in patch_files(predicted["store"]):
         one, two = (rows_of(predicted[k] / "patches" / name) for k in ("store", "two"))
         for a, b in zip(one, two, strict=True):
             assert float(a["p_tumour"]) == pytest.approx(float(b["p_tumour"]), abs=1e-5)
 
 
-def test_slides_and_patients_are_means_of_their_patches(predicted: dict[str, Path]) -> None:
+def test_slide_and_patient_predictions_are_means_of_patches(predicted: dict[str, Path]) -> None:
     folder = predicted["store"]
     patches: dict[str, list[float]] = defaultdict(list)
     for name in patch_files(folder):
@@ -132,8 +134,9 @@ def test_slides_and_patients_are_means_of_their_patches(predicted: dict[str, Pat
     assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
 
 
-def test_what_was_killed_goes_on(
-    trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
+def test_interrupted_prediction_continues(
+    signal_number: int, trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
 ) -> None:
     """Interrupts are tested with `embed`, which runs slides through a network in the same way."""
     out = tmp_path / "out"
@@ -143,11 +146,14 @@ def test_what_was_killed_goes_on(
     while not len(list(out.glob("patches/*.json"))) >= 3:
         assert time.monotonic() < until
         time.sleep(0.02)
-    process.kill()
-    _, told = process.communicate(timeout=60)
+    process.send_signal(signal_number)
+    _, errors = process.communicate(timeout=60)
     done = sorted(p.stem for p in out.glob("patches/*.json"))
-    assert 3 <= len(done) < 12, told
-    # What was written half is not taken for whole.
+    assert 3 <= len(done) < 12, errors
+    if signal_number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "run the same command again to continue" in errors
+    # A slide without its JSON file is incomplete and is predicted again.
     (out / "patches" / f"{done[0]}.json").unlink()
     again = predict(trained, made, out=out)
     assert (len(again.kept), len(again.done)) == (len(done) - 1, 13 - len(done))
@@ -156,7 +162,7 @@ def test_what_was_killed_goes_on(
 
 
 def _without_labels(folder: Path) -> dict[str, bytes]:
-    """The files of a prediction without --labels: these are not recorded in slides."""
+    """Return the patch tables without labels, as `predict` writes them without --labels."""
     found = {}
     for name, value in patch_files(folder).items():
         lines = value.decode().split("\r\n")
@@ -167,7 +173,7 @@ def _without_labels(folder: Path) -> dict[str, bytes]:
     return found
 
 
-def test_a_bad_slide_costs_itself_only(
+def test_bad_slides_do_not_affect_other_slides(
     trained: Path, made: Path, data: Path, tmp_path: Path, run: Run
 ) -> None:
     folder = tmp_path / "in"
@@ -177,18 +183,18 @@ def test_a_bad_slide_costs_itself_only(
     shutil.copy(data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs", folder)
     done = run("predict", trained, folder, "--out", "out", "--json")
     assert done.returncode == 3, done.stderr
-    told = json.loads(done.stdout)
-    assert len(told["done"]) == 1
-    assert set(told["failed"]) == {"broken", "TCGA-CR-7395-01A-01-TS1"}
-    assert "no usable mpp" in told["failed"]["TCGA-CR-7395-01A-01-TS1"]
-    # Only what is missing is done, now that its scale is known.
+    result = json.loads(done.stdout)
+    assert len(result["done"]) == 1
+    assert set(result["failed"]) == {"broken", "TCGA-CR-7395-01A-01-TS1"}
+    assert "no usable mpp" in result["failed"]["TCGA-CR-7395-01A-01-TS1"]
+    # Now that the scale is given, only the missing slide is predicted.
     again = predict(trained, folder, out=tmp_path / "out", default_mpp=0.25)
     assert again.done == ("TCGA-CR-7395-01A-01-TS1",)
     assert list(again.failed) == ["broken"]
     assert rows_of(tmp_path / "out" / "patients.csv")[0]["patient"] == "TCGA-CR-7395"
 
 
-def test_what_cannot_be_predicted_is_told(
+def test_errors_of_predict(
     trained: Path, made: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:
     def refused(code: int, message: str, folder: Path, *sources: Path, **options: Any) -> None:
@@ -198,13 +204,17 @@ def test_what_cannot_be_predicted_is_told(
 
     refused(2, "holds no finished run", tmp_path, made)
     refused(4, "nowhere does not exist", trained, tmp_path / "nowhere")
-    refused(2, "SLIDES and STORES are mixed", trained, made, made_store)
+    refused(2, "slides and stores are mixed", trained, made, made_store)
     (tmp_path / "empty").mkdir()
     refused(4, "no slide in", trained, tmp_path / "empty")
     slide = next(made.glob("*.svs"))
     for name, flags, message in (
-        ("large", ["--patch-size", "256"], "patches of another size"),
-        ("coarse", ["--patch-size", "128", "--mpp", "1"], "patches of another scale"),
+        ("large", ["--patch-size", "256"], "large.lmdb: the size of its patches differs"),
+        (
+            "coarse",
+            ["--patch-size", "128", "--mpp", "1"],
+            "coarse.lmdb: the scale of its patches differs",
+        ),
     ):
         assert run("ingest", slide, "--out", f"{name}.lmdb", *flags).returncode == 0
         refused(2, message, trained, tmp_path / f"{name}.lmdb")
@@ -213,7 +223,7 @@ def test_what_cannot_be_predicted_is_told(
     refused(2, message, trained, slide, out="b", overlap=64)
 
 
-def test_slides_of_the_training_are_named(
+def test_training_slides_cause_a_warning(
     trained: Path, made_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     predict(trained, made_store, out=tmp_path / "out")
@@ -228,7 +238,7 @@ ROUTES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_pixels_are_those_of_a_store_by_every_route(
+def test_pixels_equal_those_of_a_store_for_every_route(
     route: str, data: Path, tmp_path: Path, run: Run
 ) -> None:
     settings, name = ROUTES[route]
@@ -267,7 +277,7 @@ def test_pixels_are_those_of_a_store_by_every_route(
     assert not slides.failed
 
 
-def test_a_model_of_one_stain_sees_that_stain(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip
+def test_stain_normalization_of_the_run_is_applied(made: Path, made_store: Path, tmp_path: Path, run: Run) -> None:  # fmt: skip
     store = shutil.copytree(made_store, tmp_path / "stained.lmdb")
     assert run("stains", store).returncode == 0
     done = run("train", store, "--epochs", "1", "--stain-norm", "reinhard", "--out", "run")
@@ -275,12 +285,12 @@ def test_a_model_of_one_stain_sees_that_stain(made: Path, made_store: Path, tmp_
     for source in (store, made):
         assert not predict(tmp_path / "run", source, out=tmp_path / f"of-{source.name}").failed
     stored, files = (rows_of(tmp_path / f"of-{s.name}" / "slides.csv") for s in (store, made))
-    # A slide's stain is measured on other patches of it where there is no store.
+    # Without a store, the stain is measured on other patches of the slide.
     for a, b in zip(stored, files, strict=True):
         assert float(a["p_tumour"]) == pytest.approx(float(b["p_tumour"]), abs=0.02)
 
 
-def test_facts_of_strangers_are_held_against_what_is_expected(tmp_path: Path) -> None:
+def test_damaged_slide_files_of_predictions_are_detected(tmp_path: Path) -> None:
     facts: dict[str, Any] = {
         "slide": "a", "patient": "a", "label": None, "width": 10, "height": 10, "bounds": [0, 0, 10, 10],
         "mpp": None, "mpp_source": None, "size_l0": 4.0, "stride_l0": 4.0, "source": "x",
@@ -297,12 +307,12 @@ def test_facts_of_strangers_are_held_against_what_is_expected(tmp_path: Path) ->
         PredictedSlide.read(path)
 
 
-def test_joined_predictions_keep_whose_they_are() -> None:
+def test_joined_predictions_keep_slides_and_patients() -> None:
     def part(slide: str, patient: str, n: int) -> PatchScores:
         zeros = np.zeros(n, np.int32)
-        place = np.arange(n, dtype=np.int64)
+        position = np.arange(n, dtype=np.int64)
         return PatchScores(
-            ("a", "b"), (slide,), (patient,), slide=zeros, patient=zeros, x_l0=place, y_l0=place,
+            ("a", "b"), (slide,), (patient,), slide=zeros, patient=zeros, x_l0=position, y_l0=position,
             label=zeros, probability=np.full((n, 2), n / 10, np.float32),
         )  # fmt: skip
 
@@ -313,7 +323,7 @@ def test_joined_predictions_keep_whose_they_are() -> None:
     assert joined.probability[:, 0].tolist() == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.3, 0.1])
 
 
-def test_labels_may_come_later(trained: Path, made: Path, tmp_path: Path) -> None:
+def test_labels_can_be_added_later(trained: Path, made: Path, tmp_path: Path) -> None:
     folder, out, fresh = (tmp_path / name for name in ("some", "out", "fresh"))
     folder.mkdir()
     for name in ("slide-000.svs", "slide-001.svs"):
@@ -333,9 +343,7 @@ def test_labels_may_come_later(trained: Path, made: Path, tmp_path: Path) -> Non
         assert path.read_bytes() == (out / path.relative_to(fresh)).read_bytes()
 
 
-def test_what_failed_or_is_empty_is_so_in_the_table(
-    trained: Path, made: Path, tmp_path: Path
-) -> None:
+def test_failed_and_empty_slides_in_the_table(trained: Path, made: Path, tmp_path: Path) -> None:
     from tifffile import TiffWriter
 
     folder, out = tmp_path / "some", tmp_path / "out"
@@ -355,23 +363,23 @@ def test_what_failed_or_is_empty_is_so_in_the_table(
     assert {row["slide"] for row in rows_of(out / "slides.csv")} == {"blank", "slide-000"}
 
 
-def test_another_scale_is_given_by_another_flag(trained: Path, data: Path, tmp_path: Path) -> None:
+def test_changed_scale_predicts_the_slide_again(trained: Path, data: Path, tmp_path: Path) -> None:
     slide = data / "slides" / "TCGA-CR-7395-01A-01-TS1.svs"
     for mpp, done in ((0.25, 1), (0.25, 0), (0.5, 1)):
         assert len(predict(trained, slide, out=tmp_path / "out", default_mpp=mpp).done) == done
 
 
-def test_levels_of_another_scale_are_refused(trained: Path, made: Path, tmp_path: Path) -> None:
+def test_level_with_a_different_scale_fails(trained: Path, made: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trained, tmp_path / "copy")
     metrics = json.loads((copy / "metrics.json").read_text())
     assert metrics["patch_mpp"] == pytest.approx(0.499)
     metrics["spec"] |= {"mpp": None, "level": 1}
     (copy / "metrics.json").write_text(json.dumps(metrics))
     result = predict(copy, next(made.glob("*.svs")), out=tmp_path / "out")
-    assert "patches of another scale" in next(iter(result.failed.values()))
+    assert "the scale of its patches differs" in next(iter(result.failed.values()))
 
 
-def test_nothing_else_is_written_over(trained: Path, made: Path, tmp_path: Path) -> None:
+def test_other_files_are_not_overwritten(trained: Path, made: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(trained, tmp_path / "copy")
     before = {p.name: p.read_bytes() for p in copy.iterdir() if p.is_file()}
     slide = next(made.glob("*.svs"))
@@ -381,14 +389,14 @@ def test_nothing_else_is_written_over(trained: Path, made: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("mpp", [-1.0, 0.0, float("nan")])
-def test_scales_that_no_slide_has_are_refused(
+def test_impossible_scales_are_rejected(
     mpp: float, trained: Path, made: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=r"--default-mpp: found .*, expected from 0\.05 to 50"):
         predict(trained, made, out=tmp_path / "out", default_mpp=mpp)
 
 
-def test_flags_for_slides_are_refused_for_stores(
+def test_options_for_slide_files_are_rejected_for_stores(
     trained: Path, made_store: Path, tmp_path: Path
 ) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
@@ -400,7 +408,7 @@ def test_flags_for_slides_are_refused_for_stores(
             predict(trained, made_store, out=tmp_path / "out", **options)
 
 
-def test_test_slides_with_patches_left_out_were_not_trained_on(tmp_path: Path) -> None:
+def test_trained_on_ignores_patches_that_were_left_out(tmp_path: Path) -> None:
     def slide(name: str, sides: list[int]) -> SlideSplit:
         return SlideSplit(
             0, 0, name, "a", name, None, None, len(sides), 0, np.array(sides, np.int8)
@@ -412,7 +420,7 @@ def test_test_slides_with_patches_left_out_were_not_trained_on(tmp_path: Path) -
     assert trained_on(tmp_path / "nothing.json") == set()
 
 
-def test_a_slide_may_be_called_as_a_part_file_is(tmp_path: Path) -> None:
+def test_slide_name_may_begin_with_part(tmp_path: Path) -> None:
     folder = PredictionsFolder(tmp_path)
     empty = np.zeros(0, np.int32)
     for name in ("part-x", "x"):

@@ -1,4 +1,4 @@
-"""The public Python functions, as users call them: in a plain script without a main guard, and in a notebook."""
+"""Test the public Python functions in a script without a main guard and in a notebook."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# There is no main guard on purpose: worker processes must not run a user's script again. `plan` is called before `ingest`, because
-# importing a module of the package histopipe.ingest must not replace the function of the same name.
+# The script has no main guard on purpose: worker processes must not run a user's script again. `plan` is called before
+# `ingest`, because importing a module must not replace the function of the same name.
 SCRIPT = """
 import json
 import sys
@@ -45,7 +45,7 @@ def slide(data: Path) -> Path:
     return data / "slides" / "CMU-1-Small-Region.svs"
 
 
-def test_a_plain_script_calls_the_public_functions(data: Path, slide: Path, tmp_path: Path) -> None:
+def test_public_functions_in_a_script(data: Path, slide: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     annotations = data / "annotations" / "CMU-1-Small-Region.geojson"
@@ -63,9 +63,9 @@ def test_a_plain_script_calls_the_public_functions(data: Path, slide: Path, tmp_
     assert (tmp_path / "predictions" / "patches" / "CMU-1-Small-Region.csv").exists()
 
 
-# Warnings of the Jupyter packages are not ours.
+# The Jupyter packages may cause warnings.
 @pytest.mark.filterwarnings("default")
-def test_a_notebook_shows_bars_of_its_own(slide: Path, tmp_path: Path) -> None:
+def test_progress_bars_in_a_notebook(slide: Path, tmp_path: Path) -> None:
     nbformat = importlib.import_module("nbformat")  # no type information
     nbclient = importlib.import_module("nbclient")
     code = (

@@ -1,4 +1,4 @@
-"""Reports as a person meets them: in a browser, from disk, with a thousand slides, on a narrow screen, on paper."""
+"""Test reports in a browser: opened from disk, with a thousand slides, on a narrow screen, and printed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def browser(chromium: str) -> Iterator[webdriver.Chrome]:
 
 
 def visit(browser: webdriver.Chrome, page: Path, width: int = 1280, **media: str) -> None:
-    """Open a page from disk; it says nothing on the console and asks for nothing."""
+    """Open a page from disk, and check that it prints nothing to the console and loads no resource."""
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     features = [{"name": name.replace("_", "-"), "value": value} for name, value in media.items()]
@@ -59,14 +59,14 @@ def visit(browser: webdriver.Chrome, page: Path, width: int = 1280, **media: str
 
 def assert_quiet(browser: webdriver.Chrome) -> None:
     assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
-    asked = browser.execute_script(
+    requested = browser.execute_script(
         "return performance.getEntriesByType('resource').map(e => e.name).filter(n => !n.startsWith('data:'))"
     )
-    assert asked == []
+    assert requested == []
 
 
 def rows_shown(browser: webdriver.Chrome, column: int) -> list[str]:
-    """A column of the last table's rows that are shown, as it stands."""
+    """Return a column of the visible rows of the last table, in the displayed order."""
     script = (
         "return Array.from([...document.querySelectorAll('table.sortable')].at(-1).tBodies[0].rows)"
         f".filter(r => !r.hidden && r.cells.length > 3).map(r => r.cells[{column}].textContent)"
@@ -77,7 +77,7 @@ def rows_shown(browser: webdriver.Chrome, column: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a thousand slides with thumbnails; every tenth failed, and one has a name that means harm."""
+    """A store of a thousand slides with thumbnails. Every tenth slide failed, and one has a malicious name."""
     path = tmp_path_factory.mktemp("thousand") / "many.lmdb"
     rng = np.random.default_rng(1)
     patches = [simplejpeg.encode_jpeg(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(3)]
@@ -111,14 +111,14 @@ def store_report(thousand: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return report(thousand, out=tmp_path_factory.mktemp("report") / "store.html").file
 
 
-def test_a_thousand_slides_sort_and_filter(browser: webdriver.Chrome, store_report: Path) -> None:
+def test_sort_and_filter_a_thousand_slides(browser: webdriver.Chrome, store_report: Path) -> None:
     visit(browser, store_report)
     assert browser.title == "Store many.lmdb"
     table = browser.find_elements(By.CSS_SELECTOR, "table.sortable")[-1]
     slides = rows_shown(browser, 1)
     assert len(slides) == SLIDES
     headers = {h.text.split()[0]: h for h in table.find_elements(By.CSS_SELECTOR, "th")}
-    # A number is sorted as a number, there and back; and what is missing stays last.
+    # Numbers are sorted as numbers in both directions, and missing values stay last.
     for times, direction in ((1, "ascending"), (2, "descending")):
         headers["focus"].find_element(By.TAG_NAME, "button").click()
         assert headers["focus"].get_attribute("aria-sort") == direction
@@ -127,7 +127,7 @@ def test_a_thousand_slides_sort_and_filter(browser: webdriver.Chrome, store_repo
         assert known == sorted(known, reverse=times == 2)
         assert found[: len(known)] == [v for v in found if v]
         assert len(found) - len(known) == SLIDES // 10
-    # By the keyboard alone.
+    # With the keyboard only.
     headers["slide"].find_element(By.TAG_NAME, "button").send_keys(Keys.ENTER)
     assert headers["focus"].get_attribute("aria-sort") is None
     assert rows_shown(browser, 1)[-1] == "slide-0999"
@@ -141,7 +141,7 @@ def test_a_thousand_slides_sort_and_filter(browser: webdriver.Chrome, store_repo
     assert_quiet(browser)
 
 
-def test_pictures_are_decoded_as_they_are_seen(browser: webdriver.Chrome, store_report: Path) -> None:  # fmt: skip
+def test_only_visible_pictures_are_decoded(browser: webdriver.Chrome, store_report: Path) -> None:  # fmt: skip
     visit(browser, store_report)
     assert browser.find_elements(By.TAG_NAME, "img") == []
     button = browser.find_element(By.CSS_SELECTOR, "tbody button.open")
@@ -155,13 +155,11 @@ def test_pictures_are_decoded_as_they_are_seen(browser: webdriver.Chrome, store_
     images = browser.find_elements(By.TAG_NAME, "img")
     assert len(images) == 2 * (SLIDES - SLIDES // 10)
     with_source = browser.execute_script("return [...document.images].filter(i => i.src).length")
-    assert with_source < 60, "far from what is seen, nothing is decoded"
+    assert with_source < 60, "pictures far from the visible area are not decoded"
     assert_quiet(browser)
 
 
-def test_a_slides_name_is_text_and_nothing_else(
-    browser: webdriver.Chrome, store_report: Path
-) -> None:
+def test_slide_names_are_escaped(browser: webdriver.Chrome, store_report: Path) -> None:
     visit(browser, store_report)
     assert EVIL in rows_shown(browser, 1)
     assert browser.title == "Store many.lmdb"
@@ -169,7 +167,9 @@ def test_a_slides_name_is_text_and_nothing_else(
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_nothing_sticks_out(browser: webdriver.Chrome, store_report: Path, run_report: Path, width: int) -> None:  # fmt: skip
+def test_page_fits_the_width_of_the_screen(
+    browser: webdriver.Chrome, store_report: Path, run_report: Path, width: int
+) -> None:
     for page in (store_report, run_report):
         visit(browser, page, width)
         browser.find_element(By.CSS_SELECTOR, "nav")
@@ -181,7 +181,7 @@ def test_nothing_sticks_out(browser: webdriver.Chrome, store_report: Path, run_r
         assert all(chart.get_attribute("aria-label") for chart in charts)
 
 
-def test_light_dark_and_paper(browser: webdriver.Chrome, run_report: Path) -> None:
+def test_light_and_dark_colours_and_print(browser: webdriver.Chrome, run_report: Path) -> None:
     colours = {}
     for scheme in ("light", "dark"):
         visit(browser, run_report, prefers_color_scheme=scheme)
@@ -203,12 +203,12 @@ def run_report(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report(trained, out=tmp_path_factory.mktemp("report") / "run.html").file
 
 
-def test_a_run_is_told_whole(browser: webdriver.Chrome, run_report: Path, trained: Path) -> None:
+def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path, trained: Path) -> None:  # fmt: skip
     visit(browser, run_report)
     names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
     assert names == [
         "Summary", "Metrics", "Curves", "ROC and calibration", "Confusion", "Slides", "Patches", "Heatmaps",
-        "Splits", "Configuration", "Environment", "Not measured",
+        "Splits", "Configuration", "Environment", "Limitations",
     ]  # fmt: skip
     metrics = json.loads((trained / "metrics.json").read_text())
     text = browser.find_element(By.TAG_NAME, "main").text
@@ -224,14 +224,14 @@ def test_a_run_is_told_whole(browser: webdriver.Chrome, run_report: Path, traine
     for low, high in intervals:
         assert f"[{low:.3f}, {high:.3f}]" in text
     for part in (
-        "split by patient", "Performance on slides of another hospital", metrics["tensorflow"],
-        "confidence intervals are unreliable: only", "most certain, correct",
+        "split by patient", "Performance on slides from another hospital", metrics["tensorflow"],
+        "patients: too few for intervals", "correct predictions with the highest certainty",
     ):  # fmt: skip
         assert part.lower() in text.lower(), part
     confusion = browser.find_element(By.CSS_SELECTOR, "table.confusion").text
     for row in metrics["test"]["patch"]["confusion"]:
         assert " ".join(map(str, row)) in confusion
-    # Every picture can be seen.
+    # Every picture is decoded when it becomes visible.
     decoded = "return [...document.images].every(i => i.complete && i.naturalWidth > 50)"
     for image in browser.find_elements(By.CSS_SELECTOR, "img"):
         browser.execute_script("arguments[0].scrollIntoView()", image)
@@ -240,7 +240,7 @@ def test_a_run_is_told_whole(browser: webdriver.Chrome, run_report: Path, traine
     assert_quiet(browser)
 
 
-def test_a_run_whose_store_is_gone_is_told_without_pictures(
+def test_report_of_a_run_without_its_store_has_no_pictures(
     trained: Path, made_store: Path, tmp_path: Path, run: Run
 ) -> None:
     folder = shutil.copytree(trained, tmp_path / "run")
@@ -249,7 +249,7 @@ def test_a_run_whose_store_is_gone_is_told_without_pictures(
     done = run("report", "run")
     assert done.returncode == 0, done.stderr
     page = (folder / "report.html").read_text()
-    assert "Pictures of patches and slides: no store at" in page
+    assert "No pictures of patches and slides: no store at" in page
     assert "data:image" not in page
     assert run("report", "run", "--store", made_store).returncode == 0
     assert "data:image/webp" in (folder / "report.html").read_text()
@@ -257,7 +257,7 @@ def test_a_run_whose_store_is_gone_is_told_without_pictures(
     assert "data:image/webp" not in (tmp_path / "plain.html").read_text()
 
 
-def test_what_cannot_be_reported_is_told(trained: Path, tmp_path: Path, run: Run) -> None:
+def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
     def refused(code: int, message: str, *arguments: object) -> None:
         done = run("report", *arguments)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr
@@ -274,7 +274,7 @@ def test_what_cannot_be_reported_is_told(trained: Path, tmp_path: Path, run: Run
     assert not list(tmp_path.rglob("report.html"))
 
 
-# The curve
+# ROC curves
 
 
 @st.composite
@@ -289,7 +289,7 @@ def some_scores(draw: st.DrawFn) -> Scores:
 
 @given(some_scores(), st.integers(0, 5))
 @settings(max_examples=80)
-def test_the_curve_is_scikit_learns_and_lies_in_its_band(scores: Scores, seed: int) -> None:
+def test_roc_curve_equals_scikit_learn_and_its_band_is_valid(scores: Scores, seed: int) -> None:
     roc = roc_of(scores, 1, patients=6, seed=seed)
     if len(np.unique(scores.label)) < 2:
         assert roc is None
@@ -306,7 +306,7 @@ def test_the_curve_is_scikit_learns_and_lies_in_its_band(scores: Scores, seed: i
         assert len(np.unique(scores.patient)) > 1
 
 
-def test_every_class_has_its_curve() -> None:
+def test_every_class_has_a_curve() -> None:
     rng = np.random.default_rng(1)
     names = ["_first", *"bcdefghij"]
     label = rng.integers(0, len(names), 300).astype(np.int32)

@@ -1,4 +1,4 @@
-"""A search: what may be searched, trials that no process's death loses or doubles, and test patches that no trial sees."""
+"""Test `tune`: search spaces, trials shared by processes that may die, and splits without test patches."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ epochs = 2
 """
 
 
-# What may be searched.
+# Search spaces.
 
 
-def test_a_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
+def test_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
     path = tmp_path / "space.toml"
     path.write_text(SPACE + 'optimizer = "sgd"\ndropout = { low = 0, high = 0.5 }\n')
     space = read_space(path)
@@ -71,17 +71,17 @@ def test_a_space_of_ranges_choices_and_single_values(tmp_path: Path) -> None:
         ({"dropout": {"low": 0.1, "high": 0.5, "log": True, "step": 0.1}}, "not both"),
         ({"dropout": {"low": 0.1, "high": 0.5, "step": -0.1}}, "expected low below high"),
         ({"dropout": {"low": 0.1, "high": math.inf}}, "expected low below high"),
-        ({"batch_size": {"low": 4, "high": 64, "step": 100}}, "a step within them"),
+        ({"batch_size": {"low": 4, "high": 64, "step": 100}}, "a step within the range"),
         ({"dropout": {"low": "a", "high": "b"}}, r"dropout\.low: found 'a', expected a number"),
         ({"batch_size": {"low": 0.5, "high": 8}}, r"batch_size\.low: found 0\.5"),
         ({"augment": {"low": 1, "high": 2}}, r"augment\.low: found 1, expected a number"),
-        ({"augment": [["flips"], ["none"]]}, "expected texts such as 'flips,crop'"),
+        ({"augment": [["flips"], ["none"]]}, "expected strings such as 'flips,crop'"),
         ({"model": ["resnet50"]}, "expected two different values or more"),
         ({"model": ["resnet50", 3]}, "model: found 3"),
         ({"epochs": "two", "model": ["a", "b"]}, "epochs: found 'two'"),
     ],
 )
-def test_a_wrong_space_is_told(space: dict[str, Any], message: str) -> None:
+def test_wrong_space_is_an_error(space: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         space_of(space)
 
@@ -91,15 +91,15 @@ def test_a_wrong_space_is_told(space: dict[str, Any], message: str) -> None:
         st.text(max_size=9), st.one_of(st.none(), st.lists(st.integers()), st.floats(), st.text())
     )
 )
-def test_no_space_ends_in_anything_but_a_message(space: dict[str, Any]) -> None:
+def test_any_wrong_space_raises_a_usage_error(space: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         space_of(space)
 
 
-# Where trials are kept.
+# Storage of trials.
 
 
-def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unusable_storages_are_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("histopipe.studies.study.network_filesystem", lambda _: "nfs4")
     with pytest.raises(UsageError, match=r"SQLite cannot be shared.*on nfs4, where its locks"):
         open_storage(f"sqlite:///{tmp_path}/study.db", tmp_path)
@@ -116,7 +116,7 @@ def test_sqlite_on_a_share_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path:
             open_storage(str(path), tmp_path)
 
 
-def test_without_optuna_it_says_what_to_install(
+def test_missing_optuna_error_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -130,7 +130,7 @@ def a_study(folder: Path, trials: int = 3, **settings: Any) -> Study:
 
 
 @pytest.mark.parametrize("storage", [None, "sqlite"])
-def test_a_trial_is_at_one_process_and_is_taken_up_when_that_lets_go(
+def test_trial_has_one_process_and_is_continued_when_its_lock_is_released(
     tmp_path: Path, storage: str | None
 ) -> None:
     url = f"sqlite:///{tmp_path}/study.db" if storage else None
@@ -141,7 +141,7 @@ def test_a_trial_is_at_one_process_and_is_taken_up_when_that_lets_go(
         dropout = first.suggest_float("dropout", 0.0, 0.5)
         first.report(0.5, 1)
         assert two.wait()
-    # Left without an answer, as by a process that died.
+    # The locks were released without a result, as when a process dies.
     with two.claimed() as again, one.claimed() as other:
         assert again is not None and other is not None
         assert {again.number, other.number} == {0, 1}
@@ -158,24 +158,24 @@ def test_a_trial_is_at_one_process_and_is_taken_up_when_that_lets_go(
     assert [trial.state.name for trial in one.trials()] == ["COMPLETE", "PRUNED", "FAIL"]
 
 
-def test_trials_begun_in_another_folder_are_left_to_it(tmp_path: Path) -> None:
-    """Two machines without a common folder, at one database."""
+def test_trials_of_another_folder_are_not_continued(tmp_path: Path) -> None:
+    """Two machines use one database, without a common folder."""
     url = f"sqlite:///{tmp_path}/study.db"
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    here = a_study(tmp_path / "a", storage=url, name="shared")
-    there = a_study(tmp_path / "b", storage=url, name="shared")
-    with here.claimed() as first:
+    study_a = a_study(tmp_path / "a", storage=url, name="shared")
+    study_b = a_study(tmp_path / "b", storage=url, name="shared")
+    with study_a.claimed() as first:
         assert first is not None and first.number == 0
-    with there.claimed() as second:
+    with study_b.claimed() as second:
         assert second is not None and second.number == 1
-        there.tell(second, 0.5, "COMPLETE")
-    assert not there.wait()  # the first is not its own, and no lock would tell of its end
-    with here.claimed() as again:
+        study_b.tell(second, 0.5, "COMPLETE")
+    assert not study_b.wait()  # the first trial belongs to the other folder, and has its lock there
+    with study_a.claimed() as again:
         assert again is not None and again.number == 0
 
 
-def test_another_search_is_not_continued(tmp_path: Path) -> None:
+def test_search_with_other_settings_is_not_continued(tmp_path: Path) -> None:
     a_study(tmp_path)
     with pytest.raises(UsageError, match="holds a search with other settings"):
         a_study(tmp_path, metric="loss")
@@ -184,8 +184,8 @@ def test_another_search_is_not_continued(tmp_path: Path) -> None:
             StudySettings(**wrong)
 
 
-def test_a_torn_last_line_of_the_journal_costs_itself_only(tmp_path: Path) -> None:
-    """As a full disk leaves it: what is written behind it would be lost with it."""
+def test_incomplete_last_line_of_the_journal_is_removed(tmp_path: Path) -> None:
+    """A full disk can leave such a line. Lines appended to it would be lost."""
     study = a_study(tmp_path)
     with study.claimed() as trial:
         assert trial is not None
@@ -209,7 +209,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_a_process_killed_while_it_writes_leaves_the_journal_free(tmp_path: Path) -> None:
+def test_killed_process_releases_the_journal_lock(tmp_path: Path) -> None:
     study = a_study(tmp_path)
     command = [sys.executable, "-c", HOLDER, str(tmp_path / f"{JOURNAL}.flock")]
     holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -236,13 +236,13 @@ def time_limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_settings_with_commas_are_lists_where_these_are_wanted() -> None:
+def test_settings_with_commas_become_lists_if_the_setting_is_a_list() -> None:
     assert settings_of({"augment": "flips, crop", "model": "a,b", "dropout": 0.1}) == {
         "augment": ("flips", "crop"), "model": "a,b", "dropout": 0.1,
     }  # fmt: skip
 
 
-# Searching.
+# Searches.
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -257,7 +257,7 @@ def space(tmp_path: Path) -> Path:
     return path
 
 
-def test_trials_shared_by_two_processes_one_of_them_killed(
+def test_two_processes_share_trials_and_one_is_killed(
     run: Run, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
     command = [
@@ -276,18 +276,20 @@ def test_trials_shared_by_two_processes_one_of_them_killed(
         time.sleep(0.05)
     assert victim.poll() is None
     victim.kill()
-    said = victim.communicate()[1]
+    victim_log = victim.communicate()[1]
     begun = [
         line.split()[1]
-        for line in said.splitlines()
+        for line in victim_log.splitlines()
         if line.startswith("trial") and "starts" in line
     ]
-    ended = [line.split()[1].rstrip(":") for line in said.splitlines() if ": validation" in line]
-    out, told = survivor.communicate(timeout=300)
-    assert survivor.returncode == 0, told
-    left = set(begun) - set(ended)
-    assert len(left) == 1
-    assert f"trial {left.pop()} of 5" in told
+    ended = [
+        line.split()[1].rstrip(":") for line in victim_log.splitlines() if ": validation" in line
+    ]
+    out, survivor_log = survivor.communicate(timeout=300)
+    assert survivor.returncode == 0, survivor_log
+    unfinished = set(begun) - set(ended)
+    assert len(unfinished) == 1
+    assert f"trial {unfinished.pop()} of 5" in survivor_log
     found = rows(tmp_path / "search")
     assert [row["trial"] for row in found] == [str(n) for n in range(5)]
     assert {row["state"] for row in found} == {"done"}
@@ -295,13 +297,13 @@ def test_trials_shared_by_two_processes_one_of_them_killed(
     assert len(list(trials.glob("trial-*/metrics.json"))) == 5 == len(list(trials.glob("trial-*")))
     assert out.count("done") == 5 and "*best" in out
     assert processes_in(tmp_path) == []
-    # Each of them told what its own run's file says.
+    # The value of each trial equals the metric in the folder of its run.
     for row in found:
         metrics = json.loads(
             (trials / f"trial-{int(row['trial']):04d}" / "metrics.json").read_text()
         )
         assert float(row["value"]) == metrics["validation"]["patch"]["auc"]
-        assert "test" not in metrics  # no trial has seen a test patch
+        assert "test" not in metrics  # trials do not use test patches
     best = max(found, key=lambda row: float(row["value"]))
     config = tomllib.loads((tmp_path / "search" / "best.toml").read_text())
     assert config["learning_rate"] == float(best["learning_rate"])
@@ -311,10 +313,10 @@ def test_trials_shared_by_two_processes_one_of_them_killed(
     done = run("train", "--config", "../search/best.toml", "--out", "best", "--json", cwd=elsewhere)
     assert done.returncode == 0, done.stderr
     trained = json.loads(done.stdout)
-    # The same splits, so the same validation as in the search; and test patches.
+    # The training has the splits and validation patches of the search, and test patches in addition.
     assert trained["validation"]["patch"]["count"] == trained["test"]["patch"]["count"] == 20
     assert trained["validation"]["patch"]["auc"] == pytest.approx(float(best["value"]), abs=0.05)
-    # All is done: the same command has nothing left to do.
+    # All trials are done, so the same command trains nothing.
     again = run(*command[1:], "--json")
     assert again.returncode == 0, again.stderr
     assert "starts" not in again.stderr
@@ -339,13 +341,13 @@ supervision.time = SimpleNamespace(monotonic=clock, time=time.time)
 supervision._GRACE_SECONDS = 1.0
 main()
 """
-"""The command, with a clock that is an hour later as soon as a file exists."""
+"""The command, with a clock that jumps an hour ahead when a file exists."""
 
 
-def test_trials_that_fail_or_are_pruned_are_told_and_the_others_go_on(
+def test_failed_and_pruned_trials_are_reported_and_the_search_continues(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
-    """One hangs until its time is over, one has settings that cannot be, and late ones are pruned."""
+    """One trial hangs until its time limit, one has impossible settings, and late trials are pruned."""
     (tmp_path / "space.toml").write_text(
         'learning_rate = { low = 1e-6, high = 1e-1, log = true }\nprecision = ["float32", "float64"]\nepochs = 4\n'
     )
@@ -370,7 +372,7 @@ def test_trials_that_fail_or_are_pruned_are_told_and_the_others_go_on(
     assert 1 <= int(pruned["epochs"]) < 4
 
 
-def test_told_to_stop_it_goes_on_with_the_same_trial(
+def test_interrupted_search_continues_with_the_same_trial(
     run: Run, small_store: Path, space: Path, tmp_path: Path
 ) -> None:
     arguments = (
@@ -392,9 +394,9 @@ def test_told_to_stop_it_goes_on_with_the_same_trial(
         time.sleep(0.02)
     time.sleep(1.0)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=120)
-    assert child.returncode == 130, said
-    assert "the same command continues it" in said
+    _, errors = child.communicate(timeout=120)
+    assert child.returncode == 130, errors
+    assert "trial 0 is running; run the same command again to continue it" in errors
     assert processes_in(tmp_path) == []
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
@@ -402,7 +404,9 @@ def test_told_to_stop_it_goes_on_with_the_same_trial(
     assert [row["state"] for row in rows(tmp_path / "search")] == ["done", "done"]
 
 
-def test_a_search_that_cannot_work_is_given_up(run: Run, small_store: Path, space: Path) -> None:
+def test_search_ends_if_the_base_settings_are_wrong(
+    run: Run, small_store: Path, space: Path
+) -> None:
     (space.parent / "base.toml").write_text('model = "nonsense"\n')
     done = run(
         "tune",
@@ -423,7 +427,7 @@ def test_a_search_that_cannot_work_is_given_up(run: Run, small_store: Path, spac
     assert missing.returncode == 2 and "none.toml cannot be read" in missing.stderr
 
 
-def test_python_searches_as_the_command_does(small_store: Path, tmp_path: Path) -> None:
+def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     code = (
         "import sys, histopipe\n"
         "r = histopipe.tune(sys.argv[1], space={'dropout': {'low': 0.0, 'high': 0.5}}, out='search',\n"
@@ -434,7 +438,7 @@ def test_python_searches_as_the_command_does(small_store: Path, tmp_path: Path) 
     done = subprocess.run(
         [sys.executable, "-c", code, str(small_store)],
         cwd=tmp_path, capture_output=True, text=True, check=False,
-        # As a task of a job: trials are shared, and none is trained by all tasks together.
+        # As a task of a Slurm job: tasks share the trials, and each trial is trained by one task.
         env={**os.environ, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

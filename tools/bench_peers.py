@@ -2,12 +2,12 @@
 
     python tools/bench_peers.py FOLDER SLIDE... [--patch-size 256] [--mpp 0.5] [--rounds 5] [--tools NAME,NAME]
 
-Each tool runs in its own virtual environment, which is made in FOLDER/environments. A tool that cannot be installed is
-reported, with pip's last line. Tools take turns; medians are compared. Tools that accept coordinates get those of
-histopipe's patches; the others are measured on the patches that they choose, per patch.
+Each tool runs in a separate virtual environment in FOLDER/environments. If a tool cannot be installed, pip's last error
+line is reported. Tools take turns, and medians are compared. Tools that accept coordinates get the coordinates of
+histopipe's patches. Other tools choose their patches, so rates per patch are compared.
 
-FOLDER/peers.json has everything that was measured: versions, machine, command lines, and what each tool wrote.
-`--page docs/design/peers.md` and `--chart docs/images/peers.png` write the table and the chart of the documentation from it.
+FOLDER/peers.json holds all results: versions, machine, command lines, and the output of each tool.
+`--page docs/design/peers.md` and `--chart docs/images/peers.png` write the table and the chart for the documentation.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Tool:
     """A tool that tiles slides.
 
     Attributes:
-        requirements: what pip installs; nothing for histopipe itself.
-        program: file in tools/peers, called with the path of a job (JSON).
-        patches: which patches it takes, for the table.
-        output: what it writes, for the table.
-        without_dependencies: what pip installs without its dependencies.
+        requirements: packages that pip installs; none for histopipe itself.
+        program: file in tools/peers, called with the path of a job (JSON) and the output folder.
+        patches: patches that the tool reads, for the table.
+        output: format that the tool writes, for the table.
+        without_dependencies: packages that pip installs without their dependencies.
     """
 
     requirements: tuple[str, ...]
@@ -74,15 +74,15 @@ TOOLS = {
 
 @dataclass(slots=True)
 class Measured:
-    """What was measured of a tool.
+    """Measurements of a tool.
 
     Attributes:
-        error: why it could not be installed or run.
-        versions: of the packages in its environment that were asked for.
-        command: the command line of one run.
-        patches, output_bytes: what a run wrote.
-        seconds: of each run, from the start of the command to its end.
-        peak_mb: largest memory of a process, over all runs.
+        error: reason why the tool could not be installed or run.
+        versions: versions of the required packages in its environment.
+        command: command line of one run.
+        patches, output_bytes: number of patches and bytes that a run wrote.
+        seconds: duration of each run, from the start of the command until its output is on the disk.
+        peak_mb: peak memory of a process, over all runs.
     """
 
     error: str | None = None
@@ -100,7 +100,7 @@ class Measured:
 
 
 def main() -> None:
-    """Install, measure, write."""
+    """Install the tools, measure them, and write the results."""
     options = _parse()
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("slides", type=Path, nargs="+")
     parser.add_argument("--patch-size", type=int, default=256)
     parser.add_argument("--mpp", type=float, default=0.5)
-    parser.add_argument("--rounds", type=int, default=5, help="after one that is not counted")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up round")
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument("--skip-reading", action="store_true")
     parser.add_argument("--page", type=Path)
@@ -184,7 +184,7 @@ def _job(folder: Path, slides: list[Path], options: argparse.Namespace) -> Path:
 
 
 def _install(folder: Path, name: str, found: Measured) -> None:
-    """Make the tool's environment, once."""
+    """Create the environment of a tool, unless it exists."""
     tool = TOOLS[name]
     if not tool.requirements:
         found.versions = [f"histopipe=={histopipe.__version__}"]
@@ -208,14 +208,14 @@ def _install(folder: Path, name: str, found: Measured) -> None:
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
             found.error = f"pip cannot install {step[-1]}: {(lines or ['no message'])[-1].strip()}"
             return
-    asked = [text for text in (*tool.requirements, *tool.without_dependencies) if "==" in text]
-    wanted = {text.split("==")[0].split("[")[0].lower() for text in asked}
+    pinned = [text for text in (*tool.requirements, *tool.without_dependencies) if "==" in text]
+    wanted = {text.split("==")[0].split("[")[0].lower() for text in pinned}
     frozen = subprocess.check_output([python, "-m", "pip", "freeze"], text=True).splitlines()
     found.versions = [line for line in frozen if line.split("==")[0].lower() in wanted]
 
 
 def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) -> None:
-    """Run a tool once in an empty folder, as a command."""
+    """Run a tool once, as a command with an empty output folder."""
     out = folder / "output"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
@@ -235,7 +235,7 @@ def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) 
         process = subprocess.Popen(found.command, stdout=file, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-    os.sync()  # what a tool has written must be on the disk
+    os.sync()  # the time includes writing the output to the disk
     seconds = time.perf_counter() - begun
     if process.returncode:
         found.error = f"exit code {process.returncode}: {log.read_text().strip().splitlines()[-1:]}"
@@ -250,14 +250,14 @@ def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) 
 
 
 def _count(name: str, settings: dict[str, Any], log: Path) -> int:
-    """Number of patches that a run has written: the programs print it last."""
+    """Return the number of patches that a run has written. The programs print it last."""
     if name == "histopipe":
         return sum(len(slide["x_l0"]) for slide in settings["slides"])
     return int(log.read_text().split()[-1])
 
 
 def _reading(folder: Path) -> dict[str, float]:
-    """Measure patches per second of a training's input, from three formats of the same patches."""
+    """Measure the input rate of a training in patches per second, from three formats of the same patches."""
     command = [sys.executable, str(PEERS / "read_formats.py"), str(folder)]
     text = subprocess.check_output(command, text=True)
     found: dict[str, float] = json.loads(text.splitlines()[-1])
@@ -265,7 +265,7 @@ def _reading(folder: Path) -> dict[str, float]:
 
 
 def tiling_table(measured: dict[str, Measured]) -> list[str]:
-    """A Markdown table; the ratio is histopipe's rate over the tool's."""
+    """Return a Markdown table. The ratio is histopipe's rate divided by the rate of the tool."""
     ours = measured["histopipe"].rate
     lines = [
         "| tool | patches | output | seconds, median (min to max) | patches/s | histopipe is | peak MB of a process |",
@@ -285,7 +285,7 @@ def tiling_table(measured: dict[str, Measured]) -> list[str]:
 
 
 def reading_table(reading: dict[str, float]) -> list[str]:
-    """A Markdown table of the formats that a training reads."""
+    """Return a Markdown table of the formats that a training reads."""
     lines = ["| reader | patches/s | histopipe is |", "| --- | --- | --- |"]
     for name, rate in reading.items():
         lines.append(f"| {name} | {rate:,.0f} | {reading['histopipe'] / rate:.2f}× |")
@@ -293,7 +293,7 @@ def reading_table(reading: dict[str, float]) -> list[str]:
 
 
 def page(results: dict[str, Any], table: str) -> str:
-    """The page of the documentation."""
+    """Return the page of the documentation."""
     versions = {n: ", ".join(t["versions"]) for n, t in results["tiling"].items() if t["versions"]}
     lines = [
         "# Comparison with other tools",

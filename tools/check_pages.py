@@ -1,12 +1,12 @@
-"""Run the commands and the Python code of Markdown pages, in order, and compare what they print with the page.
+"""Run the commands and the Python code of Markdown pages, in order, and compare their output with the page.
 
     python tools/check_pages.py README.md docs/tutorial.md docs/tutorial-python.md
 
-All pages run in one empty folder, in the given order, with this Python's commands first in PATH.
+All pages run in one empty folder, in the given order. The folder of this Python's commands comes first in PATH.
 
-- A block of ```console holds commands after `$ `, each followed by the lines that it prints. Each line of the page must
-  appear in the output, in this order; numbers may differ, and `...` stands for any lines.
-- Blocks of ```python of one page are one program. A block of ```text after one holds what it prints.
+- A ```console block holds commands after `$ `, each followed by its output. Each line of the page must appear in the
+  output, in this order. Numbers may differ, and `...` stands for any lines.
+- The ```python blocks of a page are one program. A ```text block after a ```python block holds its output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROJECT = Path(__file__).parents[1]
 
 @dataclass(slots=True)
 class Step:
-    """A command, or a block of Python code, with the lines that the page shows."""
+    """A command, or a block of Python code, with its output on the page."""
 
     kind: str
     code: str
@@ -82,13 +82,13 @@ def missing_line(shown: list[str], printed: str) -> str | None:
 
 
 def _normal(line: str) -> str:
-    """A line without its numbers, dates and the width of its columns."""
+    """Return a line without its numbers, dates and column widths."""
     line = re.sub(r"\d[\d,.:]*(e[-+]?\d+)?", "#", line)
     return " ".join(re.sub(r"[-─]{3,}", "---", line).split())
 
 
 def run(step: Step, folder: Path, names: dict[str, object]) -> tuple[bool, str]:
-    """Run a step; return whether it succeeded, and what it printed."""
+    """Run a step. Return whether it succeeded, and its output."""
     if step.kind == "python":
         output = io.StringIO()
         try:
@@ -114,7 +114,7 @@ def main() -> int:
     """Run the pages, and return the exit code."""
     parser = argparse.ArgumentParser(description="Run the commands of Markdown pages.")
     parser.add_argument("pages", nargs="+", type=Path)
-    parser.add_argument("--folder", type=Path, help="an empty folder to run in; default: a new one")
+    parser.add_argument("--folder", type=Path, help="empty folder for the run; default: a new one")
     parser.add_argument("--verbose", action="store_true", help="print all output")
     options = parser.parse_args()
     pages = [(page, page.read_text("utf-8")) for page in options.pages]
@@ -127,14 +127,14 @@ def main() -> int:
             for step in steps_of(text):
                 title = step.code if step.kind == "console" else step.code.splitlines()[0]
                 print(f"{page}:{step.line}: {title}", flush=True)
-                ended_well, printed = run(step, folder, names)
+                succeeded, printed = run(step, folder, names)
                 missing = missing_line(step.shown, printed)
-                if options.verbose or not ended_well or missing:
+                if options.verbose or not succeeded or missing:
                     print(printed, flush=True)
-                if not ended_well or missing:
+                if not succeeded or missing:
                     failures += 1
                     print(f"FAILED: {'not printed: ' + missing if missing else 'exit code'}")
-    print(f"{failures} failures" if failures else "all pages print what they show")
+    print(f"{failures} failures" if failures else "the output matches all pages")
     return 1 if failures else 0
 
 

@@ -3,7 +3,7 @@
     python tools/check_words.py              all files that git tracks; exit code 1 if a word is found
     python tools/check_words.py --count      print only the number of findings per word
 
-Each word in `WORDS` has a plain replacement. Uses that are right are listed in `ALLOWED`, with the reason.
+Each word in `WORDS` has a plain replacement. `ALLOWED` lists correct uses, with the reasons.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ WORDS = {
     r"as (it is|they are)": "unchanged",
     r"what (\w+ ){1,2}(is|are) of": "the noun",
 }
-"""Patterns of whole words, and what to write in their place."""
+"""Patterns of flagged words, and what to write instead."""
 
 ALLOWED: dict[tuple[str, str], str] = {}
-"""File and text of a line that may stay, with the reason."""
+"""Allowed lines, by file and text, with the reason."""
 
 _PATTERN = re.compile(
     "|".join(rf"(?P<w{i}>\b(?:{p})\b)" for i, p in enumerate(WORDS)), re.IGNORECASE

@@ -1,6 +1,6 @@
-"""The command line. A command parses its flags, calls one function of the library, and prints.
+"""Command line. Each command parses its flags, calls one library function and prints the result.
 
-A command imports that function when it runs, so that `--help` and wrong flags answer at once.
+A command imports that function when it runs, so that `--help` and wrong flags respond immediately.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ GROUPS = MappingProxyType(
             "annotate": ("maintenance", "Label patches from annotations."),
             "quality": ("maintenance", "Measure focus, pen marks and folds of every patch."),
             "stains": ("maintenance", "Fit the stain of each slide of a store."),
-            "info": ("maintenance", "Show what a store or a folder of results contains."),
+            "info": ("maintenance", "Show the contents of a store or a folder of results."),
             "export": ("reports", "Export the index or the patches of a store for other tools."),
         },
         "Training": {
             "train": ("training", "Train a model on a store or on features."),
             "tune": ("training", "Search for settings with a better validation metric."),
             "embed": ("inference", "Compute features of every patch of a store."),
-            "bench": ("machine", "Measure the input of a training, and name the bottleneck."),
+            "bench": ("machine", "Measure input speed and find the bottleneck of a training."),
         },
         "Analysis": {
             "predict": ("inference", "Predict stores or slides with the model of a run."),
-            "heatmap": ("reports", "Draw predictions or attention over their slides."),
+            "heatmap": ("reports", "Draw heatmaps of predictions or attention over slides."),
             "report": ("reports", "Write a report of a store or a run as one HTML page."),
             "compare": ("training", "Compare runs."),
         },
@@ -45,7 +45,7 @@ GROUPS = MappingProxyType(
             "verify": ("maintenance", "Verify the integrity of a store."),
             "repair": ("maintenance", "Ingest the damaged slides of a store again."),
             "merge": ("maintenance", "Copy several stores into one."),
-            "split": ("maintenance", "Copy a store into one store per side of a split."),
+            "split": ("maintenance", "Copy a store into train, validation and test stores."),
             "remove": ("maintenance", "Remove slides from a store."),
             "compact": ("maintenance", "Free the disk space of removed slides."),
             "doctor": ("machine", "Check this machine and installation."),
@@ -53,7 +53,7 @@ GROUPS = MappingProxyType(
         },
     }
 )
-"""The commands of each group, with the module and the line in `histopipe --help` of each."""
+"""Commands by group, each with its module and its line in `histopipe --help`."""
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
@@ -89,7 +89,7 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, prog_name="histopipe")
 def histopipe() -> None:
-    """From whole-slide images to a trained patch model.
+    """Train models on whole-slide images.
 
     `histopipe ingest slides/` tiles slides into patches.lmdb; `histopipe train` trains on it.
     Results go to standard output, progress and messages to standard error.
@@ -101,7 +101,7 @@ def histopipe() -> None:
 
 def main() -> None:
     """Entry point of the `histopipe` script."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a scheduler's stop is a Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # schedulers stop jobs by SIGTERM
     try:
         sys.exit(histopipe.main(standalone_mode=False))
     except click.exceptions.NoArgsIsHelpError as error:
@@ -117,10 +117,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.exceptions.Abort):
         click.echo(
-            "histopipe: interrupted; what was complete stays, run the same command to go on",
+            "histopipe: interrupted; completed work is kept; run the same command to continue",
             err=True,
         )
         sys.exit(ExitCode.INTERRUPTED)
-    except BrokenPipeError:  # the reader of the output has ended
+    except BrokenPipeError:  # the process that reads the output has ended
         sys.stderr.close()
         sys.exit(ExitCode.DONE)

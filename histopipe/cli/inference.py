@@ -1,4 +1,4 @@
-"""Commands that run a network over patches: `predict`, `embed`."""
+"""Commands that apply a network to patches: `predict`, `embed`."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from histopipe.system.result import exit_code_of
     "--aggregate",
     type=click.Choice(["mean", "top_k", "majority"]),
     default="mean",
-    help="How patches are aggregated to slides and patients.",
+    help="Aggregation of patches to slides and patients.",
 )
 @click.option(
     "--labels",
     type=PATH,
-    help="CSV: slide,label[,patient]. Metrics are reported where labels are known.  [default: the store's]",
+    help="CSV: slide,label[,patient]. Labelled slides also get metrics.  [default: labels of the store]",
 )
 @extra_rows_option
 @click.option(
     "--on-error",
     type=click.Choice(["raise", "skip"]),
     default="raise",
-    help="Damaged patch in a store: fail its slide, or skip the patch.",
+    help="Damaged patch in a store: fail its slide (raise), or leave the patch out (skip).",
 )
 @click.option(
     "--overlap", type=int, help="Slide files: overlap of patches in pixels.  [default: as trained]"
@@ -71,15 +71,15 @@ from histopipe.system.result import exit_code_of
 @click.option(
     "--workers",
     type=click.IntRange(1),
-    help="Processes that read slide files.  [default: one per core]",
+    help="Number of processes that read slide files.  [default: one per core]",
 )
 @json_option()
 @untrusted_option("sources")
 def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> int:
-    """Predict SOURCES, stores or slides, by the model of the folder RUN.
+    """Predict SOURCES (stores or slides) with the model in the run folder RUN.
 
-    Slides need no store: they are tiled like the slides of the training, and their patches are not kept. --out gets a CSV file of
-    patches per slide in patches/, and slides.csv and patients.csv. Run the same command again to predict what is missing.
+    Slides need no store: they are tiled like the training slides, and their patches are not stored. Writes a CSV file
+    of patches per slide, slides.csv and patients.csv to --out. Run the same command again to predict missing slides.
 
     \b
     Example: histopipe predict runs/first new-slides/ --out predictions
@@ -108,28 +108,29 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
     "--precision",
     type=click.Choice(["float32", "float16"]),
     default="float32",
-    help="Precision of the stored features; float16 takes half the space.",
+    help="Precision of the stored features; float16 needs half the space.",
 )
 @batch_size_option
 @devices_option
 @click.option(
     "--stain-norm",
     type=click.Choice(["none", "reinhard", "macenko"]),
-    help="Stain normalization.  [default: as the run was trained, else none]",
+    help="Stain normalization.  [default: method of the run, else none]",
 )
 @click.option(
     "--on-error",
     type=click.Choice(["raise", "skip"]),
     default="raise",
-    help="Damaged patch: fail its slide, or skip the patch.",
+    help="Damaged patch: fail its slide (raise), or leave the patch out (skip).",
 )
 @json_option()
 @untrusted_option("stores")
 def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
 
-    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0 pixels. Run the
-    same command again to embed the slides that are missing. An ONNX file needs a JSON file of the same name with mean, std and size.
+    Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
+    pixels. Run the same command again to embed missing slides. An ONNX file needs a JSON file with the same name and
+    with mean, std and size.
 
     \b
     Example: histopipe embed patches.lmdb --model resnet50 --out features

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "--out",
     type=PATH,
     default="patches.lmdb",
-    help="The store: created if missing, extended if it has the same settings.",
+    help="The store: created if missing, extended if its settings are the same.",
 )
 @click.option("--patch-size", type=int, default=256, help="Side of a patch in pixels.")
 @click.option(
@@ -39,24 +39,24 @@ if TYPE_CHECKING:
 )
 @click.option("--mag", type=float, help="Scale as a magnification: 20 is 0.5 mpp.")
 @click.option("--level", type=int, help="Scale as a pyramid level, without resampling.")
-@click.option("--overlap", type=int, default=0, help="Pixels that neighbouring patches share.")
+@click.option("--overlap", type=int, default=0, help="Overlap of neighbouring patches in pixels.")
 @click.option(
     "--tissue",
     type=click.Choice(["otsu", "none"]),
     default="otsu",
-    help="Tissue detection; none takes all patches.",
+    help="Tissue detection; none keeps all patches.",
 )
 @click.option(
     "--tissue-threshold",
     type=float,
     default=0.5,
-    help="Least share of a patch that is tissue.",
+    help="Minimum share of tissue in a patch.",
 )
 @click.option(
     "--codec",
     type=click.Choice(["auto", "jpeg", "png"]),
     default="auto",
-    help="Encoding of patches. auto copies the slide's own JPEG tiles where patches match them, else encodes JPEG.",
+    help="Encoding of patches. auto copies the slide's own JPEG tiles if they match the patches, else encodes JPEG.",
 )
 @click.option("--quality", type=int, default=90, help="Quality of encoded JPEG.")
 @click.option(
@@ -69,20 +69,20 @@ if TYPE_CHECKING:
     "--resample",
     type=click.Choice(["fast", "exact"]),
     default="fast",
-    help="fast decodes JPEG tiles at 1/2, 1/4 or 1/8 where that fits; exact decodes all pixels and averages.",
+    help="fast decodes JPEG tiles at 1/2, 1/4 or 1/8 scale if possible; exact decodes all pixels and averages.",
 )
 @click.option(
     "--route",
     type=click.Choice(["auto", "copy", "decode", "openslide"]),
     default="auto",
-    help="How patches are made. auto copies tiles, else decodes tiles, else uses OpenSlide.",
+    help="Route: auto copies tiles, else decodes tiles, else uses OpenSlide.",
 )
 @click.option(
     "--annotations",
     type=PATH,
-    help="Folder with SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope): classes of patches.",
+    help="Label patches from SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) in this folder.",
 )
-@click.option("--roi", help="Take only patches in outlines of this class of --annotations.")
+@click.option("--roi", help="Keep only patches in outlines of this class of --annotations.")
 @annotation_options
 @click.option(
     "--workers",
@@ -96,21 +96,21 @@ if TYPE_CHECKING:
 )
 @click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
-@click.option("--slide-list", type=PATH, help="CSV with a column slide: ingest only these.")
+@click.option("--slide-list", type=PATH, help="CSV with a column slide: ingest only these slides.")
 @extra_rows_option
 @click.option(
-    "--allow-mixed-mpp", is_flag=True, help="With --level: accept slides of different scale."
+    "--allow-mixed-mpp", is_flag=True, help="With --level: accept slides with different scales."
 )
 @click.option(
     "--max-unreadable",
     type=share,
     default="1%",
-    help="Share of a slide's patches that may be unreadable.",
+    help="Maximum share of unreadable patches per slide.",
 )
 @click.option(
     "--slide-timeout",
     type=click.FloatRange(0, 1e9, min_open=True),
-    help="Seconds of worker time per slide.  [default: 600, and 0.2 per patch]",
+    help="Time limit per slide in seconds of worker time.  [default: 600, plus 0.2 per patch]",
 )
 @click.option(
     "--allow-network",
@@ -123,9 +123,9 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Write nothing; show each slide's level, route, patches, and estimated bytes and time.",
 )
-@click.option("--force", is_flag=True, help="Ingest again slides whose file was replaced.")
+@click.option("--force", is_flag=True, help="Ingest slides again if their file was replaced.")
 @click.option(
-    "--retry-failed", is_flag=True, help="Ingest again slides whose file could not be read."
+    "--retry-failed", is_flag=True, help="Ingest slides again if their file could not be read."
 )
 @click.option(
     "--cluster",
@@ -142,9 +142,9 @@ if TYPE_CHECKING:
     "--part-gb",
     type=click.FloatRange(0.001, 1e9),
     default=16,
-    help="With --cluster: size from which a part is moved to --out, and another one begun.",
+    help="With --cluster: size in GB at which a part is moved to --out and the next part begins.",
 )
-@json_option("the outcome of every slide")
+@json_option("the result of every slide")
 def ingest(
     slides: tuple[Path, ...],
     out: Path,
@@ -158,8 +158,8 @@ def ingest(
 ) -> int:
     """Tile SLIDES, files or folders, into a store.
 
-    Complete slides are skipped, so the same command goes on where it was interrupted. A slide that fails is recorded with
-    its reason, and listed at the end.
+    Complete slides are skipped, so the same command continues after an interruption. Failed slides are recorded with
+    their reasons, and listed at the end.
 
     \b
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
@@ -179,7 +179,7 @@ def ingest(
 
 
 def _show_report(report: IngestReport, *, as_json: bool) -> int:
-    """Print the summary to standard output, warnings and failed slides to standard error."""
+    """Print the summary to standard output, and warnings and failed slides to standard error."""
     if as_json:
         show_json(report.to_json())
         return report.exit_code
@@ -195,14 +195,14 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
     return report.exit_code
 
 
-_OWN_OPTIONS = (
+_INGEST_ONLY = (
     "slides", "patch_size", "mpp", "mag", "level", "overlap", "tissue", "tissue_threshold", "roi",
     "plan_only", "cluster", "scratch", "part_gb",
 )  # fmt: skip
-"""Parameters of `ingest` that `import-coords` does not have: the coordinates decide size, scale and tissue."""
+"""Parameters of `ingest` that `import-coords` does not have: the coordinates define size, scale and tissue."""
 
 
-@click.command(params=[it for it in ingest.params if it.name not in _OWN_OPTIONS])
+@click.command(params=[it for it in ingest.params if it.name not in _INGEST_ONLY])
 @click.argument("coords", type=PATH)
 @click.argument("slides", nargs=-1, required=True, type=PATH)
 @untrusted_option(coords="coords")
@@ -211,8 +211,8 @@ def import_coords(
 ) -> int:
     """Tile SLIDES, files or folders, into a store at the coordinates in the folder COORDS.
 
-    The files of COORDS are NAME.h5 or NAME_patches.h5, as CLAM and TRIDENT write them, with the same patch size and scale in
-    all. Slides without coordinates are left out. The same command goes on where it was interrupted.
+    COORDS contains files NAME.h5 or NAME_patches.h5 of CLAM or TRIDENT, all with the same patch size and scale. Slides
+    without coordinates are left out. The same command continues after an interruption.
 
     \b
     Example: histopipe import-coords trident_processed/20x_256px_0px_overlap/patches slides/

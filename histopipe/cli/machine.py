@@ -1,4 +1,4 @@
-"""Commands that show what this machine and installation can do: `demo`, `doctor`, `bench`."""
+"""Commands that test this machine and installation: `demo`, `doctor`, `bench`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from histopipe.cli.parameters import (
 
 @click.command()
 @click.option("--out", type=PATH, default="demo", help="Folder for all results.")
-@click.option("--slides", type=int, default=10, help="Number of slides to make and train on.")
+@click.option("--slides", type=int, default=10, help="Number of synthetic slides to train on.")
 def demo(out: Path, slides: int) -> None:
     """Run the full pipeline on synthetic slides.
 
-    Make slides of tissue with outlined tumour, ingest them, train on the outlines, predict new slides, and write reports. It
-    needs TensorFlow, but no data and no network, and takes about a minute on 2 cores.
+    Creates slides of tissue with outlined tumour, ingests them, trains on the outlines, predicts new slides, and writes
+    reports. Needs TensorFlow, but no data and no network. Takes about a minute on 2 cores.
 
     \b
     Example: histopipe demo --out demo
@@ -42,7 +42,7 @@ def doctor(store: Path, as_json: bool) -> int:
     """Check this machine and installation, and the disk of STORE, which need not exist yet.
 
     Checks Python, libraries, slide formats, TensorFlow and its GPUs (a matrix product on each), NVIDIA's driver, disk,
-    filesystem and limits, and shows what to do where something is wrong. Exit code 6: something does not work.
+    filesystem and limits, and shows how to fix problems. Exit code 6: a check failed.
 
     \b
     Example: histopipe doctor /data/patches.lmdb
@@ -65,7 +65,7 @@ def doctor(store: Path, as_json: bool) -> int:
 def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     """Measure disk, LMDB, decoder, reader and (with --model) device on STORES, and recommend settings.
 
-    Rates are patches per second. The disk is read past the page cache, so the cache need not be dropped.
+    Rates are in patches per second. Disk reads bypass the page cache.
 
     \b
     Example: histopipe bench patches.lmdb --model resnet50

@@ -1,7 +1,7 @@
 """Commands on a finished store.
 
-They read or verify it (`info`, `verify`), change it (`repair`, `merge`, `remove`, `split`, `compact`), or add columns to it
-(`annotate`, `quality`, `stains`).
+They read or verify it (`info`, `verify`), change or copy it (`repair`, `merge`, `remove`, `split`, `compact`), or add
+measurements and labels to it (`annotate`, `quality`, `stains`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from histopipe.cli.parameters import (
 
 @click.command()
 @click.argument("path", type=PATH, default="patches.lmdb")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, slide by slide.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything, with all slides, as JSON.")
 @untrusted_option("path")
 def info(path: Path, as_json: bool) -> None:
     """Show the contents of PATH: a store, a run, a cross-validation, a search, predictions or features.
 
-    Of a store: slides by state, patches, bytes, scales, labels and settings. Of results: settings, progress and metrics.
+    Stores: slides by state, patches, bytes, scales, labels and settings. Results: settings, progress and metrics.
 
     \b
     Example: histopipe info patches.lmdb
@@ -56,10 +56,10 @@ def info(path: Path, as_json: bool) -> None:
 @workers_option
 @json_option("all findings")
 def verify(store: Path, as_json: bool, **options: Any) -> int:
-    """Verify the integrity of STORE: the file's structure, its format, every record, index and value.
+    """Verify the integrity of STORE: file structure, format, and every record, index and value.
 
-    Each value's checksum includes its key, so that swapped values are found. Nothing is written. A damaged file cannot crash
-    the command. Exit code 5: something is wrong; `histopipe repair` repairs it.
+    The checksum of a value includes its key, so swapped values are found. Nothing is written. A damaged file cannot
+    crash the command. Exit code 5: damage was found; `histopipe repair` repairs it.
 
     \b
     Example: histopipe verify patches.lmdb --full
@@ -78,7 +78,7 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
 @click.option(
     "--annotations",
     type=PATH,
-    help="Outlines, as for ingest.  [default: patches keep their classes where these are intact]",
+    help="Annotations, as for ingest.  [default: patches keep their classes if these are intact]",
 )
 @annotation_options
 @full_option
@@ -88,9 +88,9 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
 def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Verify STORE, and ingest its damaged slides again from SLIDES, files or folders.
 
-    Only damaged slides are touched. They keep their numbers, labels, stain fits and what was measured of their patches. If the
-    file itself is damaged, all that can be read is copied into a new one first. After an interruption, run the same command
-    again. Exit code 3: some slides could not be repaired; 5: something else is still wrong.
+    Only damaged slides are changed. They keep their numbers, labels, stain fits and measurements of patches. If the
+    database file is damaged, all readable data is first copied into a new file. After an interruption, run the same
+    command again. Exit code 3: some slides could not be repaired; 5: other damage remains.
 
     \b
     Example: histopipe repair patches.lmdb slides/
@@ -99,7 +99,7 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
 
     done = repair(store, slides, **options)
     left = [f"{name} could not be repaired: {why}" for name, why in done.left.items()]
-    remaining = [f"still wrong: {what}" for what in done.remaining]
+    remaining = [f"still damaged: {what}" for what in done.remaining]
     notes = [*done.notes, *left, *remaining]
     show(done, as_json=as_json, notes=notes, then=() if done.exit_code else ("verify", store))
     return done.exit_code
@@ -111,7 +111,7 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
     "--out",
     required=True,
     type=PATH,
-    help="The merged store. It is made if missing, else slides are added.",
+    help="The merged store: created if missing, else extended.",
 )
 @network_option
 @json_option()
@@ -119,9 +119,9 @@ def repair(store: Path, slides: tuple[Path, ...], as_json: bool, **options: Any)
 def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: bool) -> None:
     """Copy the slides of STORES, or of folders of stores (*.lmdb), into one store.
 
-    The stores' settings must be equal. Of a slide that several stores have, the first one's is taken, with a note. Every value
-    is compared with its checksum. After an interruption, run the same command again. Slides get new numbers, so resume a run
-    on the stores that it began with.
+    The stores must have the same settings. If several stores have the same slide, the first one is copied, with a note.
+    Every value is compared with its checksum. After an interruption, run the same command again. Slides get new
+    numbers, so resume a run on its original stores.
 
     \b
     Example: histopipe merge node1.lmdb node2.lmdb --out patches.lmdb
@@ -140,11 +140,11 @@ def merge(stores: tuple[Path, ...], out: Path, allow_network: bool, as_json: boo
 @click.argument("slides", nargs=-1, required=True)
 @untrusted_option("store")
 def remove(store: Path, slides: tuple[str, ...]) -> None:
-    """Remove SLIDES from STORE by their ids (see `histopipe info`), with everything that is stored of them.
+    """Remove SLIDES, given by their ids (see `histopipe info`), and all their data from STORE.
 
-    Interrupted at any moment, each slide is either complete or removed. If one id is unknown, no slide is removed. The file
-    keeps its length until `histopipe compact`; later writes use the free space first. Numbers of removed slides are not used
-    again.
+    After an interruption, each slide is either complete or removed. If an id is unknown, no slide is removed. The file
+    keeps its size until `histopipe compact`; later writes use the free space first. Numbers of removed slides are not
+    reused.
 
     \b
     Example: histopipe remove patches.lmdb slide-17 slide-18
@@ -169,9 +169,10 @@ def remove(store: Path, slides: tuple[str, ...]) -> None:
 def split(
     stores: tuple[Path, ...], splits: Path, out: Path, allow_network: bool, as_json: bool
 ) -> None:
-    """Copy the slides of STORES into one store per side of a split. Slides without a side are left out.
+    """Copy the slides of STORES into a train, a validation and a test store. Slides in none of them are left out.
 
-    A split by region or patch is refused, because slides are copied whole. After an interruption, run the same command again.
+    Splits by region or patch are rejected, because slides are not divided. After an interruption, run the same command
+    again.
 
     \b
     Example: histopipe split patches.lmdb --splits runs/first/splits.json --out sides
@@ -185,13 +186,13 @@ def split(
 
 @click.command()
 @store_argument
-@click.option("--out", type=PATH, help="Write the copy there, and leave STORE as it is.")
+@click.option("--out", type=PATH, help="Write the copy to this path, and leave STORE unchanged.")
 @untrusted_option("store")
 def compact(store: Path, out: Path | None) -> None:
-    """Copy STORE without its free pages, and replace it by the copy.
+    """Copy STORE without its free pages, and replace it with the copy.
 
-    The disk needs room for the copy. Trainings that read the store continue with the old file. No process may have it open for
-    writing. Interrupted at any moment, the store is as before.
+    The disk needs space for the copy. Trainings that read the store continue with the old file. No process may have the
+    store open for writing. After an interruption, the store is unchanged.
 
     \b
     Example: histopipe compact patches.lmdb
@@ -211,9 +212,9 @@ def compact(store: Path, out: Path | None) -> None:
 def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> int:
     """Label the patches of STORE from the files in the folder ANNOTATIONS.
 
-    Files have the names of slides: SLIDE.geojson (QuPath), SLIDE.xml (ASAP, Aperio ImageScope). Where outlines of several
-    classes overlap, the smallest one counts. The patches are not changed. `histopipe train --labels-from annotation` trains
-    on these classes.
+    Files are named after slides: SLIDE.geojson (QuPath), SLIDE.xml (ASAP, Aperio ImageScope). If outlines of several
+    classes overlap, the smallest outline is used. The patches are not changed. `histopipe train --labels-from
+    annotation` trains on these classes.
 
     \b
     Example: histopipe annotate patches.lmdb annotations/
@@ -230,16 +231,16 @@ def annotate(store: Path, annotations: Path, as_json: bool, **options: Any) -> i
 
 @click.command()
 @store_argument
-@click.option("--force", is_flag=True, help="Measure slides again that were measured before.")
+@click.option("--force", is_flag=True, help="Also measure slides that already have measurements.")
 @workers_option
 @json_option()
 @untrusted_option("store")
 def quality(store: Path, as_json: bool, **options: Any) -> int:
-    """Measure focus, pen marks, folds and black of every patch of STORE, and add them to its index.
+    """Measure focus, pen marks, folds and black areas of every patch of STORE, and add them to its index.
 
-    focus is the variance of the Laplacian at 1 µm per pixel; pen and dark (folded or black) are shares of the patch. No patch
-    is changed or removed: `histopipe train --min-focus 50 --exclude-pen 5%` leaves patches out, and another threshold needs no
-    other ingest. The table shows medians.
+    focus is the variance of the Laplacian at 1 µm per pixel; pen and dark (folded or black) are shares of the patch.
+    No patch is changed or removed. `histopipe train --min-focus 50 --exclude-pen 5%` leaves patches out, so that new
+    thresholds need no new ingest. The table shows medians.
 
     \b
     Example: histopipe quality patches.lmdb
@@ -253,12 +254,12 @@ def quality(store: Path, as_json: bool, **options: Any) -> int:
 
 @click.command()
 @store_argument
-@click.option("--force", is_flag=True, help="Fit slides again that have a fit.")
+@click.option("--force", is_flag=True, help="Also fit slides that already have a fit.")
 @untrusted_option("store")
 def stains(store: Path, force: bool) -> int:
-    """Fit the stain of each complete slide of STORE on 64 of its patches, and keep the fits in the store.
+    """Fit the stain of each complete slide of STORE on 64 of its patches, and store the fits.
 
-    Both fits are kept, mean and deviation in lαβ (Reinhard et al. 2001) and stain vectors (Macenko et al. 2009), for
+    Stores two fits, mean and deviation in lαβ (Reinhard et al. 2001) and stain vectors (Macenko et al. 2009), for
     `histopipe train --stain-norm` and `load_dataset(..., stain_norm=...)`. No patch is changed.
     Exit code 3: some slides have too little tissue.
 

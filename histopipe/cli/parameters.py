@@ -1,4 +1,4 @@
-"""Types of values, options and output that several commands share."""
+"""Value types, options and output shared by several commands."""
 
 from __future__ import annotations
 
@@ -24,36 +24,40 @@ PATH = click.Path(path_type=Path)
 
 
 def duration(text: str) -> float:
-    """Return the seconds of `2h`, `90m`, `45s`, or of a number of seconds."""
+    """Convert `2h`, `90m`, `45s` or a number of seconds to seconds."""
     match = _DURATION.fullmatch(text)
     seconds = float(match[1]) * _UNITS[match[2] or "s"] if match else math.inf
     if not math.isfinite(seconds):
-        raise click.BadParameter(f"{text!r}: write 2h, 90m, 45s or a number of seconds")
+        raise click.BadParameter(
+            f"{text!r} is not a duration: write 2h, 90m, 45s or a number of seconds"
+        )
     return seconds
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Split `flips,colour`."""
+    """Split a list such as `flips,colour`."""
     return tuple(part.strip() for part in text.split(","))
 
 
 def fractions(text: str) -> tuple[float, ...]:
-    """Return the numbers of `0.7,0.15,0.15`."""
+    """Convert a list such as `0.7,0.15,0.15` to numbers."""
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError as error:
-        raise click.BadParameter(f"{text!r}: write 0.7,0.15,0.15") from error
+        raise click.BadParameter(
+            f"{text!r} is not a list of numbers: write 0.7,0.15,0.15"
+        ) from error
 
 
 def share(text: str) -> float:
-    """Return the number from 0 to 1 of `1%` or `0.01`."""
+    """Convert `1%` or `0.01` to a number from 0 to 1."""
     text = text.strip()
     try:
         number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         number = math.nan
     if not 0 <= number <= 1:
-        raise click.BadParameter(f"{text!r} is no share: write 1% or 0.01")
+        raise click.BadParameter(f"{text!r} is not a share: write 1% or 0.01")
     return number
 
 
@@ -84,9 +88,9 @@ devices_option = click.option(
     "--devices", default="auto", help="Devices: auto, cpu, cpu:N, gpu or gpu:0,1."
 )
 extra_rows_option = click.option(
-    "--allow-extra-rows", is_flag=True, help="Ignore CSV rows that name no slide."
+    "--allow-extra-rows", is_flag=True, help="Ignore CSV rows of unknown slides."
 )
-full_option = click.option("--full", is_flag=True, help="Decode every patch and picture, too.")
+full_option = click.option("--full", is_flag=True, help="Also decode every patch and picture.")
 network_option = click.option(
     "--allow-network",
     is_flag=True,
@@ -97,14 +101,14 @@ annotation_options = together(
         "--annotation-threshold",
         type=share,
         default="50%",
-        help="Least share of a patch that its class covers.",
+        help="Minimum share of a patch that its class covers.",
     ),
-    click.option("--unclassified", help="Class of outlines that have none.  [default: left out]"),
+    click.option("--unclassified", help="Class of outlines without a class.  [default: left out]"),
     click.option(
         "--annotation-origin",
         type=click.Choice(["auto", "bounds", "slide"]),
         default="auto",
-        help="Origin of coordinates: corner of the scanned area, or of level 0; auto chooses by the tool.",
+        help="Origin of coordinates: corner of the scanned area (bounds) or level 0 (slide). auto depends on the tool.",
     ),
 )
 
@@ -112,7 +116,7 @@ annotation_options = together(
 def show(
     result: Any, *, as_json: bool = False, notes: Iterable[str] = (), then: Sequence[object] = ()
 ) -> None:
-    """Print a result as JSON; or its notes to standard error, the result as text, and the next command (`then`)."""
+    """Print a result as JSON; or as text, with notes and the next command (`then`) on standard error."""
     if as_json:
         show_json(result.to_json())
         return
@@ -135,12 +139,12 @@ def show_json(value: Any) -> None:
 
 
 def show_text(text: str) -> None:
-    """Print a text; characters that standard output cannot encode are escaped."""
+    """Print text. Characters that standard output cannot encode are escaped."""
     click.echo(text if _can_print(text) else text.encode("ascii", "backslashreplace").decode())
 
 
 def _can_print(text: str) -> bool:
-    """Return whether standard output can encode a text. UTF-8 cannot encode a path whose bytes are not UTF-8."""
+    """Return whether standard output can encode text. UTF-8 cannot encode paths with bytes that are not UTF-8."""
     try:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:
@@ -151,9 +155,9 @@ def _can_print(text: str) -> bool:
 def untrusted_option(
     *stores: str, features: str = "", coords: str = "", passed: bool = False
 ) -> Callable[[F], F]:
-    """Return a decorator that adds `--untrusted`: the input is verified before the command runs.
+    """Return a decorator that adds `--untrusted`, which verifies the input before the command runs.
 
-    All but `passed` are names of the command's parameters; `passed` passes the flag to the command, too.
+    `stores`, `features` and `coords` are parameter names of the command. With `passed`, the command also gets the flag.
     """
 
     def decorate(command: F) -> F:
@@ -170,7 +174,7 @@ def untrusted_option(
         flag = click.option(
             "--untrusted",
             is_flag=True,
-            help="Treat the input as untrusted: verify stores before they are opened, follow no path in them.",
+            help="Treat the input as untrusted: verify stores before opening them, and follow no paths in them.",
         )
         return cast(F, flag(checked))
 

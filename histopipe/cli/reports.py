@@ -1,4 +1,4 @@
-"""Commands that write files for people and other tools: `heatmap`, `report`, `export`."""
+"""Commands that write heatmaps, reports and exports: `heatmap`, `report`, `export`."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from histopipe.system.result import exit_code_of
     "formats",
     type=names,
     default="png",
-    help="png: over the slide's thumbnail; tiff: pyramid; geojson: objects for QuPath; or several: png,tiff.",
+    help="png (over the slide's thumbnail), tiff (pyramid), geojson (objects for QuPath), or several: png,tiff.",
 )
-@store_option("Store of the patches; repeatable.  [default: the run's]")
+@store_option("Store of the patches; repeatable.  [default: stores of the run]")
 @click.option(
     "--slides",
     multiple=True,
     type=PATH,
-    help="Slide files, or a folder of them, for finer images than the thumbnails.",
+    help="Slide file or folder of slide files, for finer images than the thumbnails; repeatable.",
 )
 @click.option(
     "--objects",
     type=click.Choice(["cells", "contours"]),
     default="cells",
-    help="GeoJSON objects: each patch, or contours around patches from --threshold on.",
+    help="GeoJSON objects: one cell per patch, or contours around patches of at least --threshold.",
 )
 @click.option("--threshold", type=float, default=0.5, help="Threshold of --objects contours.")
 @json_option()
@@ -55,7 +55,7 @@ from histopipe.system.result import exit_code_of
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     """Draw heatmaps of PREDICTIONS, a folder of `histopipe predict` or of a finished run, over the slides.
 
-    For a run, its validation and test patches are drawn; for a model of bags, the attention. Files are named after their slides. In
+    For a run, draws the validation and test patches; for a slide model, the attention. Files are named after slides. In
     QuPath, open the TIFF file next to the slide, or drag the GeoJSON file onto it.
 
     \b
@@ -74,15 +74,15 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 @click.command()
 @click.argument("path", type=PATH)
 @click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
-@store_option("Store of a run, if it has moved; repeatable.")
-@click.option("--no-pictures", is_flag=True, help="Only tables and charts, for very many slides.")
+@store_option("Store of a run, if it was moved; repeatable.")
+@click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
 @untrusted_option("path", "stores", passed=True)
 def report(path: Path, no_pictures: bool, **options: Any) -> None:
     """Write a report of PATH, a store or the folder of a finished run, as one HTML file.
 
-    The report of a store shows every slide: state, route, scale, counts, notes, tissue and some patches. The report of a run shows
-    metrics with intervals, curves, ROC, confusion, calibration, slides, patches with the most certain predictions, heatmaps, settings,
-    and what was not measured. The file needs no network.
+    The report of a store shows every slide: state, route, scale, counts, notes, tissue and some patches. The report of
+    a run shows metrics with intervals, learning and ROC curves, confusion matrices, calibration, slides, patches with
+    the highest certainty, heatmaps, settings and limitations. The file needs no network.
 
     \b
     Example: histopipe report runs/first
@@ -108,15 +108,15 @@ def report(path: Path, no_pictures: bool, **options: Any) -> None:
 )
 @click.option("--out", type=PATH, required=True, help="File of --index, or folder of --to.")
 @click.option(
-    "--shard-patches", type=int, default=10_000, help="--to webdataset: patches per tar file."
+    "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
 )
 @json_option()
 @untrusted_option("stores")
 def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Export the index, or the patches, of STORES (default: patches.lmdb) for other tools.
 
-    tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by label and
-    slide. Patches are neither decoded nor encoded. Run the same command again to write the files that are missing.
+    tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by
+    label and slide. Patches are copied without decoding. Run the same command again to write missing files.
 
     \b
     Example: histopipe export patches.lmdb --index parquet --out index.parquet

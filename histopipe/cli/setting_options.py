@@ -1,4 +1,4 @@
-"""Options made from declared settings, and a command whose `--help` lists them by group."""
+"""Options generated from declared settings, and a command that lists them by group in `--help`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMATS: dict[str, Any] = {"path": click.Path(), "share": share, "duration": du
 
 
 class SettingOption(click.Option):
-    """An option with the group under which `--help` lists it."""
+    """An option that belongs to a group in `--help`."""
 
     def __init__(self, *names: Any, group: str, **attributes: Any) -> None:
         super().__init__(*names, **attributes)
@@ -24,10 +24,10 @@ class SettingOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose `--help` lists options by group."""
+    """A command that lists options by group in `--help`."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options."""
+        """Write the options by group."""
         groups: dict[str, list[tuple[str, str]]] = {"Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -39,16 +39,16 @@ class GroupedCommand(click.Command):
 
 
 def setting_options(*classes: type, skip: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """Return a decorator that adds an option for each setting of some classes, except those to skip.
+    """Return a decorator that adds an option for each setting of the classes, except those in `skip`.
 
-    Where several classes declare a setting, the first one counts; `--help` lists the defaults of all.
+    If several classes declare a setting, the first declaration is used. `--help` lists the defaults of all classes.
     """
     declared = declared_settings(*classes)
     return together(*(_option(it, classes) for name, it in declared.items() if name not in skip))
 
 
 def given_settings(*classes: type) -> dict[str, Any]:
-    """Return the settings that were given as options of the current command."""
+    """Return the settings given as options of the current command."""
     context = click.get_current_context()
     return {
         name: context.params[name]
@@ -78,7 +78,7 @@ def _type(declared: DeclaredSetting) -> Any:
 
 
 def default_text(declared: DeclaredSetting) -> str:
-    """Return the default of a setting as it is listed; empty for none."""
+    """Return the default of a setting as text for `--help`, empty for none."""
     value = declared.default
     if declared.about.default_text is not None:
         return declared.about.default_text

@@ -1,4 +1,4 @@
-"""Commands that train: `train`, `tune`; and `compare`, which compares what was trained."""
+"""Commands for training: `train`, `tune` and `compare`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 @click.option(
     "--config",
     type=PATH,
-    help="Settings from a TOML file, such as a run's config.toml; flags override it.",
+    help="TOML file with settings, such as config.toml of a run; flags override it.",
 )
 @click.option("--out", type=PATH, help="Folder of the run.  [default: runs/MODEL-DATE-TIME]")
-@click.option("--resume", is_flag=True, help="Continue the run in --out, with its own settings.")
+@click.option("--resume", is_flag=True, help="Continue the run in --out with its settings.")
 @json_option("the metrics")
 @setting_options(*_CLASSES, skip=("stores",))
 @untrusted_option("stores", features="mil")
@@ -53,13 +53,13 @@ def train(
 ) -> int:
     """Train a patch model on STORES (default: patches.lmdb), or with --mil a slide model on features.
 
-    Splits are written before training. The best model on validation is kept and evaluated on the held-out test patches.
-    With --folds, it cross-validates.
+    Splits are written before training. The model with the best validation metric is kept, and evaluated on the test
+    patches. --folds cross-validates.
 
     \b
     Example: histopipe train patches.lmdb --model resnet50 --split-by patient
-    Whole slides: histopipe train --mil features --labels labels.csv --epochs 40
-    The classic recipe:
+    Slide model: histopipe train --mil features --labels labels.csv --epochs 40
+    Other settings:
       histopipe train patches.lmdb --optimizer adagrad --learning-rate 2e-4
         --dropout 0.15 --class-weights balanced
     """
@@ -67,12 +67,12 @@ def train(
     if resume and out is None:
         raise UsageError("--resume needs --out", expected="the folder of a run")
     if resume and config is not None:
-        raise UsageError("--resume goes on with the run's own settings", found="--config")
+        raise UsageError("--resume uses the settings of the run", found="--config")
     if config is not None:
         settings = read_settings(config, *_CLASSES) | settings
     if stores:
         if settings.get("mil") is not None:
-            raise UsageError("STORES", found=f"--mil {settings['mil']}", expected="one of them")
+            raise UsageError("STORES", found=f"--mil {settings['mil']}", expected="STORES or --mil")
         settings["stores"] = stores
     return _train(out or _new_folder(settings), settings, resume=resume, as_json=as_json)
 
@@ -97,9 +97,9 @@ def _train(folder: Path, settings: dict[str, Any], *, resume: bool, as_json: boo
             show_text(f"summary.csv, summary.json, predictions, and a run for each fold: {folder}")
             suggest("compare", folder, "OTHER")
         return _folds_exit_code(folds)
-    lost = sorted(name for name in given_settings(FoldSettings) if name != "folds")
-    if lost:
-        raise UsageError(flag(lost[0]), found="no --folds", expected="the number of folds with it")
+    unused = sorted(name for name in given_settings(FoldSettings) if name != "folds")
+    if unused:
+        raise UsageError(flag(unused[0]), found="no --folds", expected="--folds with a number")
     of_folds = declared_settings(FoldSettings)
     one = {name: value for name, value in settings.items() if name not in of_folds}
     _show(train(out=folder, resume=resume, **one), as_json=as_json)
@@ -129,13 +129,13 @@ def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
     "--space",
     type=PATH,
     required=True,
-    help="Search space, TOML: a range, a list of values, or one value per setting.",
+    help="TOML file of the search space: a range, a list of values, or one value per setting.",
 )
 @click.option("--out", type=PATH, required=True, help="Folder of the search.")
 @click.option(
     "--config",
     type=PATH,
-    help="Settings of all trials, as for `histopipe train`. Those of --space override them.",
+    help="TOML file with settings of all trials, as for `histopipe train`. --space overrides them.",
 )
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
@@ -153,8 +153,9 @@ def tune(
 ) -> int:
     """Search for settings with a better validation metric by training on STORES (default: patches.lmdb).
 
-    The same command continues the search. Several processes, on one machine or on several with the same --out, share the trials. No
-    trial sees the test patches: evaluate the best settings with `histopipe train --config OUT/best.toml`.
+    The same command continues the search. Several processes with the same --out share the trials, on one or more
+    machines. Trials do not use the test patches: evaluate the best settings with `histopipe train --config
+    OUT/best.toml`.
 
     \b
     Example: histopipe tune patches.lmdb --space space.toml --out runs/search --trials 50
@@ -183,10 +184,11 @@ def tune(
 )
 @json_option()
 def compare(runs: tuple[Path, ...], resamples: int, as_json: bool) -> None:
-    """Compare finished RUNS, or cross-validations, with the first of them.
+    """Compare finished RUNS, or cross-validations, with the first one.
 
-    Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same patches, the
-    difference has a 95 % confidence interval. If the interval does not include 0, the difference is significant.
+    Shows settings that differ, and the metrics of each run on its test patches. If two runs were tested on the same
+    patches, the difference has a 95 % confidence interval. If the interval does not include 0, the difference is
+    significant.
 
     \b
     Example: histopipe compare runs/resnet50 runs/mobilenet

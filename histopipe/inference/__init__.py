@@ -1,1 +1,1 @@
-"""Patches through a network: encoders, `embed`, `predict`."""
+"""Apply networks to patches: encoders, `embed` and `predict`."""

@@ -1,4 +1,4 @@
-"""The model of a finished run on patches, with all settings that its predictions depend on, and options of `predict`."""
+"""Patch classifier of a finished run, with all settings that affect its predictions, and the options of `predict`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from histopipe.system.tensorflow import load_quietly
 
 @dataclass(frozen=True, slots=True)
 class Classifier:
-    """A finished run on patches, ready to predict."""
+    """Patch classifier of a finished run, ready to predict."""
 
     folder: Path
     network: Network
@@ -32,20 +32,20 @@ class Classifier:
     classes: tuple[str, ...]
     patch_size: int
     spec: Mapping[str, Any] | None
-    """Tiling of the training's patches; None if the run does not record it."""
+    """Tiling of the training patches; None if the run does not record it."""
     patch_mpp: float | None
     stain_norm: StainNorm
     labels_from: LabelsFrom
     judging: JudgeSettings
     thresholds: Thresholds
-    """Chosen on the validation patches of the run."""
+    """Decision thresholds, chosen on the validation patches of the run."""
     sha256: str
-    """Of the weights."""
+    """SHA-256 of the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictOptions:
-    """Options of `predict` that decide what is read, and how. `tiling` has those that differ from the training's."""
+    """Options of `predict` for reading patches. `tiling` holds the tiling settings that differ from the training."""
 
     batch_size: int = 64
     labels: str | Path | None = None
@@ -65,11 +65,11 @@ class PredictOptions:
         if given:
             raise UsageError(
                 f"--{given[0].replace('_', '-')}", found="a store", expected="slides",
-                todo="remove the option: the patches of a store are already made",
+                todo="remove the option: the patches of a store are already tiled",
             )  # fmt: skip
 
     def read_labels(self, ids: Sequence[str]) -> Mapping[str, SlideLabel] | None:
-        """Read the labels file, if there is one, for slides of these ids."""
+        """Read the labels file, if there is one, for slides with these ids."""
         if self.labels is None:
             return None
         return read_labels(Path(self.labels), SlideNames(ids), allow_extra=self.allow_extra_rows)
@@ -80,7 +80,7 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
 
     Raises:
         UsageError: there is no finished run, or its model takes bags of features.
-        DamagedStore: it cannot be read.
+        DamagedStore: the run cannot be read.
         MachineShort: TensorFlow is not installed.
     """
     run_folder.check_one_run(folder)
@@ -89,7 +89,7 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     if not isinstance(config, PatchTrainConfig):
         raise UsageError(
             f"the model of {folder} takes bags of features, not patches",
-            todo="see the predictions and attention in its folder; to predict other slides, train with "
+            todo="use the predictions and attention in its folder; to predict other slides, train with "
             "them as test slides (--splits)",
         )  # fmt: skip
     metrics = read_json(folder / METRICS)
@@ -107,9 +107,9 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
 
 
 def check_scale(record: SlideRecord, classifier: Classifier) -> None:
-    """Refuse a slide whose patches have another scale than those of the training.
+    """Check that the patches of a slide have the scale of the training patches.
 
-    This can happen where patches were read from a pyramid level without scaling.
+    The scales can differ if patches were read from a pyramid level without resampling.
 
     Raises:
         ScaleError: the scales differ.
@@ -118,21 +118,21 @@ def check_scale(record: SlideRecord, classifier: Classifier) -> None:
     if found is None or expected is None or same_scale(Mpp(found), Mpp(expected)):
         return
     raise ScaleError(
-        f"{record.id}: patches of another scale than the model of {classifier.folder} was trained on",
+        f"{record.id}: the scale of its patches differs from the training patches of {classifier.folder}",
         found=f"{found:g} µm per pixel", expected=f"{expected:g}",
-        todo="train on patches made with --mpp, which finds the level of each slide",
+        todo="train on patches ingested with --mpp, which selects a level for each slide",
     )  # fmt: skip
 
 
 def check_store(store: Store, classifier: Classifier) -> None:
-    """Refuse a store whose patches have another size or scale than those of the training.
+    """Check that the patches of a store have the size and scale of the training patches.
 
     Raises:
         UsageError, ScaleError: size or scale differ.
     """
     if store.patch_size != classifier.patch_size:
         raise UsageError(
-            f"{store.path}: patches of another size than the model of {classifier.folder} takes",
+            f"{store.path}: the size of its patches differs from the training patches of {classifier.folder}",
             found=f"{store.patch_size} pixels", expected=f"{classifier.patch_size}",
         )  # fmt: skip
     for record in store.complete.values() if store.spec.get("level") is not None else ():
@@ -141,7 +141,7 @@ def check_store(store: Store, classifier: Classifier) -> None:
     spec = classifier.spec
     if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
         raise UsageError(
-            f"{store.path}: patches of another scale than the model of {classifier.folder} was trained on",
+            f"{store.path}: the scale of its patches differs from the training patches of {classifier.folder}",
             found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
             expected=", ".join(f"{name} {spec.get(name)}" for name in names),
             todo="ingest the slides with the settings of the training",

@@ -1,4 +1,4 @@
-"""Compute features of every patch of stores, one HDF5 file per slide."""
+"""Compute the features of all patches in stores, one HDF5 file per slide."""
 
 from __future__ import annotations
 
@@ -62,28 +62,28 @@ def embed(
     on_error: OnError = "raise",
     progress: Progress | None = None,
 ) -> EmbedResult:
-    """Compute the features of every patch of stores. Slides that are already in `out` are kept.
+    """Compute the features of all patches in stores. Slides that are already in `out` are kept.
 
     Args:
         stores: one store or several, with patches of one size.
-        model: the folder of a run, an ONNX file, or the name of a network of `keras.applications`.
+        model: folder of a run, ONNX file, or name of a network in `keras.applications`.
         out: folder for the feature files `SLIDE.h5`.
-        weights: of a named network: "imagenet" (default), "none", or a file.
-        precision: "float32", or "float16" for half the size.
+        weights: weights of a named network: "imagenet" (default), "none", or a file.
+        precision: "float32", or "float16" for half the file size.
         batch_size: patches per batch, over all devices.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        stain_norm: method of stain normalization; by default that of the run, else "none".
-        on_error: "skip" leaves out damaged patches; with "raise" their slides fail.
+        stain_norm: method of stain normalization; by default the method of the run, else "none".
+        on_error: "skip" leaves out damaged patches; with "raise", slides with damaged patches fail.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
-        Which slides were embedded, kept or failed.
+        The slides that were embedded, kept or failed.
 
     Raises:
         UsageError: the encoder cannot be used, or the folder holds features of another encoder.
-        NothingToDo: no store, or no patch.
+        NothingToDo: there is no store, or no patch.
         MachineShort: disk or memory ran out, or a library is not installed.
-        Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.
+        Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
 
     Example:
         >>> embed("patches.lmdb", model="resnet50", out="features")  # doctest: +SKIP
@@ -96,7 +96,7 @@ def embed(
     with ExitStack() as stack:
         opened = [stack.enter_context(Store(path)) for path in store_paths(stores)]
         rows = slides_with_patches(opened)
-        # Before anything else uses TensorFlow: it sets up the devices.
+        # Loaded first, because the encoder must configure the devices before anything else uses TensorFlow.
         encoder = _load_encoder(
             str(model), weights, opened[0].patch_size, devices=devices, batch_size=batch_size
         )
@@ -117,11 +117,11 @@ def _load_encoder(
     is_onnx, is_run = path.suffix == _ONNX, (path / run_folder.CONFIG).exists()
     if weights is not None and (is_onnx or is_run):
         raise UsageError(
-            "--weights", found=f"--model {model}, which has its own",
-            expected="the name of a network with it",
+            "--weights", found=f"--model {model}, which already contains weights",
+            expected="--model with the name of a network",
         )  # fmt: skip
     if is_onnx:
-        from histopipe.inference.onnx_encoder import OnnxEncoder  # late: an optional dependency
+        from histopipe.inference.onnx_encoder import OnnxEncoder  # imported here: optional
 
         return OnnxEncoder(path, patch_size=patch_size, devices=devices, batch_size=batch_size)
     keras_network = load_quietly("histopipe.inference.keras_network")
@@ -148,7 +148,7 @@ class _Embedding:
         return EmbedResult(**run.result(self.folder), dimension=self.encoder.dimension)
 
     def _is_complete(self, slide: StoredSlide) -> bool:
-        """Whether the folder holds the features of exactly these patches."""
+        """Return whether the folder holds the features of exactly these patches."""
         path = feature_path(self.folder, slide.id)
         if not path.exists():
             return False
@@ -173,7 +173,7 @@ class _Embedding:
         with writing(path, rows, self.encoder.dimension, self.precision) as writer:
             for features, corners in results:
                 writer.append(features, corners)
-            attributes = {  # a value of None is not written
+            attributes = {  # values of None are not written
                 "slide": slide.id,
                 "label": slide.record.label,
                 "patient": slide.record.patient,
@@ -189,7 +189,7 @@ class _Embedding:
 
 
 def _stain_norm_of_run(model: Path) -> StainNorm:
-    """Return the stain normalization that a run was trained with; "none" for other encoders."""
+    """Return the stain normalization that a run was trained with, or "none" for other encoders."""
     config = model / run_folder.CONFIG
     found: StainNorm = read_config(config).get("stain_norm", "none") if config.exists() else "none"
     return found
@@ -198,7 +198,7 @@ def _stain_norm_of_run(model: Path) -> StainNorm:
 def _coords_attributes(record: SlideRecord, store: Store) -> dict[str, Any]:
     """Return the attributes of the coordinates, with the names that TRIDENT and CLAM use.
 
-    CLAM reads patches at `patch_level` unscaled, so it is written only if they were not scaled.
+    CLAM reads patches at `patch_level` without resampling, so it is written only if they were not resampled.
     """
     attributes: dict[str, Any] = {
         "name": record.id,
@@ -219,7 +219,7 @@ def _coords_attributes(record: SlideRecord, store: Store) -> dict[str, Any]:
 
 
 def _magnification(mpp: float) -> float:
-    """Return the usual magnification of a scale, or the exact one if none is near."""
+    """Return the standard magnification nearest to a scale, or the exact one if none is close."""
     exact = MAGNIFICATION_MPP / mpp
     nearest = min(_USUAL_MAGNIFICATIONS, key=lambda usual: abs(usual - exact))
     return nearest if abs(nearest - exact) <= _MAGNIFICATION_TOLERANCE * nearest else exact

@@ -1,4 +1,4 @@
-"""Keras networks on all devices of a strategy: the model of a run, and encoders. Loads TensorFlow."""
+"""Keras networks on all devices of a strategy: the model of a run, and encoders. Imports TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from histopipe.training.memory import MicroBatch
 from histopipe.training.models import LOGITS, build_encoder
 
 _SEED = 1
-"""Untrained weights are the same each time."""
+"""Seed of untrained weights, which makes them reproducible."""
 
 
 class KerasNetwork:
-    """A Keras model, created by `make`, on all devices. It computes in smaller pieces where memory runs out.
+    """A Keras model, created by `make`, on all devices. It computes in smaller pieces if memory runs out.
 
     Raises:
-        UsageError: no such device, or fewer patches than devices.
+        UsageError: a device does not exist, or a batch has fewer patches than devices.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KerasNetwork:
         return images
 
     def start(self, inputs: NDArray[np.uint8]) -> list[Sequence[tf.Tensor]]:
-        """Start computing a batch; by piece and device, (b, D)."""
+        """Start computing a batch, and return the (b, D) results by piece and device."""
         return self._micro_batch.fit(lambda size: self._in_pieces(inputs, size))
 
     def finish(self, started: list[Sequence[tf.Tensor]]) -> NDArray[np.float32]:
@@ -84,10 +84,10 @@ class KerasNetwork:
 def keras_encoder(
     model: str | Path, *, weights: str, patch_size: int, devices: str, batch_size: int
 ) -> KerasNetwork:
-    """Load an encoder: the model of a run (a path) without its last layer, or a network of `keras.applications`.
+    """Load an encoder: the model of a run (a path) without its last layer, or a network in `keras.applications`.
 
     Raises:
-        UsageError: no such network or device, no such weights, or patches of another size.
+        UsageError: the network, weights or device do not exist, or the patch size is wrong.
         DamagedStore: the model of the run cannot be read.
     """
     if isinstance(model, Path):
@@ -99,11 +99,11 @@ def keras_encoder(
 
 
 def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
-    """Load the model of a run on patches; of any size if `patch_size` is None.
+    """Load the patch model of a run. Any patch size is accepted if `patch_size` is None.
 
     Raises:
-        UsageError: there is none, or it takes features or patches of another size.
-        DamagedStore: it cannot be read.
+        UsageError: there is no model, or it takes features or patches of another size.
+        DamagedStore: the model cannot be read.
     """
     path = folder / run_folder.MODEL
     if not path.exists():
@@ -126,7 +126,7 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
         )
     if patch_size not in (None, shape[1]):
         raise UsageError(
-            f"the model of {folder} was trained on other patches", found=f"{shape[1]} pixels",
+            f"the model of {folder} takes patches of another size", found=f"{shape[1]} pixels",
             expected=f"{patch_size}, as in the store",
         )  # fmt: skip
     return model

@@ -1,4 +1,4 @@
-"""Encoders in ONNX files, such as foundation models exported from PyTorch, with a JSON file for the preprocessing."""
+"""Encoders in ONNX files, such as foundation models exported from PyTorch. A JSON file defines the preprocessing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OnnxEncoder:
     `NAME.json` in the same folder describes the preprocessing. Patches are resized to the input size of the network.
 
     Raises:
-        UsageError: the file or its JSON cannot be used, or there is no such device.
+        UsageError: the ONNX file or its JSON file cannot be used, or a device does not exist.
         MachineShort: onnxruntime is not installed.
     """
 
@@ -66,7 +66,7 @@ class OnnxEncoder:
         std = np.array(settings["std"], np.float32)
         scale, offset = 1 / (255 * std), -np.array(settings["mean"], np.float32) / std
         values = np.empty((len(images), 3, side, side), np.float32)
-        # One channel at a time, in place, while it is in the CPU cache: six times faster than all at once.
+        # One channel at a time and in place, so that it stays in the CPU cache: six times faster than all at once.
         for image, out in zip(images, values, strict=True):
             for channel, plane in enumerate(out):
                 plane[...] = image[..., channel]
@@ -75,7 +75,7 @@ class OnnxEncoder:
         return values
 
     def start(self, inputs: NDArray[np.float32]) -> list[Any]:
-        """Start computing a batch: one future per device."""
+        """Start computing a batch, and return one future per device."""
         return [
             self._pool.submit(self._run, session, inputs[part.start : part.stop])
             for session, part in zip(self._sessions, self._parts, strict=True)
@@ -86,12 +86,12 @@ class OnnxEncoder:
         return np.concatenate([future.result() for future in started])
 
     def _run(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Run rows through one session, in pieces of the batch size that the network was exported for, if fixed."""
+        """Run rows in one session, in pieces if the network was exported with a fixed batch size."""
         size = self._fixed or max(1, len(inputs))
         found = []
         for first in range(0, len(inputs), size):
             piece = inputs[first : first + size]
-            # A network with a fixed batch size: fill up by repeating rows.
+            # A network with a fixed batch size needs full batches: rows are repeated.
             whole = np.resize(piece, (size, *piece.shape[1:])) if self._fixed else piece
             found.append(self._outputs(session, whole)[: len(piece)])
         return np.concatenate(found)
@@ -99,7 +99,7 @@ class OnnxEncoder:
     def _outputs(self, session: Any, inputs: NDArray[np.float32]) -> NDArray[np.float32]:
         try:
             values = np.asarray(session.run(None, {self._input: inputs})[0])
-        except Exception as error:  # onnxruntime's errors share no other base
+        except Exception as error:  # onnxruntime's errors have no other common base class
             why = str(error).split("\n")[0][:200]
             short = isinstance(error, MemoryError)
             if short or any(sign in str(error) for sign in _MEMORY_SIGNS):
@@ -110,7 +110,7 @@ class OnnxEncoder:
         values = values.reshape(values.shape[:2]) if values.shape[2:] in ((), (1, 1)) else values
         if values.ndim != 2:
             raise UsageError(
-                f"{self._path}: its first output", found=f"shape {values.shape}",
+                f"{self._path}: wrong first output", found=f"shape {values.shape}",
                 expected="(patches, features)",
                 todo="export the network with pooled features, or the class token, as its output",
             )  # fmt: skip
@@ -127,7 +127,7 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{json_path} is missing: an ONNX file does not describe its preprocessing",
             expected=f"such as {_EXAMPLE}",
-            todo="write it with the mean, standard deviation and size of the network's training",
+            todo="write it with the mean, standard deviation and size that the network was trained with",
         ) from error
     except (OSError, ValueError) as error:
         raise UsageError(
@@ -145,7 +145,8 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
     ]
     if wrong:
         raise UsageError(
-            f"{json_path}: {', '.join(wrong)}", found={name: settings.get(name) for name in wrong},
+            f"{json_path}: wrong {', '.join(wrong)}",
+            found={name: settings.get(name) for name in wrong},
             expected=f"such as {_EXAMPLE}, interpolation one of {', '.join(_FILTERS)}",
         )  # fmt: skip
     return settings
@@ -159,7 +160,7 @@ def _is_colour(value: Any) -> bool:
 
 def _sessions(path: Path, devices: str) -> list[Any]:
     try:
-        import onnxruntime as ort  # late: the extra [onnx]
+        import onnxruntime as ort  # imported here: optional
     except ImportError as error:
         raise MachineShort(
             "ONNX files need onnxruntime, which is not installed", found=str(error),
@@ -170,7 +171,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
     if devices.startswith("gpu") and not has_gpu:
         raise UsageError(
             f"--devices {devices}", found="an onnxruntime without CUDA",
-            todo="replace it by onnxruntime-gpu, or use --devices cpu",
+            todo="install onnxruntime-gpu instead, or use --devices cpu",
         )  # fmt: skip
     options = ort.SessionOptions()
     options.log_severity_level = 3
@@ -184,7 +185,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
         providers = ["CPUExecutionProvider"] * count
     try:
         return [ort.InferenceSession(str(path), options, providers=[one]) for one in providers]
-    except Exception as error:  # onnxruntime's errors share no other base
+    except Exception as error:  # onnxruntime's errors have no other common base class
         raise UsageError(
             f"{path} cannot be loaded", found=str(error).split("\n")[0][:200],
             expected="an ONNX network with one input (patches, 3, size, size)",
@@ -192,7 +193,7 @@ def _sessions(path: Path, devices: str) -> list[Any]:
 
 
 def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
-    """Return the name of the input, and its batch size if that is fixed."""
+    """Return the name of the input, and its batch size if it is fixed."""
     inputs = session.get_inputs()
     shape = inputs[0].shape
     fits = len(inputs) == 1 and len(shape) == 4 and inputs[0].type == "tensor(float)"
@@ -201,7 +202,7 @@ def _check_input(session: Any, path: Path, side: int) -> tuple[str, int | None]:
         isinstance(n, int) and n != w for n, w in zip(shape[1:], wanted, strict=True)
     ):
         raise UsageError(
-            f"{path}: its input", found="; ".join(f"{it.name} {it.shape} {it.type}" for it in inputs),
-            expected=f"one, float32 of shape (patches, 3, {side}, {side})",
+            f"{path}: wrong inputs", found="; ".join(f"{it.name} {it.shape} {it.type}" for it in inputs),
+            expected=f"one input, float32 of shape (patches, 3, {side}, {side})",
         )  # fmt: skip
     return inputs[0].name, shape[0] if isinstance(shape[0], int) else None

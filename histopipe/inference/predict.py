@@ -1,4 +1,4 @@
-"""Predict slides by the model of a run: from stores, or directly from slide files."""
+"""Predict slides with the model of a run: from stores, or directly from slide files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PredictResult(SlideRunResult):
     """Result of `predict`.
 
     Attributes:
-        metrics: evaluation of all predictions in the folder, if labels of two classes are known.
+        metrics: evaluation of all predictions in the folder; None unless labels of two classes are known.
     """
 
     metrics: Evaluation | None = field(default=None)
@@ -84,32 +84,32 @@ def predict(
     workers: int | None = None,
     progress: Progress | None = None,
 ) -> PredictResult:
-    """Predict every patch of stores or slides by the model of a run, and aggregate to slides and patients.
+    """Predict all patches of stores or slides with the model of a run, and aggregate to slides and patients.
 
     Args:
-        run: the folder of a finished run on patches.
-        sources: stores; or slide files, and folders of them.
+        run: folder of a finished patch-level run.
+        sources: stores; or slide files and folders of slide files.
         out: folder for the predictions. Slides that are already in it are kept.
         batch_size: patches per batch, over all devices.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        aggregate: how patches are aggregated to slides and patients: "mean", "top_k" or "majority".
-        labels: CSV file slide,label[,patient]; by default the labels that stores hold.
-        allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
-        on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
-        overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
-        mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.
-        max_unreadable: share of the patches of a slide file, 0 to 1, that may be unreadable.
-        workers: processes that read slide files; one per core if None.
+        aggregate: aggregation of patches to slides and patients: "mean", "top_k" or "majority".
+        labels: CSV file slide,label[,patient]; by default the labels in the stores.
+        allow_extra_rows: ignore rows of `labels` and `mpp_csv` whose slide is unknown.
+        on_error: "skip" leaves out damaged patches of stores; with "raise", slides with damaged patches fail.
+        overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training.
+        mpp_csv, default_mpp: scale of slide files without a scale: CSV file slide,mpp, and µm per pixel.
+        max_unreadable: maximum share of unreadable patches of a slide file, 0 to 1.
+        workers: number of processes that read slide files; one per core if None.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
-        Which slides were predicted, kept or failed; and metrics, if labels are known.
+        The slides that were predicted, kept or failed; and metrics, if labels are known.
 
     Raises:
-        UsageError: the run cannot predict these, or `out` holds predictions of another model.
-        NothingToDo: no store, no slide, or no patch.
+        UsageError: the run cannot predict these sources, or `out` holds predictions of another model.
+        NothingToDo: there is no store, no slide, or no patch.
         MachineShort: disk or memory ran out, or TensorFlow is not installed.
-        Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.
+        Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
 
     Example:
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
@@ -147,7 +147,9 @@ def _are_stores(paths: Sequence[Path]) -> bool:
     are_stores = {(path / _DATA).exists() for path in paths}
     if len(are_stores) > 1:
         raise UsageError(
-            "SLIDES and STORES are mixed", expected="either", todo="predict each with its own --out"
+            "slides and stores are mixed",
+            expected="slides or stores",
+            todo="predict them separately, with different --out",
         )
     return are_stores == {True}
 
@@ -184,7 +186,7 @@ class _Prediction:
             "classes": list(classifier.classes), "stain_norm": classifier.stain_norm,
             "patch_size": classifier.patch_size, **self.source.settings,
         }  # fmt: skip
-        # The folder of a run may move: its weights are compared.
+        # A run folder may be moved, so the weights are compared instead of the path.
         record_or_check(
             path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
         )
@@ -209,16 +211,16 @@ class _Prediction:
         return predicted.patches, predicted.skipped
 
     def _labels(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return (N,) class numbers of patches, -1 where unknown."""
+        """Return the (N,) class numbers of patches, -1 if unknown."""
         classes = self.classifier.classes
-        if self.classifier.labels_from == "annotation":  # the slide's label is not its patches'
+        if self.classifier.labels_from == "annotation":  # slide labels do not apply to patches
             annotated = self.source.patch_labels(slide.slide, classes)
             return np.array([annotated.get((x, y), -1) for x, y in corners.tolist()], np.int32)
         number = classes.index(slide.label) if slide.label in classes else -1
         return np.full(len(corners), number, np.int32)
 
     def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, PatchScores]:
-        """Read the predictions of a slide, and update labels that have changed since they were written."""
+        """Read the predictions of a slide, and update its labels if they have changed."""
         scores, now = self.folder.read(slide.slide), self.source.current(slide)
         if now is slide:
             return slide, scores
@@ -241,7 +243,7 @@ class _Prediction:
             some = ", ".join(sorted(seen)[:3]) + (", …" if len(seen) > 3 else "")
             self.progress.message(
                 f"warning: {len(seen)} of these slides were used in the training ({some}): "
-                "metrics on them do not hold for other slides"
+                "metrics on them are not valid for new slides"
             )
         parts = [scores for _, scores in found if len(scores.label)]
         tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))

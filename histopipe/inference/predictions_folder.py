@@ -1,6 +1,6 @@
 """The folder of predictions.
 
-It has for each slide a CSV file of its patches, a thumbnail, and a JSON file, written last; and tables of slides and patients.
+Each slide has a CSV file of patches, a thumbnail and a JSON file, written last. Tables list the slides and patients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SLIDES, PATIENTS = "slides.csv", "patients.csv"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedSlide:
-    """A predicted slide, and the positions of its patches."""
+    """A predicted slide, with the geometry of its patches."""
 
     slide: str
     patient: str
@@ -58,7 +58,7 @@ class PredictedSlide:
     size_l0: float
     stride_l0: float
     source: str
-    """Identifies the file or the patches that were predicted; another source is predicted again."""
+    """Identifies the predicted file or patches. If it changes, the slide is predicted again."""
     patches: int = 0
     skipped: int = 0
     notes: list[str] = field(default_factory=list)
@@ -79,17 +79,17 @@ class PredictedSlide:
         )  # fmt: skip
 
     def write(self, path: Path) -> None:
-        """Write a JSON file, by one rename."""
+        """Write a JSON file by one rename."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
         with appearing(path, hidden=True) as part:
             part.write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> PredictedSlide:
-        """Read what `write` wrote.
+        """Read a file written by `write`.
 
         Raises:
-            DamagedStore: the file holds something else.
+            DamagedStore: the file is damaged.
         """
         try:
             value: dict[str, Any] = read_json(path)
@@ -105,7 +105,7 @@ class PredictedSlide:
 
 
 class PredictionsFolder:
-    """A folder of predictions, which may be missing."""
+    """A folder of predictions, which need not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,10 +116,10 @@ class PredictionsFolder:
         return (self.path / SETTINGS).is_file()
 
     def csv(self, slide: str) -> Path:
-        """Return the path of a slide's patches: slide,patient,x_l0,y_l0,label,predicted,p_CLASS….
+        """Return the path of a slide's patch table: slide,patient,x_l0,y_l0,label,predicted,p_CLASS….
 
         Raises:
-            DamagedStore: the id leads out of the folder.
+            DamagedStore: the path is outside of the folder.
         """
         return path_within(self.path / PATCHES, f"{slide}.csv")
 
@@ -128,7 +128,7 @@ class PredictionsFolder:
         return path_within(self.path / PATCHES, f"{slide}.json")
 
     def thumbnail(self, slide: str) -> Path:
-        """Return the path of a slide's thumbnail. With it, heatmaps need neither store nor slide."""
+        """Return the path of a slide's thumbnail. Heatmaps use it, so they need neither store nor slide."""
         return path_within(self.path / PATCHES, f"{slide}.jpg")
 
     def complete(self, slide: str, source: str) -> PredictedSlide | None:
@@ -145,7 +145,7 @@ class PredictionsFolder:
         """Write a slide's predictions and thumbnail, then its JSON file."""
         path = self.csv(slide.slide)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.json(slide.slide).unlink(missing_ok=True)  # of another source
+        self.json(slide.slide).unlink(missing_ok=True)  # it describes an old source
         write_predictions(path, [({}, scores)], hidden=True)
         if thumbnail is not None:
             with appearing(self.thumbnail(slide.slide), hidden=True) as part:
@@ -174,9 +174,9 @@ def write_table(
     judging: JudgeSettings,
     thresholds: Thresholds,
 ) -> None:
-    """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probabilities.
+    """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
-    Slides and patients without a patch, which have no `parts`, have no class and no probability.
+    Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
     aggregated = _aggregated(parts, level, how, judging, thresholds) if parts else {}
     labels = _labels(slides, level)
@@ -200,10 +200,10 @@ def _aggregated(
     judging: JudgeSettings,
     thresholds: Thresholds,
 ) -> dict[str, list[object]]:
-    """Return number of patches, predicted and decided class, and probabilities by slide or patient."""
+    """Return the number of patches, predicted and decided class, and probabilities by slide or patient."""
     scores = joined_scores(parts)
     positive = positive_class(scores.classes, judging.positive)
-    # All patches are aggregated, also where their labels differ.
+    # Without labels, so that patches with different labels are aggregated too.
     blank = replace(scores, label=np.full(len(scores.label), -1, np.int32))
     found = scores_of(blank, level, how, top_k=judging.top_k, positive=positive or 0)
     threshold, _ = thresholds.get(name_of(level, how), (None, None))
@@ -223,7 +223,7 @@ def _aggregated(
 
 
 def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
-    """Return labels by slide, or by patient where all slides of the patient have the same."""
+    """Return labels by slide, or by patient if all slides of the patient have the same label."""
     found: dict[str, set[str]] = {}
     for it in slides:
         if it.label is not None:
@@ -234,7 +234,7 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
 def evaluate_labelled(
     parts: Sequence[PatchScores], judging: JudgeSettings, thresholds: Thresholds
 ) -> Evaluation | None:
-    """Evaluate the patches whose labels are known; None if these are of fewer than two classes."""
+    """Evaluate the patches with known labels. Return None if they have fewer than two classes."""
     known = [_labelled(part) for part in parts if (part.label >= 0).any()]
     if not known:
         return None

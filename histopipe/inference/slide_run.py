@@ -1,4 +1,4 @@
-"""Run the patches of slides through a network, one slide after the other, and count what becomes of each."""
+"""Run the patches of slides through a network, slide by slide, and record which slides are done or failed."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from histopipe.system.progress import Bar, Progress
 from histopipe.system.result import Result
 
 _STARTED_BATCHES = 2
-"""Batches that may still be on the device: fetching each at once would make the device wait for the host."""
+"""Maximum number of batches on the device. With one batch, the device would wait for the host."""
 
 Normalizer = Callable[..., NDArray[np.uint8]]
-"""Normalizes the stain of (B, H, W, 3) uint8 images, with (B,) keys if they are of a store."""
+"""Normalizes the stain of (B, H, W, 3) uint8 images. Images from a store also need their (B,) keys."""
 Results = tuple[NDArray[np.float32], NDArray[np.integer]]
 """(N, D) results of a network, and the (N, 2) top left corners of their patches in level-0 pixels."""
 
@@ -39,7 +39,7 @@ class PatchBatch:
     corners: NDArray[np.integer]
     """(B, 2) top left corners, level-0 pixels."""
     valid: NDArray[np.bool_]
-    """(B,) False for patches that fill up the batch or cannot be read."""
+    """(B,) False for padding and for patches that cannot be read."""
 
 
 class _Named(Protocol):
@@ -67,10 +67,10 @@ class Network(Protocol):
     """A network that computes D numbers per patch."""
 
     def prepare(self, images: NDArray[np.uint8]) -> NDArray[Any]:
-        """Convert (B, H, W, 3) uint8 RGB to the input of the network. Called from several threads."""
+        """Convert (B, H, W, 3) uint8 RGB images to the input of the network. Called from several threads."""
 
     def start(self, inputs: NDArray[Any]) -> Any:
-        """Start computing a batch; `finish` takes what is returned."""
+        """Start computing a batch. Pass the returned value to `finish`."""
 
     def finish(self, started: Any) -> NDArray[np.float32]:
         """Wait for the (B, D) results of a batch."""
@@ -81,7 +81,7 @@ class Network(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """Everything that the results depend on, as JSON values; equal for equal networks."""
+        """All properties that affect the results, as JSON values."""
 
 
 N = TypeVar("N", bound=_Named)
@@ -93,7 +93,7 @@ def device_rows(batch_size: int, devices: int) -> list[range]:
     """Return the rows of a batch that each device computes.
 
     Raises:
-        UsageError: fewer rows than devices.
+        UsageError: there are fewer rows than devices.
     """
     if batch_size < devices:
         raise UsageError(
@@ -103,19 +103,19 @@ def device_rows(batch_size: int, devices: int) -> list[range]:
 
 
 class _PatchStream(Closing):
-    """Streams slides through a network. Batches are loaded ahead, also across slides."""
+    """Stream of slides through a network. Batches of the current and next slides are loaded in advance."""
 
     def __init__(self, network: Network, bar: Bar) -> None:
         self._network, self._bar = network, bar
         self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "histopipe-load")
         self._failures: dict[int, Exception] = {}
         self.input_wait = 0.0
-        """Seconds of waiting for patches so far."""
+        """Seconds spent waiting for patches so far."""
 
     def run(self, slides: Iterable[S]) -> Iterator[tuple[S, Iterator[Results]]]:
-        """Yield each slide with an iterator over its results; results not taken before the next slide are dropped.
+        """Yield each slide with an iterator over its results. Results that are not consumed are dropped.
 
-        The iterator of a slide that cannot be used raises a SlideError or DamagedStore.
+        The iterator raises SlideError or DamagedStore if the slide cannot be used.
         """
         loaded = self._loaded(slides)
         for slide, first in loaded:
@@ -125,11 +125,11 @@ class _PatchStream(Closing):
                 deque(results, maxlen=0)
 
     def close(self) -> None:
-        """Drop the batches that are loaded ahead."""
+        """Cancel batches that are waiting to be loaded."""
         self._pool.shutdown(cancel_futures=True)
 
     def _loaded(self, slides: Iterable[S]) -> Iterator[tuple[S, Future[_Loaded | None]]]:
-        """Yield the batches of all slides in order; some more are being loaded."""
+        """Yield the batches of all slides in order, and load the next ones in the background."""
         ahead: deque[tuple[S, Future[_Loaded | None]]] = deque()
         for slide in slides:
             for step in range(slide.steps):
@@ -140,7 +140,7 @@ class _PatchStream(Closing):
             yield ahead.popleft()
 
     def _load(self, slide: S, step: int) -> _Loaded | None:
-        """Load a batch; None once a batch of its slide has failed."""
+        """Load a batch. Return None if a batch of its slide has failed."""
         if id(slide) in self._failures:
             return None
         try:
@@ -183,11 +183,11 @@ class SlideRunResult(Result):
 
     Attributes:
         folder: folder with the files of each slide.
-        done, kept: ids of the slides that were computed in this run, and before.
+        done, kept: ids of the slides computed in this run, and in earlier runs.
         failed: reason by id, for slides that failed.
-        patches, skipped: number of patches computed in this run, and of damaged ones left out.
+        patches, skipped: number of patches computed in this run, and of damaged patches left out.
         seconds: duration of this run.
-        input_wait: seconds of these that were spent waiting for patches.
+        input_wait: seconds of this run spent waiting for patches.
     """
 
     folder: Path
@@ -200,7 +200,7 @@ class SlideRunResult(Result):
     input_wait: float
 
     def summary(self, verb: str, patches: str) -> str:
-        """Return what was done, and the reason of each slide that failed, as lines of text."""
+        """Return a summary as text, with the reason for each slide that failed."""
         lines = [f"{self.skipped} damaged patches left out"] if self.skipped else []
         waiting = self.input_wait / self.seconds if self.seconds else 0.0
         lines.append(
@@ -228,7 +228,7 @@ class SlideRun:
     input_wait: float = 0.0
 
     def missing(self, slides: Iterable[N], is_complete: Callable[[N], bool]) -> list[N]:
-        """Return the slides that are not complete; the others are noted as kept."""
+        """Return the slides that are not complete, and record the others as kept."""
         missing = []
         for slide in slides:
             if is_complete(slide):
@@ -245,12 +245,12 @@ class SlideRun:
         steps: int | None = None,
         stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compute slides of `steps` batches, if known. `stop` is called first after Ctrl-C.
+        """Compute slides with `steps` batches in total, if known. `stop` is called first after Ctrl-C.
 
-        `write` takes a slide and its results, writes them, and returns the number of patches and of skipped ones.
+        `write` writes the results of a slide, and returns the numbers of computed and skipped patches.
 
         Raises:
-            Interrupted: by Ctrl-C or SIGTERM; slides that are done stay.
+            Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
         """
         if self.kept:
             self.progress.message(f"{len(self.kept)} slides are already done")
@@ -271,10 +271,10 @@ class SlideRun:
                         self.skipped += skipped
                         self._report(slide.id, f"{patches:,} patches")
             except KeyboardInterrupt:
-                stop()  # before the stream is closed: what it is loading waits for it
+                stop()  # before the stream is closed, which waits for the batches being loaded
                 raise Interrupted(
                     "interrupted", found=f"{len(self.done)} slides done",
-                    todo="run the same command again to do the others",
+                    todo="run the same command again to continue",
                 ) from None  # fmt: skip
             finally:
                 self.seconds, self.input_wait = time.monotonic() - start, stream.input_wait

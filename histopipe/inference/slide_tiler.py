@@ -1,4 +1,4 @@
-"""Slide files as `predict` reads them: tiled by the code of ingest, in worker processes, without storing the patches."""
+"""Tile slide files for `predict` in worker processes, with the code of ingest but without storing the patches."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from histopipe.system.worker_pool import WorkerDied, WorkerPool
 from histopipe.tiling.spec import TilingSpec, spec_from_json
 
 _SECONDS = 600.0
-"""Time limit for a plan, or for a batch of patches."""
+"""Time limit for planning a slide, or for a batch of patches."""
 
 
 class TiledSlide:
-    """A planned slide file; its patches are `SlidePatches`.
+    """A planned slide file, which implements `SlidePatches`.
 
-    `order` are (N,) patch numbers, in the order in which ingest makes them.
+    `order` holds the (N,) patch numbers in the order of ingest.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class TiledSlide:
     ) -> None:
         self.files, self.pending, self.planned, self.order = files, pending, planned, order
         self.id, self.thumbnail = pending.slide.id, planned.thumbnails["thumb"]
-        # An empty batch for a slide without patches, so that the slide is reported.
+        # A slide without patches has one empty batch, so that it is reported.
         self.steps = max(1, -(-len(order) // files.options.batch_size))
         self.lost: list[str] = []
-        """Why patches could not be read."""
+        """Reasons why patches could not be read."""
         self._normalize: Normalizer | None = None
         self._lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class TiledSlide:
         return PatchBatch(images, corners, valid)
 
     def predicted(self) -> PredictedSlide:
-        """Describe the slide after its patches have been predicted, if the file has not changed since it was planned."""
+        """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
         if fingerprint(self.pending.slide.file) != self.planned.fingerprint:
             raise SlideUnreadable(f"{self.pending.slide.file.path} changed while it was being read")
         lost = len(self.lost)
@@ -91,7 +91,7 @@ class TiledSlide:
         )  # fmt: skip
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
-        """Encode patches in a worker; a text is the reason why a patch cannot be read."""
+        """Encode patches in a worker. A str is the reason why a patch cannot be read."""
         planned = self.planned
         try:
             done: Future[Sequence[bytes | str]] = self.files.pool.submit_within(
@@ -101,11 +101,11 @@ class TiledSlide:
         except WorkerDied as error:
             raise SlideUnreadable(
                 f"{self.pending.slide.file.path}: the worker process that read it died ({error})",
-                todo="probably the file is damaged and crashes its decoder, or memory ran out",
+                todo="the file may be damaged and crash the decoder, or memory may have run out",
             ) from error
 
     def _decode(self, value: bytes | str, out: NDArray[np.uint8]) -> bool:
-        """Decode a patch; one that cannot be read is black, and noted as lost."""
+        """Decode a patch. If it cannot be read, make it black and record the reason."""
         if isinstance(value, str):
             problem = value
         else:
@@ -131,7 +131,7 @@ class TiledSlide:
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """(N, 3) pixels of some patches."""
+        """Return the (N, 3) pixels of some patches."""
         side = self.files.spec.patch_size
         image, found = aligned_empty((side, side, 3)), [np.empty((0, 3), np.uint8)]
         for value in self._values(chunk_of(self.planned.plan, rows)):
@@ -143,7 +143,7 @@ class TiledSlide:
 
 
 class FileSource(Closing):
-    """Slide files, tiled as the slides of the training were, by worker processes: one per core by default.
+    """Slide files, tiled like the training slides in worker processes (one per core by default).
 
     Raises:
         UsageError: an option or a CSV file is wrong, or the tiling of the training is unknown.
@@ -176,19 +176,19 @@ class FileSource(Closing):
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
     def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterator[TiledSlide]:
-        """Yield the slides that are not in the folder yet as they are planned; add the others, and failures, to `run`."""
+        """Plan and yield the slides that are not in the folder yet. Record the others, and failures, in `run`."""
         missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
         return self._planned(missing, run.fail)
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:
-        """Return a predicted slide with the label and patient that it has now."""
+        """Return a predicted slide with its current label and patient."""
         found = self._labels.get(slide.slide)
         if found is None:
             return slide
         return replace(slide, label=found.label, patient=found.patient or slide.patient)
 
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
-        """Return nothing: patches of files have no annotated classes."""
+        """Return an empty dict: patches of slide files have no annotated classes."""
         return {}
 
     def close(self) -> None:
@@ -196,7 +196,7 @@ class FileSource(Closing):
         self.pool.shutdown(cancel_futures=True)
 
     def _is_complete(self, slide: SlideFile, folder: PredictionsFolder) -> bool:
-        """Whether the file has been predicted, at the scale that it has now."""
+        """Return whether the file has been predicted at its current scale."""
         try:
             source = _source_text(fingerprint(slide))
         except SlideError:
@@ -204,14 +204,14 @@ class FileSource(Closing):
         found = folder.complete(slide.id, source)
         if found is None:
             return False
-        # The header of a slide takes precedence over the scale that is given.
+        # The scale in the header of a slide takes precedence over the given scale.
         given = self._mpps.get(slide.id) or self._ingest.default_mpp
         return found.mpp_source == MppSource.PROPERTIES or given in (None, found.mpp)
 
     def _planned(
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
     ) -> Iterator[TiledSlide]:
-        """Yield slides in order, and plan the next ones; `fail` is called with id and reason of each that fails."""
+        """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
         waiting, running = deque(enumerate(files)), deque[tuple[PendingSlide, Future[Any]]]()
         while waiting or running:
             while waiting and len(running) <= self._ingest.worker_count:
@@ -258,7 +258,7 @@ def _source_text(file: Fingerprint) -> str:
 
 
 def _spec(classifier: Classifier, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:
-    """Return the tiling of slide files: that of the training, as far as it applies to other slides."""
+    """Return the tiling of the training, without the parts that do not apply to other slides."""
     spec = classifier.spec
     if spec is None:
         raise UsageError(
@@ -266,12 +266,10 @@ def _spec(classifier: Classifier, tiling: Mapping[str, Any], progress: Progress)
             todo="ingest the slides with the settings of the training, and predict the store",
         )
     tiling, algorithms = dict(tiling), spec.get("algorithms")
-    all_tissue = "here, all patches with tissue are predicted"
+    all_tissue = "all patches with tissue are predicted"
     if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
-        progress.message(f"another tool chose the patches of the training: {all_tissue}")
+        progress.message(f"the training patches were chosen by another tool: {all_tissue}")
         tiling.setdefault("tissue", "otsu")
     if spec.get("roi") is not None:
-        progress.message(
-            f"the patches of the training were in the region {spec['roi']!r}: {all_tissue}"
-        )
+        progress.message(f"the training patches were in the region {spec['roi']!r}: {all_tissue}")
     return spec_from_json(spec, **tiling)

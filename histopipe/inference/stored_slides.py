@@ -1,4 +1,4 @@
-"""Slides whose patches are in stores, as `embed` and `predict` read them."""
+"""Read slides from stores, for `embed` and `predict`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CORNER: tuple[Column, ...] = ("x_l0", "y_l0")
 
 
 class StoredSlide:
-    """The patches of a slide in a store. Its batches hold no other slide's: results depend on nothing else."""
+    """The patches of a slide in a store. No batch mixes slides, so results do not depend on other slides."""
 
     def __init__(
         self, store: Store, number: int, batches: PatchBatches, normalize: Normalizer | None
@@ -55,7 +55,7 @@ class StoredSlide:
 
     @property
     def patches(self) -> int:
-        """Number of patches, without the damaged ones that have been skipped so far."""
+        """Number of patches, without the damaged patches that have been skipped so far."""
         return len(self.batches.table) - self.skipped
 
     @property
@@ -81,19 +81,19 @@ def slides_with_patches(stores: Sequence[Store]) -> list[SampleRows]:
     """Return the rows of every slide that has patches.
 
     Raises:
-        NothingToDo: there is none.
-        UsageError: patch sizes differ, or two stores hold a slide with the same id: both would use the same file.
+        NothingToDo: there is no such slide.
+        UsageError: patch sizes differ, or slides in two stores have the same id and would use the same file.
     """
     check_patch_sizes(stores)
     slides = [rows for rows in select(stores) if rows.count]
     if not slides:
-        raise NothingToDo("the stores hold no patches", todo="see `histopipe info`")
+        raise NothingToDo("the stores hold no patches", todo="check them with `histopipe info`")
     ids = Counter(stores[rows.store].records[rows.slide].id for rows in slides)
     twice = [name for name, times in ids.items() if times > 1]
     if twice:
         raise UsageError(
             "slides with the same id in several stores", found=", ".join(twice[:3]),
-            todo="run the command for each store, each with its own --out",
+            todo="run the command for each store, with different --out",
         )  # fmt: skip
     return slides
 
@@ -106,11 +106,11 @@ def stored_slides(
     on_error: OnError,
     stain_norm: StainNorm,
 ) -> list[StoredSlide]:
-    """Prepare to read slides, from `slides_with_patches`, with or without (`"none"`) stain normalization.
+    """Return readers of the slides from `slides_with_patches`. `stain_norm="none"` disables stain normalization.
 
     Raises:
         NothingToDo: the stain of a slide has not been measured.
-        MachineShort: stains are to be normalized and TensorFlow is not installed.
+        MachineShort: stain normalization needs TensorFlow, which is not installed.
     """
     normalize = None
     if stain_norm != "none":
@@ -132,7 +132,7 @@ class StoreSource:
 
     Raises:
         UsageError: the model does not take these patches.
-        NothingToDo: no patch, or stains that have not been measured.
+        NothingToDo: there is no patch, or stains have not been measured.
     """
 
     def __init__(
@@ -151,13 +151,13 @@ class StoreSource:
         self.settings: Mapping[str, Any] = {}
 
     def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterable[StoredSlide]:
-        """Return the slides that are not in the folder yet; add the others to `run.kept`."""
+        """Return the slides that are not in the folder yet, and add the others to `run.kept`."""
         return run.missing(
             self._slides.values(), lambda it: folder.complete(it.id, it.source) is not None
         )
 
     def current(self, slide: PredictedSlide) -> PredictedSlide:
-        """Return a predicted slide with the label and patient that it has now."""
+        """Return a predicted slide with its current label and patient."""
         stored = self._slides.get(slide.slide)
         if stored is None:
             return slide
@@ -178,4 +178,4 @@ class StoreSource:
         return dict(zip(corners, codes.tolist(), strict=True))
 
     def close(self) -> None:
-        """Do nothing: loading a batch of a store takes no time worth saving."""
+        """Do nothing: batches of a store load so fast that they need no cancelling."""

@@ -1,1 +1,1 @@
-"""What a person looks at: heatmaps and pages."""
+"""Heatmaps and HTML reports."""

@@ -1,4 +1,4 @@
-"""Charts as SVG in the colours of the page, light or dark."""
+"""Charts as SVG elements, in the light or dark colours of the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from histopipe.evaluation.statistics import Roc
 from histopipe.system.files import appearing
 
 _Colours = tuple[str, str, tuple[str, ...]]
-"""Colours of text, of lines of the grid, and of series."""
+"""Colours of the text, of the grid lines, and of the series."""
 
 _INK, _LINE = "#010101", "#020202"
 _SERIES = ("#030303", "#040404", "#050505", "#060606")
@@ -40,7 +40,7 @@ Line = tuple[str, Sequence[float], Sequence[float | None]]
 
 
 def lines(title: str, curves: Sequence[Line], *, x: str, y: str, mark: float | None = None) -> str:
-    """Draw curves; `mark` is an x value to mark."""
+    """Draw curves. `mark` is an x value to mark with a vertical line."""
     with _chart(title) as (figure, axes):
         for name, xs, ys in curves:
             values = [np.nan if value is None else value for value in ys]
@@ -67,16 +67,16 @@ def histogram(
 
 
 def roc_chart(title: str, curves: Mapping[str, Roc]) -> str:
-    """Draw ROC curves with their bands."""
+    """Draw ROC curves with their confidence bands."""
     with _chart(title, square=True) as (figure, axes):
         _draw_roc(axes, curves)
-        return _svg(figure, f"{title} of {', '.join(curves)}")
+        return _svg(figure, f"{title}: {', '.join(curves)}")
 
 
 def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
     _draw_diagonal(axes)
     for name, roc in curves.items():
-        # A legend hides names that start with an underscore.
+        # A legend hides names that begin with an underscore.
         shown = f" {name}" if name.startswith("_") else name
         (line,) = axes.plot(roc.false_positive, roc.true_positive, linewidth=1.6, label=shown)
         if roc.low is not None and roc.high is not None:
@@ -92,7 +92,7 @@ def _draw_diagonal(axes: Axes) -> None:
 
 
 def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
-    """Draw a reliability diagram: observed share against predicted probability."""
+    """Draw a reliability diagram: observed frequency against predicted probability."""
     with _chart(title, square=True) as (figure, axes):
         _draw_diagonal(axes)
         for name, bins in curves.items():
@@ -102,15 +102,15 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
             (line,) = axes.plot(xs, ys, linewidth=1, label=name)
             sizes = [6 + 60 * it.count / most for it in filled]
             axes.scatter(xs, ys, s=sizes, color=line.get_color())
-        axes.set(xlabel="predicted probability", ylabel="share observed")
+        axes.set(xlabel="predicted probability", ylabel="observed frequency")
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left")
-        return _svg(figure, f"{title} of {', '.join(curves)}")
+        return _svg(figure, f"{title}: {', '.join(curves)}")
 
 
 def _style(colours: _Colours) -> Any:
     ink, line, series = colours
-    # All colours with each line style in turn.
+    # All colours with the first line style, then with the next one.
     cycle = cycler(linestyle=("-", "--", ":", "-.")) * cycler(color=series)
     return {
         "axes.prop_cycle": cycle,
@@ -126,7 +126,7 @@ def _style(colours: _Colours) -> Any:
 def _chart(
     title: str, *, square: bool = False, colours: _Colours = _PAGE
 ) -> Iterator[tuple[Figure, Axes]]:
-    """Yield a figure and its axes, in the style of the page."""
+    """Yield a figure and its axes in the style of the page."""
     with mpl.rc_context(_style(colours)):
         figure = Figure(figsize=(3.4, 3.4) if square else (4.2, 3.0), layout="constrained")
         axes = figure.subplots()
@@ -151,7 +151,7 @@ def _svg(figure: Figure, label: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Unused ids would repeat in other charts of the page.
+    # Unused ids are removed, because other charts of the page have the same ids.
     used = set(re.findall(r"(?:url\(#|href=\"#)([^)\"]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", text)
     for colour, variable in _VARIABLES.items():

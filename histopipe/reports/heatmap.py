@@ -68,23 +68,23 @@ def heatmap(
     """Draw heatmaps of predictions, or of attention, over slides.
 
     Args:
-        predictions: folder of `histopipe predict`, or of a finished run: its validation and test patches, or the attention
-            of a model of bags.
+        predictions: folder of `histopipe predict`, or of a finished run: its validation and test patches, or the
+            attention of a slide model.
         out: folder for the files `SLIDE.heat.FORMAT`.
         slide: ids of the slides to draw; all if empty.
         class_name: class whose probability is drawn; the last class by name if None.
         formats: "png", "tiff" and "geojson".
-        stores: stores of the patches; by default those that the run names.
-        slides: slide files, or folders of them, for finer images than the thumbnails.
-        objects: in GeoJSON files, "cells", or "contours" around the patches from `threshold` on.
-        threshold: 0 to 1.
+        stores: stores of the patches; by default the stores of the run.
+        slides: slide files, or folders of slide files, for finer images than the thumbnails.
+        objects: objects of GeoJSON files: "cells", or "contours" around patches with values of at least `threshold`.
+        threshold: threshold of the contours, 0 to 1.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
-        The files, and why slides failed.
+        The files, and the reasons why slides failed.
 
     Raises:
-        UsageError: the folder holds no predictions, or an option does not fit them.
+        UsageError: the folder holds no predictions, or an option does not match them.
         NothingToDo: there is no patch to draw.
         DamagedStore: predictions or a store cannot be read.
         MachineShort: the disk is full.
@@ -113,7 +113,7 @@ def heatmap(
         def write(values: PatchValues, kind: str) -> Path:
             base = path_within(target, values.slide)
             base.parent.mkdir(parents=True, exist_ok=True)
-            # Never the name of a slide file or of its annotations.
+            # The suffix .heat avoids the names of slide files and of annotations.
             path = base.with_name(f"{base.name}.heat.{kind}")
             if kind == "tiff":
                 write_heatmap_tiff(values, path)
@@ -122,7 +122,7 @@ def heatmap(
             else:
                 background = images.of(values.slide)
                 if background is None:
-                    hint = "no image of the slide found: use --slides or --store"
+                    hint = "no image of the slide found; use --slides or --store"
                     shown.message(f"{values.slide}: {hint}")
                 write_heatmap_png(values, background, path)
             return path
@@ -138,7 +138,7 @@ def heatmap(
                 shown.message(f"{name}: failed: {error}")
             bar.advance()
     if not files and not failed:
-        raise NothingToDo(f"{folder} has no patch to draw")
+        raise NothingToDo(f"{folder} has no patches to draw")
     return HeatmapResult(target, files, failed)
 
 
@@ -152,7 +152,7 @@ def _check(formats: Sequence[str], objects: str, threshold: float) -> None:
 
 
 def _store_paths(folder: Path, stores: Sequence[str | Path]) -> list[Path]:
-    """Return the stores given, or those that a run names and that still exist."""
+    """Return the given stores, or the existing stores of a run."""
     if stores:
         return store_paths(stores)
     config = folder / run_folder.CONFIG

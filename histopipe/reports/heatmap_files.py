@@ -1,8 +1,8 @@
-"""Files of heatmaps: PNG over an image of the slide, pyramidal TIFF with the slide's scale, and GeoJSON; QuPath opens the latter two.
+"""Heatmap files: PNG over an image of the slide; pyramidal TIFF with the slide's scale and GeoJSON, for QuPath.
 
 Source:
-    GeoJSON as QuPath writes it: `objectType`, `classification` with a colour, `measurements` by name; positions relative to the
-    corner of the scanned area.
+    GeoJSON as QuPath writes it: `objectType`, `classification` with a colour, `measurements` by name. Positions are
+    relative to the corner of the scanned area.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from histopipe.system.files import appearing
 Objects = Literal["cells", "contours"]
 
 COLOURS = "viridis"
-"""Perceptually uniform, also for colour-blind readers, and unlike the colours of tissue."""
+"""Colour map: perceptually uniform, also for colour-blind readers, and different from the colours of tissue."""
 ALPHA = 0.55
 
 _DPI = 150
 _LONGER_SIDE = 8.0
-"""Inches of the image, without title and colour bar."""
+"""Longer side of the image in inches, without title and colour bar."""
 _MAX_SIDE = 1200
-"""Pixels of the raster, at most."""
+"""Maximum longer side of the raster in pixels."""
 _TILE = 256
 _PATCH_PIXELS = 16
-"""Pixels across a patch in a TIFF file."""
+"""Side of a patch in a TIFF file, in pixels."""
 _MAX_TIFF_SIDE = 8_192
 _GAP = 1.0
-"""Level-0 pixels that rounding may leave between neighbours."""
+"""Maximum gap between neighbouring patches from rounding, in level-0 pixels."""
 
 
 def write_heatmap_png(
     values: PatchValues, background: NDArray[np.uint8] | None, path: Path
 ) -> None:
-    """Write a PNG file with colour bar and scale bar, over a (H, W, 3) uint8 image of the slide's bounds, or over grey."""
+    """Write a PNG file with colour bar and scale bar over a (H, W, 3) uint8 image of the bounds, or over grey."""
     figure = _figure(values, background)
     with (
         appearing(path, hidden=True) as part,
-        # A slide id may have letters that the font lacks.
+        # matplotlib warns about characters of a slide id that are not in the font.
         warnings.catch_warnings(action="ignore", category=UserWarning),
     ):
         figure.savefig(part, dpi=_DPI, format="png", metadata={"Software": None})
@@ -63,7 +63,7 @@ def write_heatmap_png(
 def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure:
     _, _, width, height = values.bounds
     inch = _LONGER_SIDE / max(width, height)
-    # Room for the colour bar on the right, for the title above.
+    # With space for the colour bar on the right and the title above.
     figure = Figure(figsize=(max(3.2, width * inch) + 1.1, max(2.4, height * inch) + 0.7))
     across, down = figure.get_size_inches()
     axes = figure.add_axes((0.02, 0.02, 1 - 1.15 / across, 1 - 0.55 / down))
@@ -78,8 +78,8 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     )  # fmt: skip
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], facecolor="#e8e8e8")
     axes.set_title(values.slide, fontsize=10, loc="left", parse_math=False)
-    place = axes.get_position()
-    bar = figure.add_axes((place.x1 + 0.12 / across, place.y0, 0.16 / across, place.height))
+    area = axes.get_position()
+    bar = figure.add_axes((area.x1 + 0.12 / across, area.y0, 0.16 / across, area.height))
     colours = figure.colorbar(shown, cax=bar)
     colours.set_label(values.name, fontsize=9, parse_math=False)
     colours.solids.set(alpha=1)  # type: ignore[union-attr]  # a filled colour bar has them
@@ -111,7 +111,7 @@ def scale_bar_um(most: float) -> float:
 
 
 def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
-    """Write a pyramidal TIFF file of the scanned area, white where there is no patch. Return level-0 pixels per pixel."""
+    """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
     _, _, width, height = values.bounds
     pixel = max(1.0, values.side_l0 / _PATCH_PIXELS, max(width, height) / _MAX_TIFF_SIDE)
     image = coloured(values.raster(pixel))
@@ -146,9 +146,9 @@ def _levels(image: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
 def write_heatmap_geojson(
     values: PatchValues, path: Path, *, objects: Objects, threshold: float
 ) -> int:
-    """Write a FeatureCollection, and return the number of its objects.
+    """Write a FeatureCollection, and return its number of objects.
 
-    "cells" are one tile per patch; "contours", one annotation around each group of patches with values from `threshold` on.
+    "cells" are one tile per patch; "contours", one annotation per group of patches with values of at least `threshold`.
     """
     features = _cells(values) if objects == "cells" else _contours(values, threshold)
     count = 0

@@ -1,4 +1,4 @@
-"""Values of patches to draw: predictions, validation and test patches of a run, or attention; and images of the slides."""
+"""Patch values for heatmaps: predictions, validation and test patches of a run, or attention; and images of slides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
 
 _IMAGE_SIDE = 1600
-"""Approximate longer side of an image that is read from a slide file, in pixels."""
+"""Approximate longer side of an image read from a slide file, in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class PatchValues:
         x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
         side_l0: side of the patches, level-0 pixels.
         values: (N,) float32, 0 to 1.
-        predicted: (N,) most probable class of each; None if the values are not of classes.
+        predicted: (N,) most probable class of each patch; None if the values are not probabilities of a class.
         bounds: x, y, width and height of the scanned area, level-0 pixels.
-        mpp: of level 0; None if unknown.
+        mpp: µm per pixel of level 0; None if unknown.
     """
 
     slide: str
@@ -50,16 +50,16 @@ class PatchValues:
     mpp: float | None
 
     def raster(self, pixel_l0: float) -> NDArray[np.float32]:
-        """Return (H, W) float32: the mean of the patches that cover a pixel's centre, NaN where none does.
+        """Return (H, W) float32: the mean of the patches that cover the centre of a pixel, NaN without patches.
 
-        The raster covers `bounds`; `pixel_l0` is the side of its pixels in level-0 pixels.
+        The raster covers `bounds`. `pixel_l0` is the side of its pixels in level-0 pixels.
         """
         left, top, width, height = self.bounds
         shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
         sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
         edges = []
         for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1])):
-            # The first pixel whose centre is in the patch, and the first one after it.
+            # The first pixel with its centre in the patch, and the first pixel after the patch.
             for edge in (start, start + self.side_l0):
                 centre = np.ceil(edge / pixel_l0 - 0.5)
                 edges.append(np.clip(centre, 0, count).astype(np.int64).tolist())
@@ -67,12 +67,12 @@ class PatchValues:
             sums[y0:y1, x0:x1] += value
             counts[y0:y1, x0:x1] += 1
         with np.errstate(invalid="ignore"):
-            sums /= counts  # NaN where there is no patch
+            sums /= counts  # NaN without patches
         return sums
 
 
 def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return (N,) the share of other values below each. Attention weights differ by orders of magnitude; ranks do not."""
+    """Return (N,) ranks: the share of other values below each. Attention weights differ by orders of magnitude."""
     if len(values) < 2:
         return np.ones(len(values), np.float32)
     below = np.searchsorted(np.sort(values), values)
@@ -80,20 +80,20 @@ def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
 
 
 ReadValues = Callable[[str], PatchValues | None]
-"""Reads the values of a slide; None if it has no patch."""
+"""Reads the values of a slide. Returns None if the slide has no patches."""
 
 
 def open_values(
     folder: Path, stores: Sequence[Store], class_name: str | None, only: Sequence[str] = ()
 ) -> tuple[list[str], ReadValues]:
-    """Return the ids of the slides for which a folder has values, and the function that reads those of one slide.
+    """Return the ids of the slides with values in a folder, and a function that reads the values of one slide.
 
-    The values are probabilities of the class, or of the last one if None. `only` restricts the slides if it is not empty. The
-    function raises DamagedStore, and NothingToDo if no store holds the patch size of the slide.
+    The values are probabilities of the class, or of the last class if None. `only` restricts the slides if it is not
+    empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
 
     Raises:
-        UsageError: the folder has no values, or not of these slides or this class.
-        DamagedStore: it cannot be read.
+        UsageError: the folder has no values, or no values of these slides or of this class.
+        DamagedStore: the folder cannot be read.
     """
     names: Collection[str]
     if PredictionsFolder(folder).exists:
@@ -134,11 +134,11 @@ def _of_predictions(folder: Path, class_name: str | None) -> tuple[Collection[st
 def _of_run(
     folder: Path, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
-    """Only validation and test patches have predictions: the others were trained on."""
+    """Read validation and test patches. Training patches have no predictions."""
     sides = list(read_predictions(folder / run_folder.PREDICTIONS).values())
     if sides and sides[0].level != "patch":
         raise UsageError(
-            f"{folder} predicts whole {sides[0].level}s, and has no attention",
+            f"{folder} has no attention, and no predictions of patches, only of {sides[0].level}s",
             todo="train with --pooling gated or attention",
         )
 
@@ -169,7 +169,7 @@ def _of_attention(folder: Path, stores: Sequence[Store]) -> tuple[Collection[str
 
 
 def _read_attention(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Return (N, 4) x, y, attention and side of patches by slide, without patches of unknown position."""
+    """Return (N, 4) x, y, attention and side of patches by slide, without patches with unknown positions."""
     rows: dict[str, list[tuple[float, ...]]] = {}
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -201,14 +201,14 @@ def _bounds(slide: PredictedSlide) -> tuple[float, float, float, float]:
     left, top, width, height = slide.bounds
     if min(width, height, slide.size_l0) <= 0:
         raise DamagedStore(
-            f"slide {slide.slide}: its size, or that of its patches",
+            f"slide {slide.slide}: the size of the slide or of its patches is not positive",
             found=f"{width}×{height}, {slide.size_l0}",
         )
     return left, top, width, height
 
 
 def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
-    """Return the store that holds a slide, given as `ID` or `ID@START-OF-UUID`, and the slide's number there."""
+    """Return the store of a slide, given as `ID` or `ID@START-OF-UUID`, and the number of the slide in it."""
     name, _, uuid = slide.partition("@")
     for store in stores:
         for number, record in store.complete.items():
@@ -218,13 +218,13 @@ def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
 
 
 def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
-    """Return size and scale of a slide and its patches from the store that holds it."""
+    """Return the size and scale of a slide and its patches from its store."""
     found = find_slide(stores, slide)
     if found is None:
         raise NothingToDo(
             f"no store holds slide {slide}",
             found=", ".join(str(store.path) for store in stores) or "no store",
-            todo="give the store of its patches with --store",
+            todo="name the store of its patches with --store",
         )
     store, number = found
     return PredictedSlide.of(store.records[number], source="")
@@ -232,14 +232,14 @@ def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:
 
 @dataclass(frozen=True, slots=True)
 class SlideImages:
-    """Images of slides, to draw heatmaps on: from slide files by id, which are the finest, else thumbnails."""
+    """Images of slides as backgrounds of heatmaps: from slide files by id if given, else thumbnails."""
 
     files: Mapping[str, Path]
     stores: Sequence[Store]
     predictions: PredictionsFolder | None = None
 
     def of(self, slide: str) -> NDArray[np.uint8] | None:
-        """Return (H, W, 3) uint8 RGB of a slide's scanned area; None if there is no image.
+        """Return the scanned area of a slide as (H, W, 3) uint8 RGB, or None if there is no image.
 
         Raises:
             SlideError, DamagedStore: the image cannot be read.
@@ -261,6 +261,6 @@ class SlideImages:
 def _read_image(path: Path) -> NDArray[np.uint8]:
     with Slide(path) as slide:
         bounds = slide.info.bounds.size
-        # Relative to the assumed scale of level 0: only the ratio matters.
+        # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
         wanted = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)
         return read_thumbnail(slide, None, at=wanted).pixels

@@ -1,4 +1,4 @@
-"""HTML page of a report: sections of blocks, rendered to one file that needs no network."""
+"""HTML page of a report: sections of blocks, rendered as one file without external resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from histopipe.system.files import appearing
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A number to show prominently."""
+    """A prominent number."""
 
     name: str
     value: str
@@ -34,7 +34,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A picture that the browser decodes when it comes into view. Its id is unique in its page."""
+    """A picture that the browser decodes when it becomes visible. Its id is unique in the page."""
 
     id: str
     caption: str
@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table: its text, the number that it is sorted by, if any, and a CSS class."""
+    """A cell of a table: text, optional number for sorting, and CSS class."""
 
     text: str
     value: float | None = None
@@ -58,7 +58,7 @@ class Cell:
 
 
 def number(value: float | None, digits: int = 0, unit: str = "") -> Cell:
-    """Return a cell with a number; empty for None and NaN."""
+    """Return a cell with a number. None and NaN give an empty cell."""
     if value is None or value != value:  # noqa: PLR0124 - NaN
         return Cell("", tone="n")
     return Cell(f"{value:,.{digits}f}{unit}", float(value), "n")
@@ -74,14 +74,14 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of a table, and the pictures that it opens."""
+    """A row of a table, with its pictures."""
 
     cells: Sequence[Cell]
     pictures: Sequence[Picture] = ()
 
 
 class Block:
-    """A part of a section; the template chooses by its kind."""
+    """A part of a section. The template selects the markup by `kind`."""
 
     __slots__ = ()
 
@@ -93,7 +93,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Cards(Block):
-    """Numbers side by side."""
+    """A row of cards."""
 
     cards: Sequence[Card]
 
@@ -108,14 +108,14 @@ class Text(Block):
 
 @dataclass(frozen=True, slots=True)
 class Notes(Block):
-    """A list."""
+    """A bulleted list."""
 
     notes: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Facts(Block):
-    """Names and values that fold in and out."""
+    """A collapsible table of names and values."""
 
     title: str
     facts: Sequence[tuple[str, str]]
@@ -156,13 +156,13 @@ class Table(Block):
 
     @property
     def has_pictures(self) -> bool:
-        """Whether a row opens pictures."""
+        """Whether any row has pictures."""
         return any(row.pictures for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of a page; its id is the target of links."""
+    """A part of a page. Its id is the target of links."""
 
     id: str
     name: str
@@ -178,7 +178,7 @@ class Page:
     sections: list[Section] = field(default_factory=list)
 
     def add(self, name: str, *blocks: Block | None) -> None:
-        """Add a section with the blocks that are not None; no section if there is none."""
+        """Add a section with the blocks that are not None. Do nothing if all are None."""
         given = [block for block in blocks if block is not None]
         if given:
             self.sections.append(Section(name.lower().replace(" ", "-"), name, given))
@@ -194,17 +194,17 @@ class Page:
                         yield from row.pictures
 
     def write(self, path: Path) -> None:
-        """Write the HTML file, by one rename."""
+        """Write the HTML file by one rename."""
         environment = jinja2.Environment(
             autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
         )
-        css, js = (Markup(_asset(name)) for name in ("page.css", "page.js"))  # noqa: S704 - our own
+        css, js = (Markup(_asset(name)) for name in ("page.css", "page.js"))  # noqa: S704 - from this package
         made = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         pieces = environment.from_string(_asset("page.html.j2")).generate(
             page=self, version=__version__, css=css, js=js, made=made
         )
         with appearing(path) as part, part.open("w", encoding="utf-8") as file:
-            # In pieces: the pictures of a thousand slides need not be one text in memory.
+            # In pieces, so that the pictures of a thousand slides are not in memory as one string.
             file.writelines(pieces)
 
 
@@ -229,7 +229,7 @@ def data_uri(pixels: Pixels) -> str:
 
 
 def fitted(pixels: Pixels, side: int = SIDE) -> Pixels:
-    """Resize an image so that its longer side is `side`. Small images are enlarged, so that lines drawn on them can be seen."""
+    """Resize an image to the longer side `side`. Small images are enlarged, so that lines drawn on them are visible."""
     height, width = pixels.shape[:2]
     scale = side / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
@@ -244,9 +244,9 @@ def plan_image(
     side: float,
     bounds: Sequence[float],
 ) -> Pixels:
-    """Draw the outlines of patches on a thumbnail of the bounds; areas where the (H, W) mask is 0 are pale.
+    """Draw the outlines of patches on a thumbnail of the bounds. Areas with 0 in the (H, W) mask are pale.
 
-    `corners` (N, 2) are the patches' top left corners, `bounds` x, y, width and height; all in level-0 pixels, like `side`.
+    `corners` (N, 2) are the top left corners of patches, `bounds` x, y, width and height; all in level-0 pixels.
     """
     image = fitted(thumbnail)
     height, width = image.shape[:2]
@@ -254,15 +254,15 @@ def plan_image(
         tissue = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST))
         pale = (255 - _OUTSIDE * (255 - image.astype(np.float32))).astype(np.uint8)
         image = np.where((tissue > 0)[..., None], image, pale)
-    drawn = Image.fromarray(image)
-    canvas = ImageDraw.Draw(drawn)
+    result = Image.fromarray(image)
+    canvas = ImageDraw.Draw(result)
     left, top, full_width, full_height = bounds
     scale, largest = (width / full_width, height / full_height), (width - 1, height - 1)
     first = (corners - (left, top)) * scale
     ends = [np.clip(np.rint(it), 0, largest) for it in (first, first + np.multiply(side, scale))]
     for box in np.hstack(ends).tolist():
         canvas.rectangle(box, outline=_GRID)
-    return np.asarray(drawn)
+    return np.asarray(result)
 
 
 def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
@@ -281,7 +281,7 @@ def heatmap_image(patches: PatchValues, background: Pixels | None) -> Pixels:
 
 
 def strip(patches: Sequence[Pixels], side: int = 84, gap: int = 4) -> Pixels:
-    """Return patches side by side."""
+    """Return patches as one row."""
     row = np.full((side, max(1, len(patches) * (side + gap) - gap), 3), 255, np.uint8)
     for i, patch in enumerate(patches):
         small = np.asarray(

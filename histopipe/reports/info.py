@@ -1,4 +1,4 @@
-"""Show what a folder contains: a store, or the results of a command."""
+"""Show the contents of a folder: a store, or the results of a command."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class FolderInfo(Result):
     Attributes:
         path: the folder.
         kind: "run", "cross-validation", "search", "predictions" or "features".
-        finished: whether nothing is left to do for the command that wrote it.
-        facts: what the folder contains, by name.
+        finished: whether the command that wrote the folder has finished.
+        facts: contents of the folder, by name.
         table: lines of metrics, if there are any.
-        then: the words of the `histopipe` command that continues it, or that uses it.
+        then: arguments of the `histopipe` command that continues or uses the folder.
     """
 
     path: str
@@ -56,16 +56,16 @@ class FolderInfo(Result):
 def info(
     path: str | Path, *, untrusted: bool = False, progress: Progress | None = None
 ) -> StoreInfo | FolderInfo:
-    """Show what a folder contains: a store, a run, a cross-validation, a search, predictions or features.
+    """Show the contents of a folder: a store, a run, a cross-validation, a search, predictions or features.
 
     Args:
         path: the folder.
         untrusted: verify a store before LMDB opens it, and feature files before HDF5 opens them.
-        progress: where to show the progress of that.
+        progress: shows the progress of the verification.
 
     Raises:
         NothingToDo: the folder contains none of these.
-        DamagedStore, UnknownVersion: it cannot be read.
+        DamagedStore, UnknownVersion: the folder cannot be read.
         UsageError: the configuration of a run cannot be read.
 
     Example:
@@ -192,7 +192,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file; none if it does not exist yet."""
+    """Return the rows of a CSV file, or an empty list if the file does not exist yet."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             return list(csv.DictReader(file))

@@ -22,7 +22,7 @@ class ReportResult(Result):
 
     Attributes:
         file: the HTML file.
-        size_bytes: its size.
+        size_bytes: size of the file.
     """
 
     file: Path
@@ -41,14 +41,14 @@ def report(
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> ReportResult:
-    """Write a report of a store or a run as one HTML file that needs no network and no other file.
+    """Write a report of a store or a run as one HTML file without external resources.
 
     Args:
         path: a store, or the folder of a finished run.
-        out: the file; `report.html` in that folder if None.
-        stores: stores of a run, if they have moved.
+        out: the HTML file; `report.html` in that folder if None.
+        stores: stores of a run, if they have been moved.
         pictures: include pictures of slides and patches.
-        untrusted: do not open stores by the paths that a run names.
+        untrusted: do not open stores at the paths in the run's config.toml.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:
@@ -57,7 +57,7 @@ def report(
     Raises:
         NothingToDo: the path is neither a store nor a run.
         UsageError: the run is not finished, or the file cannot be written.
-        DamagedStore: store or run cannot be read.
+        DamagedStore: the store or run cannot be read.
         MachineShort: the disk is full.
 
     Example:
@@ -71,7 +71,9 @@ def report(
         )
     elif (folder / "data.mdb").exists():
         if stores:
-            raise UsageError("--store", found=f"the store {folder}", expected="a run with it")
+            raise UsageError(
+                "--store", found=f"a report of the store {folder}", expected="a report of a run"
+            )
         page = store_page(folder, pictures=pictures, progress=progress or default_progress())
     else:
         raise NothingToDo(

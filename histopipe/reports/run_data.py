@@ -1,4 +1,4 @@
-"""Read everything that the report of a run shows."""
+"""Read the data for the report of a run."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from histopipe.system.files import read_json
 class RunData:
     """A finished run, with the contents of its files.
 
-    `history` has one row per epoch; `predictions` are of patches or bags; `stores` are those that were found, open; `missing`
-    says what could not be read, and why.
+    `history` has one row per epoch. `predictions` are of patches or bags. `stores` are the open stores that were found.
+    `missing` lists the parts that could not be read, with the reasons.
     """
 
     folder: Path
@@ -48,11 +48,11 @@ class RunData:
 def read_run(
     folder: Path, stores: Sequence[Path], stack: ExitStack, *, follow: bool = True
 ) -> RunData:
-    """Read a finished run and open `stores`, or if there are none and `follow` is true, those that the run names.
+    """Read a finished run and open `stores`. If `stores` is empty and `follow` is true, open the stores of the run.
 
     Raises:
         UsageError: there is no finished run, or it is a cross-validation.
-        DamagedStore: it cannot be read.
+        DamagedStore: the run cannot be read.
     """
     run_folder.check_one_run(folder)
     result = read_result(folder)
@@ -63,11 +63,11 @@ def read_run(
         try:
             opened += [stack.enter_context(Store(part)) for part in parts_of(path)]
         except HistopipeError as error:
-            missing.append(f"Pictures of patches and slides: {error}.")
+            missing.append(f"No pictures of patches and slides: {error}.")
     if not follow and not stores:
-        missing.append("Pictures of patches and slides: use --store to name the stores.")
+        missing.append("No pictures of patches and slides: use --store to name the stores.")
     elif named is None and not opened:
-        missing.append("Heatmaps of attention: use --store to name the store of the patches.")
+        missing.append("No heatmaps of attention: use --store to name the store of the patches.")
     return RunData(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
         _history(folder / run_folder.HISTORY), read_predictions(folder / run_folder.PREDICTIONS),
@@ -77,7 +77,7 @@ def read_run(
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Report a file that cannot be read or parsed as damage."""
+    """Raise DamagedStore if a file cannot be read or parsed."""
     try:
         yield
     except (OSError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The report of a run: metrics with intervals, curves, slides, settings, and what was not measured."""
+"""Report of a run: metrics with intervals, curves, slides, settings, and limitations."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _NAMES: dict[str, str] = dict(_LEVELS)
 def run_page(
     folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
 ) -> Page:
-    """Return the page of a finished run; for the other arguments and the errors see `read_run`."""
+    """Return the page of a finished run. For the other arguments and the errors, see `read_run`."""
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
         subtitle = f"{_network(run.config)}, {' vs. '.join(run.classes)}, in {folder}"
@@ -68,41 +68,41 @@ def run_page(
         page.add("Splits", *_splits(run))
         page.add("Configuration", _configuration(run))
         page.add("Environment", _environment(run))
-        page.add("Not measured", Notes(list(_not_measured(run))))
+        page.add("Limitations", Notes(list(_limitations(run))))
     return page
 
 
 def _main_evaluation(run: RunData) -> tuple[Side, Evaluation]:
-    """Return the test set if there is one, else validation."""
+    """Return the test set if there is one, else the validation set."""
     side: Side = "test" if "test" in run.result.metrics else "validation"
     return side, run.result.metrics[side]
 
 
 def _summary(run: RunData) -> Iterator[Block]:
     side, evaluation = _main_evaluation(run)
-    name = "Test set" if side == "test" else "Validation set; there is no test set"
+    name = "Test set" if side == "test" else "Validation set (there is no test set)"
     cards = []
     for level, metrics in _shown(evaluation):
         for figure, title in table.WITH_INTERVALS.items():
             value = table.number(getattr(metrics, figure))
             interval = table.interval(metrics, figure) or "no interval"
-            cards.append(Card(f"{title} of {_NAMES[level.partition('_')[0]]}", value, interval))
-    yield Text(f"{name}. In brackets: 95 % confidence intervals from resampling patients.", "soft")
+            cards.append(Card(f"{title}, {_NAMES[level.partition('_')[0]]}", value, interval))
+    yield Text(f"{name}. Brackets show 95 % confidence intervals from resampling patients.", "soft")
     yield Cards(cards)
     result = run.result
     yield Text(
-        f"Model of epoch {result.best_epoch} of {result.epochs}, selected by validation AUC. "
+        f"Model after epoch {result.best_epoch} of {result.epochs}, selected by validation AUC. "
         f"Training took {result.seconds:,.0f} s."
     )
     if run.splits.get("split_by") == "patch":
         yield Text(
-            "Split by patch: test patches are neighbours of training patches, so these metrics do not hold for other slides.",
+            "Split by patch: test patches are neighbours of training patches. Metrics are not valid for new slides.",
             "bad",
         )
 
 
 def _shown(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
-    """Yield metrics of patches, and of slides and patients by their mean; patients only if they differ from slides."""
+    """Yield metrics of patches, and of means per slide and patient. Patients are left out if equal to slides."""
     slide = evaluation.slide.get("mean")
     for name, metrics in evaluation.named():
         if name == "patch" or (
@@ -129,7 +129,7 @@ def _metrics(run: RunData) -> Iterator[Block]:
         for side, evaluation in run.result.metrics.items()
         for level, metrics in evaluation.named()
     ]  # fmt: skip
-    yield Table("Metrics of validation and test, at every level", columns, rows)
+    yield Table("Metrics of the validation and test sets at all levels", columns, rows)
 
 
 def _curves(run: RunData) -> Charts | None:
@@ -159,7 +159,7 @@ def _roc_and_calibration(run: RunData) -> Charts:
 
 
 def _roc_charts(run: RunData) -> Iterator[str]:
-    """Yield one chart per level: for two classes one curve per split; for more, one curve per class on the main split."""
+    """Yield one chart per level: one curve per split for two classes, else one curve per class on the main split."""
     judging = run.config.judging
     positive = positive_class(run.classes, judging.positive)
     ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
@@ -178,7 +178,7 @@ def _roc_charts(run: RunData) -> Iterator[str]:
                 if roc is not None:
                     curves[side if positive is not None else name] = roc
         if curves:
-            yield charts.roc_chart(f"ROC of {title}", curves)
+            yield charts.roc_chart(f"ROC, {title}", curves)
 
 
 def _confusions(run: RunData) -> Iterator[Block]:
@@ -193,13 +193,14 @@ def _splits(run: RunData) -> Iterator[Block]:
     splits = run.splits
     unit = run.config.unit
     labels_from = getattr(run.config, "labels_from", None)
-    labels_from = ", classes from annotations of patches" if labels_from == "annotation" else ""
+    labels_from = ", patch classes from annotations" if labels_from == "annotation" else ""
     yield Text(
-        f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. Written before the training."
+        f"Split by {splits.get('split_by')}, seed {splits.get('seed')}{labels_from}. "
+        "Written before training."
     )
     counts = splits.get("counts", {})
     yield Table(
-        f"{unit} by split and class",
+        f"{unit.capitalize()} by split and class",
         (Column("split"), *(Column(name, True) for name in run.classes)),
         [Row([Cell(side), *(number(counts.get(side, {}).get(c, 0)) for c in run.classes)]) for side in SIDES],
     )  # fmt: skip
@@ -210,7 +211,7 @@ def _splits(run: RunData) -> Iterator[Block]:
     names = sorted({site for site, _ in sites})
     if len(names) > 1:
         yield Table(
-            "slides by site and label; if a site has one label only, the model can learn the site instead",
+            "Slides by site and label. If a site has only one label, the model can learn the site instead.",
             (Column("site"), *(Column(name, True) for name in run.classes)),
             [Row([Cell(s), *(number(sites[s, c]) for c in run.classes)]) for s in names],
         )  # fmt: skip
@@ -235,28 +236,29 @@ def _environment(run: RunData) -> Facts:
     rows += [(name, _text(value)) for name, value in facts.get("environment", {}).items()]
     rows += [
         ("devices", f"{facts.get('replicas', 1)} ({run.config.devices})"),
-        ("patches per device at once", str(facts.get("micro_batch", ""))),
+        ("patches per device at a time", str(facts.get("micro_batch", ""))),
         ("precision", run.config.precision), ("deterministic", str(run.config.deterministic)),
-        ("peak memory of the host", f"{run.result.host_bytes / 1e9:,.2f} GB"),
-        ("peak memory of GPUs", "no GPU" if run.result.gpu_bytes is None else f"{run.result.gpu_bytes / 1e9:,.2f} GB"),
+        ("peak host memory", f"{run.result.host_bytes / 1e9:,.2f} GB"),
+        ("peak GPU memory", "no GPU" if run.result.gpu_bytes is None else f"{run.result.gpu_bytes / 1e9:,.2f} GB"),
     ]  # fmt: skip
     return Facts("Environment of the training", rows, open=True)
 
 
-def _not_measured(run: RunData) -> Iterator[str]:
+def _limitations(run: RunData) -> Iterator[str]:
     if "test" not in run.result.metrics:
-        yield "There is no test set: the metrics are of the patches by which the model was selected."
+        unit = run.config.unit
+        yield f"There is no test set. The metrics are of the validation {unit}, which were used to select the model."
     judged = (it for evaluation in run.result.metrics.values() for it in evaluation.named())
     notes = {note for _, metrics in judged for note in metrics.notes}
     yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
     skipped = run.metrics_file.get("skipped")
     if skipped:
         yield f"{skipped} damaged {run.config.unit} were left out."
-    yield "Performance on slides of another hospital, scanner or stain: only slides of this data set were used."
-    yield "Variation with another split or seed: this is one run. Use `histopipe train --folds 5` to measure it."
-    yield "Confidence intervals of the calibration."
+    yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."
+    yield "Variation between splits and seeds is unknown: this is one run. Use --folds 5 to measure it."
+    yield "The calibration has no confidence intervals."
     if run.result.gpu_bytes is None:
-        yield "GPU memory: no GPU was used."
+        yield "GPU memory was not measured: no GPU was used."
     yield from run.missing
 
 

@@ -1,4 +1,4 @@
-"""Slides in the report of a run: a table of predictions, patches with the most certain predictions, and heatmaps."""
+"""Slides in the report of a run: table of predictions, patches with the highest certainty, and heatmaps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX_HEATMAPS = 24
 
 
 def slide_table(run: RunData) -> Table | None:
-    """Return a table of all validation and test slides, or bags; None if there is none."""
+    """Return a table of all validation and test slides, or bags. Return None if there are none."""
     sides = run.predictions.items()
     rows = [row for side, scores in sides for row in _slide_rows(run, side, scores)]
     if not rows:
@@ -46,7 +46,7 @@ def slide_table(run: RunData) -> Table | None:
     if isinstance(run.config, BagTrainConfig):
         what, item, unit = "Bags", run.config.bag, "bags"
     else:
-        what, item, unit = "Slides, mean of their patches", "slide", "patches"
+        what, item, unit = "Slides (mean over patches)", "slide", "patches"
     columns = (
         Column(item), Column("patient"), Column("split"), Column(unit, True), Column("label"),
         Column("decided"), Column("correct"), *(Column(f"p {name}", True) for name in run.classes),
@@ -57,7 +57,7 @@ def slide_table(run: RunData) -> Table | None:
 def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]:
     level: Level = "patient" if patches.level == "patient" else "slide"
     positive = positive_class(run.classes, run.config.judging.positive)
-    # All patches are aggregated, also where their labels differ.
+    # Without labels, so that patches with different labels are aggregated too.
     blank = replace(patches, label=np.full(len(patches.label), -1, np.int32))
     scores = scores_of(blank, level, "mean", top_k=run.config.judging.top_k, positive=positive or 0)
     evaluation = run.result.metrics.get(side)
@@ -66,8 +66,8 @@ def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]
     group = patches.slide if level == "slide" else patches.patient
     names = patches.slides if level == "slide" else patches.patients
     for i, item in enumerate(scores.item.tolist()):
-        here = np.flatnonzero(group == item)
-        labels = np.unique(patches.label[here])
+        members = np.flatnonzero(group == item)
+        labels = np.unique(patches.label[members])
         decision = run.classes[decided[i]]
         if len(labels) == 1:
             label = run.classes[labels[0]]
@@ -75,36 +75,38 @@ def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]
         else:
             label, correct = "several", Cell("")
         yield Row([
-            Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[here[0]]]), Cell(side),
-            number(len(here)), Cell(label), Cell(decision), correct,
+            Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[members[0]]]), Cell(side),
+            number(len(members)), Cell(label), Cell(decision), correct,
             *(number(float(p), 3) for p in scores.probability[i]),
         ])  # fmt: skip
 
 
 def certain_patches(run: RunData) -> Iterator[Block]:
-    """Yield galleries of the patches of each class that were classified correctly, and wrongly, with the highest certainty."""
+    """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
     side = "test" if "test" in run.predictions else "validation"
     scores = run.predictions.get(side)  # type: ignore[call-overload]  # one of the two
     if scores is None or scores.level != "patch" or not run.stores:
         return
     yield Text(
-        f"{side.capitalize()} patches. p is the predicted probability of the true class.", "soft"
+        f"{side.capitalize()} patches; p is the predicted probability of the true class. "
+        "Predictions are the most probable class, without the threshold.",
+        "soft",
     )
     for code, name in enumerate(run.classes):
         of_class = np.flatnonzero(scores.label == code)
-        own = scores.probability[of_class, code]
+        p_true = scores.probability[of_class, code]
         correct = scores.probability[of_class].argmax(axis=1) == code
-        for outcome, chosen, order in (("correct", correct, -own), ("wrong", ~correct, own)):
+        for outcome, chosen, order in (("correct", correct, -p_true), ("wrong", ~correct, p_true)):
             rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
             pictures = list(islice(_patches(run, scores, rows, code), _PATCHES))
             if pictures:
-                yield Gallery(f"{name}: most certain, {outcome}", pictures)
+                yield Gallery(f"{name}: {outcome} predictions with the highest certainty", pictures)
 
 
 def _patches(
     run: RunData, scores: PatchScores, rows: NDArray[np.intp], code: int
 ) -> Iterator[Picture]:
-    """Yield pictures of the rows that can be read."""
+    """Yield pictures of the patches that can be read."""
     for row in rows.tolist():
         slide = scores.slides[scores.slide[row]]
         pixels = _pixels(run, slide, int(scores.x_l0[row]), int(scores.y_l0[row]))
@@ -127,7 +129,7 @@ def _pixels(run: RunData, slide: str, x: int, y: int) -> NDArray[np.uint8] | Non
 
 
 def heatmaps(run: RunData) -> Gallery | None:
-    """Return heatmaps of some validation and test slides; None if there is none."""
+    """Return heatmaps of some validation and test slides, or None if there are none."""
     made: list[Picture] = []
     name = None
     if not isinstance(run.config, BagTrainConfig):
@@ -146,5 +148,5 @@ def heatmaps(run: RunData) -> Gallery | None:
             if values is not None:
                 image = heatmap_image(values, images.of(slide))
                 made.append(Picture.of(f"heat-{len(made)}", f"{slide}: {values.name}", image))
-    title = "Dark is 0, yellow is 1; without colour: not in validation or test"
+    title = "Dark purple is 0, yellow is 1. Areas without colour are not in validation or test."
     return Gallery(title, made) if made else None

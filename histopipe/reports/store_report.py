@@ -1,4 +1,4 @@
-"""The report of a store: all slides, with thumbnails, tissue masks and patches."""
+"""Report of a store: all slides, with thumbnails, tissue masks and patches."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ from histopipe.system.progress import Progress
 
 _PATCHES = 6
 _MAX_OUTLINES = 20_000
-"""Largest number of patches whose outlines are drawn on a slide; more would hide the slide."""
+"""Maximum number of patches with outlines on a slide. More outlines would hide the slide."""
 _COLUMNS = (
     Column("slide"), Column("state"), Column("label"), Column("patient"), Column("patches", True),
     Column("unreadable", True), Column("tissue", True), Column("focus", True), Column("pen", True),
-    Column("mpp", True), Column("mpp from"), Column("route"), Column("level", True), Column("notes"),
+    Column("mpp", True), Column("mpp source"), Column("route"), Column("level", True), Column("notes"),
 )  # fmt: skip
 
 
 _Measures = dict[str, list[NDArray[np.float32]]]
-"""Known values of the columns of each slide's index."""
+"""Known values of the index of each slide, by column."""
 
 
 def store_page(path: Path, *, pictures: bool = True, progress: Progress) -> Page:
-    """Return the page of a store; without pictures, that of a large store stays small.
+    """Return the page of a store. Without pictures, the page of a large store is small.
 
     Raises:
-        NothingToDo, DamagedStore: it cannot be read.
+        NothingToDo, DamagedStore: the store cannot be read.
     """
     with Store(path) as store:
         summary, records = info_of(store), store.slides
@@ -124,12 +124,12 @@ def _warnings(
     notes = duplicates(records)
     if len(summary.routes) > 1:
         notes.append(
-            "Patches were made by several routes, so some were JPEG-encoded once more than others. If routes correlate with labels, "
-            "a model may learn the routes. Use `--route` to force one."
+            "Patches were made by several routes, so some were JPEG-encoded once more than others. "
+            "If routes correlate with labels, a model may learn the routes. Use --route to force one route."
         )
     estimated = summary.mpp_sources.get("objective-power", 0)
     if estimated:
-        notes.append(f"The scale of {estimated} slides is estimated from the objective power.")
+        notes.append(f"The scale of {estimated} slides was estimated from the objective power.")
     empty = [it.id for it in complete if not it.stored]
     if empty:
         some = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
@@ -148,7 +148,7 @@ def _distributions(complete: Sequence[SlideRecord], measures: _Measures) -> Char
     ):  # fmt: skip
         if name in measures:
             values = np.concatenate(measures[name])
-            x = "variance of the Laplacian at 1 µm" if name == "focus" else "share of a patch"
+            x = "variance of the Laplacian at 1 µm" if name == "focus" else "share of the patch"
             made.append(charts.histogram(title, values, x=x, share=share))
     return Charts(made)
 
@@ -186,7 +186,7 @@ def _row(
 def _pictures(
     store: Store, slide: int, record: SlideRecord, index: Mapping[str, NDArray[Any]]
 ) -> list[Picture]:
-    """Return the thumbnail with mask and grid, and some patches from all over the slide."""
+    """Return the thumbnail with mask and grid, and some patches from all parts of the slide."""
     made = []
     where = f"{store.path}, slide {record.id}"
     thumbnail, mask = store.thumbnail(slide), store.thumbnail(slide, "mask")
@@ -198,8 +198,8 @@ def _pictures(
         caption = f"{record.id}: {record.stored:,} patches"
         tissue = None
         if mask is not None:
-            tissue = decode_picture(mask, f"{where}: its mask", mode="L")
-            caption += "; pale areas: no tissue"
+            tissue = decode_picture(mask, f"{where}: tissue mask", mode="L")
+            caption += "; pale areas have no tissue"
         picture = plan_image(image, tissue, frames, side, record.bounds)
         made.append(Picture.of(f"plan-{slide}", caption, picture))
     rows = np.flatnonzero(index["length"])

@@ -1,1 +1,1 @@
-"""Cross-validation, search and comparison of trainings. Each training is a separate process; no model is loaded here."""
+"""Cross-validation, search and comparison of trainings. Each training runs in a separate process."""

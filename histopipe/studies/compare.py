@@ -33,13 +33,13 @@ from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
 _LOCAL = ("fold_timeout", "retries", "parallel_folds")
-"""Settings that results do not depend on."""
+"""Settings that do not affect the results."""
 _TRAIN_NAMES = frozenset(declared_settings(*CONFIGS))
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedRun:
-    """A run or a cross-validation: its settings, as in config.toml, and the evaluation of its test patches."""
+    """A run or a cross-validation, with its settings as in config.toml and the evaluation of its test patches."""
 
     folder: Path
     settings: Mapping[str, Any]
@@ -52,10 +52,10 @@ class CompareResult:
     """Result of `compare`.
 
     Attributes:
-        runs: in the order given.
-        settings: settings that differ, by name, one value per run; None where a run has none.
-        differences: for every run but the first, by level and metric: its metric minus that of the first.
-        notes: for every run but the first, why levels are not compared.
+        runs: the runs in the given order.
+        settings: settings that differ, by name; one value per run, None if a run does not have the setting.
+        differences: for every run except the first: differences from the first run, by level and metric.
+        notes: for every run except the first: reasons why levels are not compared.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -80,7 +80,7 @@ class CompareResult:
         names = [str(run.folder) for run in self.runs]
         rows = [["setting", *names]]
         rows += [[name, *map(_text, values)] for name, values in self.settings.items()]
-        lines = aligned(rows) if self.settings else ["no setting differs"]
+        lines = aligned(rows) if self.settings else ["no settings differ"]
         for run in self.runs:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]
             lines += [f"  {note}" for note in run.notes]
@@ -98,7 +98,7 @@ def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
 
 
 def _difference_rows(levels: Mapping[str, Mapping[str, Difference]]) -> list[list[str]]:
-    """Return a row per level, without patients if each has one slide."""
+    """Return a row per level, without patients if each patient has one slide."""
     shown = {"auc": "AUC", "balanced_accuracy": "bal. acc.", "brier": "Brier"}
     rows = [["", *shown.values()]]
     for name, metrics in levels.items():
@@ -132,25 +132,25 @@ class _Loaded:
 
 
 def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1) -> CompareResult:
-    """Compare finished runs, or cross-validations, with the first of them.
+    """Compare finished runs or cross-validations with the first one.
 
-    If two were tested on the same patches, slides or patients, the difference of their metrics has a confidence interval. Both are
-    resampled by the same patients, so that variation between patients that affects both runs cancels out.
+    If two runs were tested on the same patches, slides or patients, the difference of their metrics has a
+    confidence interval. The same patients are resampled for both runs, so that variation between patients cancels out.
 
     Args:
-        runs: two folders or more.
+        runs: folders of two or more runs.
         resamples: number of bootstrap resamples of the patients; 0 for no intervals.
         seed: seed of the resamples.
 
     Returns:
-        Settings that differ, test metrics, and differences.
+        Settings that differ, test metrics, and their differences.
 
     Raises:
-        UsageError: fewer than two runs, or one that is not finished, or has no test patches.
+        UsageError: there are fewer than two runs, or a run is not finished or has no test patches.
         DamagedStore: the files of a run cannot be read.
 
     Example:
-        >>> compare(["runs/a", "runs/b"]).differences[0]["slide_mean"]["auc"].interval  # doctest: +SKIP
+        `compare(["runs/a", "runs/b"]).differences[0]["slide_mean"]["auc"].interval`
     """
     if len(runs) < 2 or len(set(map(str, runs))) < len(runs):
         raise UsageError(
@@ -159,7 +159,7 @@ def compare(runs: Sequence[str | Path], *, resamples: int = 1000, seed: int = 1)
     loaded = [_load(Path(folder)) for folder in runs]
     names = dict.fromkeys(name for it in loaded for name in it.run.settings if name not in _LOCAL)
     columns = {name: tuple(it.run.settings.get(name) for it in loaded) for name in names}
-    compared = [_against(loaded[0], other, resamples, seed) for other in loaded[1:]]
+    compared = [_compare_two(loaded[0], other, resamples, seed) for other in loaded[1:]]
     return CompareResult(
         tuple(it.run for it in loaded),
         {name: values for name, values in columns.items() if len(set(map(repr, values))) > 1},
@@ -172,7 +172,7 @@ def _load(folder: Path) -> _Loaded:
         return _load_folds(folder)
     result = read_result(folder)
     if "test" not in result.metrics:
-        raise UsageError(f"{folder} has no test patches", todo="compare runs with a test set")
+        raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     settings = read_config(folder / run_folder.CONFIG)
     run = ComparedRun(folder, settings, result.metrics["test"])
     uuids = _uuids(folder / run_folder.SPLITS)
@@ -181,15 +181,15 @@ def _load(folder: Path) -> _Loaded:
 
 def _load_folds(folder: Path) -> _Loaded:
     settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
-    places = [folder / f"fold-{number}" for number in range(1, settings["folds"] + 1)]
-    done = [read_result(place) for place in places if is_finished(place)]
+    fold_folders = [folder / f"fold-{number}" for number in range(1, settings["folds"] + 1)]
+    done = [read_result(it) for it in fold_folders if is_finished(it)]
     if not done:
         raise UsageError(f"{folder} has no finished fold")
-    own = {name: value for name, value in settings.items() if name in _TRAIN_NAMES}
-    judging = make_config(own).judging
+    training = {name: value for name, value in settings.items() if name in _TRAIN_NAMES}
+    judging = make_config(training).judging
     parts = read_parts(done)
-    missing = len(places) - len(done)
-    notes = (f"{missing} of {len(places)} folds are not finished",) if missing else ()
+    missing = len(fold_folders) - len(done)
+    notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
     run = ComparedRun(folder, settings, evaluate(parts, judging), notes)
     return _Loaded(run, parts, judging, _uuids(folder / run_folder.FOLD_SPLITS / "fold-1.json"))
 
@@ -201,10 +201,10 @@ def _uuids(path: Path) -> tuple[str, ...]:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
 
 
-def _against(
+def _compare_two(
     first: _Loaded, other: _Loaded, resamples: int, seed: int
 ) -> tuple[dict[str, dict[str, Difference]], tuple[str, ...]]:
-    """Return differences by level and metric, and why other levels have none."""
+    """Return differences by level and metric, and reasons why other levels are not compared."""
     classes = first.parts[0][0].classes
     if other.parts[0][0].classes != classes:
         return {}, ("different classes",)
@@ -214,24 +214,28 @@ def _against(
     parts = with_common_patients([scores for scores, _ in [*first.parts, *other.parts]])
     thresholds = [chosen for _, chosen in [*first.parts, *other.parts]]
     paired = list(zip(parts, thresholds, strict=True))
-    here, there = paired[: len(first.parts)], paired[len(first.parts) :]
+    first_parts, other_parts = paired[: len(first.parts)], paired[len(first.parts) :]
     draws = bootstrap_draws(len(parts[0].patients), resamples, seed)
     same_stores = sorted(first.uuids) == sorted(other.uuids)
     found: dict[str, dict[str, Difference]] = {}
     notes: dict[Level, str] = {}
-    units = {here[0][0].level, there[0][0].level}
+    units = {first_parts[0][0].level, other_parts[0][0].level}
     common_levels = [it for it in LEVELS if all(it in levels_of(unit) for unit in units)]
     for level, how in common_levels:
-        ours = tested_items(here, level, how, first.judging, positive, by_patches=same_stores)
-        theirs = tested_items(there, level, how, other.judging, positive, by_patches=same_stores)
+        items = tested_items(
+            first_parts, level, how, first.judging, positive, by_patches=same_stores
+        )
+        other_items = tested_items(
+            other_parts, level, how, other.judging, positive, by_patches=same_stores
+        )
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"
-        elif ours.keys != theirs.keys or ours.repeats:
-            common = len(set(ours.keys) & set(theirs.keys))
-            counts = f"{len(ours.keys)} and {len(theirs.keys)}, {common} in common"
+        elif items.keys != other_items.keys or items.repeats:
+            common = len(set(items.keys) & set(other_items.keys))
+            counts = f"{len(items.keys)} and {len(other_items.keys)}, {common} in common"
             notes[level] = f"{level}: tested on different items ({counts})"
-        elif not np.array_equal(ours.scores.label, theirs.scores.label):
+        elif not np.array_equal(items.scores.label, other_items.scores.label):
             notes[level] = f"{level}: different labels"
-        elif ours.keys:
-            found[name_of(level, how)] = differences_of(ours, theirs, positive, draws)
+        elif items.keys:
+            found[name_of(level, how)] = differences_of(items, other_items, positive, draws)
     return found, tuple(notes.values())

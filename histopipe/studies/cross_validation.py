@@ -1,4 +1,4 @@
-"""Cross-validation: first the splits of all folds, then each fold in a process of its own."""
+"""Cross-validation: write the splits of all folds, then train each fold in a separate process."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ def cross_validate(
     progress: Progress | None = None,
     **settings: Any,
 ) -> CrossValidationResult:
-    """Train and test a model on every fold of the patients, each fold in a process of its own.
+    """Train and test a model on every fold of the patients, each fold in a separate process.
 
     Args:
         stores: one store or several, with patches of one size; "patches.lmdb" if None.
         out: folder for the runs of the folds, their splits, and the summary.
-        resume: continue the cross-validation in `out`: finished folds are kept, all others are trained.
+        resume: continue the cross-validation in `out`: keep finished folds, and train all others.
         progress: shows messages; `default_progress()` if None.
-        settings: fields of `TrainConfig` and `FoldSettings`, as the flags of `histopipe train`; `folds` is required.
+        settings: fields of `TrainConfig` and `FoldSettings`, like the flags of `histopipe train`; `folds` is required.
 
     Returns:
-        The result of each fold or why it failed, and the evaluation of all test sets together.
+        The result or error of each fold, and the evaluation of all test sets together.
 
     Raises:
         UsageError: a setting is unknown, or does not fit the data or the machine.
-        NothingToDo: no store, or no labels.
-        Interrupted: by Ctrl-C or SIGTERM; finished folds and saved states are kept.
+        NothingToDo: there is no store, or there are no labels.
+        Interrupted: by Ctrl-C or SIGTERM; finished folds and checkpoints are kept.
 
     Example:
         >>> result = cross_validate("patches.lmdb", out="runs/cv", folds=5)  # doctest: +SKIP
@@ -68,41 +68,41 @@ def cross_validate(
     if in_cluster():
         raise UsageError(
             "--folds trains on one machine", found="several workers (TF_CONFIG or Slurm)",
-            todo="run it outside of the job",
+            todo="run it outside of the cluster job",
         )  # fmt: skip
     return _run_folds(config, folds, folder, resume=resume, progress=progress or default_progress())
 
 
-def _divided(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Separate the settings of the trainings from those of the folds."""
+def _separated(settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the settings of the trainings from the settings of the folds."""
     of_folds = {k: v for k, v in settings.items() if k in declared_settings(FoldSettings)}
     return {k: v for k, v in settings.items() if k not in of_folds}, of_folds
 
 
 def _new(settings: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    own, of_folds = _divided(settings)
+    training, of_folds = _separated(settings)
     folds = FoldSettings(**of_folds)
     if not folds.folds:
         raise UsageError("--folds is missing", expected="a number of folds, such as 5")
-    config = make_config(own)
+    config = make_config(training)
     if config.splits is not None:
         raise UsageError("--splits and --folds exclude each other", todo="use one of them")
     return config, folds
 
 
 def _resumed(folder: Path, changes: dict[str, Any]) -> tuple[TrainConfig, FoldSettings]:
-    """Read the settings of a cross-validation, and apply changes."""
+    """Read the settings of a cross-validation and apply changes."""
     if not run_folder.is_cross_validation(folder):
         raise UsageError(f"{folder} holds no cross-validation to resume")
-    recorded, before = _divided(read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings))
-    own, of_folds = _divided(changes)
+    recorded, before = _separated(read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings))
+    training, of_folds = _separated(changes)
     folds = FoldSettings(**(before | of_folds))
     if folds.folds != before["folds"]:
         raise UsageError(
             "--resume cannot change the number of folds", found=f"--folds {folds.folds}",
             expected=before["folds"],
         )  # fmt: skip
-    return resumed_config(recorded, own), folds
+    return resumed_config(recorded, training), folds
 
 
 def _run_folds(
@@ -111,7 +111,7 @@ def _run_folds(
     """Train every fold that is not finished, then summarize."""
     run_folder.check(folder, resume=resume, ignored=(_SPLITS, f"part-{run_folder.CONFIG}"))
     devices = share_devices(config.devices, settings.parallel_folds)
-    was_there = folder.exists()
+    existed = folder.exists()
     made = () if resume else _make_folds(config, settings.folds, progress)
     splits = {f"{_SPLITS}/fold-{number}.json": fold for number, fold in enumerate(made, 1)}
     with run_folder.opened(folder, splits, config, settings, resume=resume):
@@ -121,7 +121,7 @@ def _run_folds(
             _train(config, settings, folds, devices, progress)
         except (UsageError, NothingToDo):
             if not resume:
-                _remove_plan(folder, keep=was_there)
+                _remove_plan(folder, keep=existed)
             raise
         except Interrupted:
             summarize(config, folder, folds)
@@ -136,12 +136,12 @@ def _make_folds(config: TrainConfig, folds: int, progress: Progress) -> tuple[Sp
         for side, counts in splits.count().items():
             missing = " and no ".join(name for name in splits.classes if not counts[name])
             if missing:
-                progress.message(f"warning: fold {number}: no {missing} for {side}")
+                progress.message(f"warning: fold {number}: {side} has no {missing}")
     return made
 
 
 def _remove_plan(folder: Path, *, keep: bool) -> None:
-    """Remove splits and settings if no fold could start, so that the corrected command can run again."""
+    """Remove splits and settings if no fold has started, so that the corrected command can use the folder."""
     if any(run_folder.has_begun(path) for path in folder.glob("fold-*")):
         return
     (folder / run_folder.CONFIG).unlink()
@@ -152,15 +152,15 @@ def _remove_plan(folder: Path, *, keep: bool) -> None:
 
 
 def _existing_fold(config: TrainConfig, folder: Path, number: int, progress: Progress) -> Fold:
-    """Return a fold as found in the folder; a finished one with the present evaluation settings."""
-    place = folder / f"fold-{number}"
+    """Return a fold as found in the folder. A finished fold is evaluated with the current settings."""
+    fold_folder = folder / f"fold-{number}"
     result = None
-    if is_finished(place):
+    if is_finished(fold_folder):
         try:
-            result = reevaluate(place, config)
+            result = reevaluate(fold_folder, config)
         except (DamagedStore, UsageError) as error:
             progress.message(f"warning: fold {number}: {error}; it is evaluated again")
-    return Fold(number, place, result)
+    return Fold(number, fold_folder, result)
 
 
 def _train(
@@ -170,7 +170,7 @@ def _train(
     devices: Sequence[str],
     progress: Progress,
 ) -> None:
-    """Train the folds that are not finished, and replace them by their outcomes.
+    """Train the folds that are not finished, and update them in `folds`.
 
     Raises:
         UsageError, NothingToDo: no fold can start with these settings.
@@ -214,7 +214,7 @@ def _train(
 
 
 def _end(stop: StopRequest, trained: Sequence[Future[None]]) -> None:
-    """Let running folds save and end; a second Ctrl-C ends them at once."""
+    """Wait until running folds have saved a checkpoint and ended. A second Ctrl-C ends them immediately."""
     stop.asked += 1
     try:
         wait(trained)
@@ -226,14 +226,14 @@ def _end(stop: StopRequest, trained: Sequence[Future[None]]) -> None:
 def _train_fold(
     config: TrainConfig, settings: FoldSettings, fold: Fold, stop: StopRequest, progress: Progress
 ) -> TrainingOutcome:
-    title, place = f"fold {fold.number}/{settings.folds}", fold.folder
-    verb = "resumes" if run_folder.has_begun(place) else "starts"
-    progress.message(f"{title}: {verb} in {place}")
-    splits = place.parent / _SPLITS / f"{place.name}.json"
-    # The lines of parallel folds would mix.
-    log = place.parent / _LOGS / f"{place.name}.log" if settings.parallel_folds > 1 else None
+    title, folder = f"fold {fold.number}/{settings.folds}", fold.folder
+    verb = "resumes" if run_folder.has_begun(folder) else "starts"
+    progress.message(f"{title}: {verb} in {folder}")
+    splits = folder.parent / _SPLITS / f"{folder.name}.json"
+    # On one terminal, the lines of parallel folds would be mixed.
+    log = folder.parent / _LOGS / f"{folder.name}.log" if settings.parallel_folds > 1 else None
     outcome = train_with_retries(
-        replace(config, splits=str(splits)), place,
+        replace(config, splits=str(splits)), folder,
         Supervision(seconds=settings.fold_timeout, stop=stop, log=log, alone=True),
         retries=settings.retries, progress=progress,
     )  # fmt: skip

@@ -35,7 +35,7 @@ class Fold:
         number: from 1.
         folder: folder of its run.
         result: result of a finished fold.
-        attempts, seconds, host_bytes: of the last command that trained it.
+        attempts, seconds, host_bytes: attempts, duration and peak memory of the last command that trained it.
         error: why it failed.
     """
 
@@ -49,16 +49,16 @@ class Fold:
 
     @property
     def reason(self) -> str | None:
-        """Why it is not finished."""
+        """Reason why the fold is not finished."""
         return None if self.result else str(self.error or "not done")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The defined metrics of the test set, by `LEVEL_METRIC`."""
+        """Defined metrics of the test set, by `LEVEL_METRIC`."""
         return _defined_metrics(self.result.metrics["test"]) if self.result else {}
 
     def summary(self) -> dict[str, Any]:
-        """Return status and costs of the fold."""
+        """Return the status, duration and memory use of the fold."""
         done = self.result
         return {
             "fold": self.number,
@@ -79,7 +79,7 @@ class CrossValidationResult:
 
     Attributes:
         folder: folder of the cross-validation.
-        folds: each with its result, or the reason why there is none.
+        folds: the folds, each with its result or error.
         mean, deviation: mean and sample standard deviation over the folds, of each metric of the test sets, by
             `LEVEL_METRIC`.
         pooled: evaluation of all test sets together, each fold with its own thresholds; None if no fold is finished.
@@ -170,7 +170,7 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     """Read the test predictions of finished runs, each with its thresholds.
 
     Raises:
-        DamagedStore: they cannot be read.
+        DamagedStore: the predictions cannot be read.
     """
     read = [read_predictions(result.folder / run_folder.PREDICTIONS)["test"] for result in results]
     common = with_common_patients(read)
@@ -194,7 +194,7 @@ def _pooled(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Evaluat
 
 
 def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
-    """Evaluate a finished run again from its predictions, if the wanted evaluation settings are others.
+    """Evaluate a finished run again from its predictions, if the evaluation settings have changed.
 
     Raises:
         UsageError, DamagedStore: the files of the run cannot be read.
@@ -211,6 +211,6 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
     )  # fmt: skip
     recorded = read_json(folder / METRICS)
     run_folder.write_json(folder / METRICS, {**recorded, **changed.to_json()})
-    # The configuration last: until it is written, the run is evaluated again.
+    # The configuration is written last: if this process dies before, the run is evaluated again.
     run_folder.write_text(folder / run_folder.CONFIG, to_toml(config))
     return changed

@@ -18,11 +18,11 @@ from histopipe.evaluation.statistics import Statistics
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Metric of one run minus that of another, on the same patients.
+    """Metric of a run minus the metric of the first run, on the same patients.
 
     Attributes:
-        value: None if one of the two is not defined.
-        interval: 95 % confidence interval, from resampling the patients of both at once.
+        value: the difference; None if one of the two metrics is not defined.
+        interval: 95 % confidence interval, from resampling the same patients for both runs.
     """
 
     value: float | None
@@ -31,9 +31,9 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TestedItems:
-    """Items that a run was tested on at one level, sorted by keys that identify them across runs."""
+    """Test items of a run at one level, sorted by keys that identify them across runs."""
 
-    __test__ = False  # not a test, for pytest
+    __test__ = False  # pytest must not collect this class
 
     keys: list[tuple[Any, ...]]
     scores: Scores
@@ -41,7 +41,7 @@ class TestedItems:
 
     @property
     def repeats(self) -> bool:
-        """Whether several items have the same key, such as the parts of a slide in different folds."""
+        """Whether items share a key, such as the parts of a slide in different folds."""
         return len(set(self.keys)) < len(self.keys)
 
 
@@ -54,24 +54,24 @@ def tested_items(
     *,
     by_patches: bool,
 ) -> TestedItems:
-    """Return the items of a level that were tested.
+    """Return the test items of a level.
 
-    `positive` is None for more than two classes. With `by_patches`, slides and patients are equal if their patches are; else if
-    their names are.
+    `positive` is None for more than two classes. With `by_patches`, slides and patients are equal if their patches are
+    equal, otherwise if their names are equal.
     """
     scores, threshold, _ = joined(parts, level, how, judging)
     decided = decide(scores, positive, threshold)
-    named = [_names(part, level, by_patches=by_patches) for part, _ in parts]
-    keys = [named[item >> 32][item & 0xFFFFFFFF] for item in scores.item.tolist()]
+    part_keys = [_keys(part, level, by_patches=by_patches) for part, _ in parts]
+    keys = [part_keys[item >> 32][item & 0xFFFFFFFF] for item in scores.item.tolist()]
     order = sorted(range(len(keys)), key=keys.__getitem__)
-    taken = replace(
+    ordered = replace(
         scores, label=scores.label[order], probability=scores.probability[order],
         patient=scores.patient[order], item=scores.item[order],
     )  # fmt: skip
-    return TestedItems([keys[i] for i in order], taken, decided[order])
+    return TestedItems([keys[i] for i in order], ordered, decided[order])
 
 
-def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
+def _keys(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
     """Return a key for each patch, slide or patient."""
     columns = (scores.slide.tolist(), scores.x_l0.tolist(), scores.y_l0.tolist())
     patches = [(scores.slides[slide], x, y) for slide, x, y in zip(*columns, strict=True)]
@@ -91,17 +91,17 @@ def _names(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple
 
 
 def differences_of(
-    ours: TestedItems, theirs: TestedItems, positive: int | None, draws: NDArray[np.float64]
+    items: TestedItems, other_items: TestedItems, positive: int | None, draws: NDArray[np.float64]
 ) -> dict[str, Difference]:
-    """Return their metrics minus ours, on the same items, with intervals from resampling the patients of both at once.
+    """Return the metrics of `other_items` minus those of `items`, with intervals from resampling the same patients.
 
-    `draws` is (R, P): how often each patient was drawn.
+    `draws` is (R, P): how often each patient is drawn in each resample.
     """
-    first = Statistics(ours.scores, ours.decided, positive)
-    # The patient of an item may be named differently there; it is resampled as here.
-    scores = replace(theirs.scores, patient=ours.scores.patient)
-    other = Statistics(scores, theirs.decided, positive)
-    patients = len(np.unique(ours.scores.patient))
+    first = Statistics(items.scores, items.decided, positive)
+    # The runs may name the patient of an item differently, so the patients of `items` are used for both.
+    scores = replace(other_items.scores, patient=items.scores.patient)
+    other = Statistics(scores, other_items.decided, positive)
+    patients = len(np.unique(items.scores.patient))
     values = _differences(other, first, np.ones((1, first.patients)))
     resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
     found = dict.fromkeys(FIGURES, Difference(None, None))
@@ -116,5 +116,5 @@ def differences_of(
 def _differences(
     a: Statistics, b: Statistics, weights: NDArray[np.float64]
 ) -> dict[str, NDArray[np.float64]]:
-    ours, theirs = a.figures(weights), b.figures(weights)
-    return {name: ours[name] - theirs[name] for name in FIGURES}
+    figures, subtracted = a.figures(weights), b.figures(weights)
+    return {name: figures[name] - subtracted[name] for name in FIGURES}

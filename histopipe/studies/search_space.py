@@ -22,7 +22,7 @@ _KEYS = {"low", "high", "log", "step"}
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Numbers from `low` to `high`, both included; optionally on a logarithmic scale, or in steps."""
+    """Numbers from `low` to `high`, both included, optionally on a logarithmic scale or in steps."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class Range:
     step: float | None = None
 
     def suggest(self, trial: optuna.Trial, name: str) -> float:
-        """Suggest a number to a trial, an integer if the bounds are integers."""
+        """Suggest a number to a trial: an integer if both bounds are integers."""
         if isinstance(self.low, int) and isinstance(self.high, int):
             step = 1 if self.step is None else int(self.step)
             return trial.suggest_int(name, self.low, self.high, step=step, log=self.log)
@@ -39,7 +39,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several values. A list is a text with commas."""
+    """One of several values. A list is a str with commas."""
 
     values: tuple[Any, ...]
 
@@ -50,7 +50,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """Settings that are searched, and settings with one value, by name."""
+    """Searched settings and fixed settings, by name."""
 
     searched: Mapping[str, Range | Choice]
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class SearchSpace:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON-ready dict; equal for equal spaces."""
+        """Return a JSON-ready dict. Equal spaces have equal dicts."""
         searched = {name: dataclasses.asdict(it) for name, it in self.searched.items()}
         return {"searched": searched, "fixed": dict(self.fixed)}
 
 
 def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the parameters of a trial to settings: a text with commas is a list where the setting is one."""
+    """Convert the parameters of a trial to settings: split a str at its commas if the setting is a list."""
     return {
         name: tuple(part.strip() for part in value.split(",")) if _DECLARED[name].is_list else value
         for name, value in params.items()
@@ -76,10 +76,10 @@ def settings_of(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_space(path: Path) -> SearchSpace:
-    """Read a search space from TOML: `{low, high}`, with `log` or `step`, is a range; a list is a choice; else one value.
+    """Read a search space from TOML: `{low, high}`, with `log` or `step`, is a range; a list is a choice; else fixed.
 
     Raises:
-        UsageError: it cannot be read, or has unknown settings or ones that cannot be searched.
+        UsageError: the file cannot be read, or has settings that are unknown or cannot be searched.
     """
     return space_of(read_toml(path), str(path))
 
@@ -101,8 +101,8 @@ def space_of(values: Mapping[str, Any], where: str = "the search space") -> Sear
     refused = sorted(name for name in searched if not _DECLARED[name].about.search)
     if refused:
         raise UsageError(
-            f"{where}: {', '.join(refused)} cannot be searched", expected="the same for all trials",
-            todo="give it one value",
+            f"{where}: {', '.join(refused)} cannot be searched",
+            expected="the same value for all trials", todo="set one value",
         )  # fmt: skip
     if not searched:
         raise UsageError(
@@ -127,7 +127,7 @@ def _range(what: str, name: str, value: Mapping[str, Any]) -> Range:
     low, high = value["low"], value["high"]
     fits = -inf < low < high < inf and 0 < (step or high - low) <= high - low
     if not fits or (log and low <= 0):
-        expected = "low below high" + (", low above 0" if log else ", a step within them")
+        expected = "low below high" + (", low above 0" if log else ", a step within the range")
         raise UsageError(what, found=dict(value), expected=expected)
     if _DECLARED[name].item_type is float:
         low, high = float(low), float(high)
@@ -143,7 +143,7 @@ def _choice(what: str, name: str, values: list[Any] | tuple[Any, ...]) -> Choice
 def _checked(what: str, name: str, value: Any) -> Any:
     if _DECLARED[name].is_list:
         if not isinstance(value, str):
-            raise UsageError(what, found=repr(value), expected="texts such as 'flips,crop'")
+            raise UsageError(what, found=repr(value), expected="strings such as 'flips,crop'")
     elif not _DECLARED[name].fits(value):
         raise UsageError(what, found=repr(value), expected=_DECLARED[name].example)
     return value

@@ -1,4 +1,4 @@
-"""The settings of a cross-validation and of a search. Nothing here is slow to load: `--help` reads them."""
+"""Settings of a cross-validation and of a search. `--help` imports this module, so it imports nothing slow."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ class FoldSettings:
         0.0, "Time limit for an attempt at a fold, such as 2h; 0: none.",
         group=_FOLDS, at_least=0, format="duration",
     )  # fmt: skip
-    retries: int = setting(
-        0, "Number of further attempts at a fold that failed.", group=_FOLDS, at_least=0
-    )
+    retries: int = setting(0, "Number of retries of a failed fold.", group=_FOLDS, at_least=0)
     parallel_folds: int = setting(
-        1, "Number of folds at a time. They share the GPUs.", group=_FOLDS, at_least=1
+        1, "Number of folds trained in parallel. They share the GPUs.", group=_FOLDS, at_least=1
     )
 
     def __post_init__(self) -> None:
@@ -40,12 +38,10 @@ class FoldSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudySettings:
-    """Settings of a search. `seed` is that of the sampler."""
+    """Settings of a search. `seed` is the seed of the sampler."""
 
-    trials: int = setting(
-        20, "Number of trials, of all processes together.", group=_SEARCH, at_least=1
-    )
-    metric: Metric = setting("auc", "Metric on validation.", group=_SEARCH)
+    trials: int = setting(20, "Total number of trials of all processes.", group=_SEARCH, at_least=1)
+    metric: Metric = setting("auc", "Validation metric to optimize.", group=_SEARCH)
     sampler: Sampler = setting(
         "tpe", "Sampler: tpe (tree-structured Parzen estimator) or random.", group=_SEARCH
     )
@@ -57,9 +53,7 @@ class StudySettings:
         0.0, "Time limit for an attempt at a trial, such as 2h; 0: none.",
         group=_SEARCH, at_least=0, format="duration",
     )  # fmt: skip
-    retries: int = setting(
-        0, "Number of further attempts at a trial that failed.", group=_SEARCH, at_least=0
-    )
+    retries: int = setting(0, "Number of retries of a failed trial.", group=_SEARCH, at_least=0)
     storage: str | None = setting(
         None, "Optuna storage: postgresql://, mysql://, redis://, sqlite:/// or a journal file.",
         group=_SEARCH, default_text="a file in --out",
@@ -74,5 +68,5 @@ class StudySettings:
 
     @property
     def direction(self) -> str:
-        """Whether the metric is to be minimized or maximized."""
+        """Direction of the optimization: "minimize" or "maximize"."""
         return "minimize" if self.metric == "loss" else "maximize"

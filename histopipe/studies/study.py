@@ -1,8 +1,8 @@
-"""The trials of a search, shared by several processes. No trial is lost with a process that dies.
+"""The trials of a search, shared by several processes. No trial is lost if a process dies.
 
-A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running trial without
-a lock was left by a process that died: the next process continues it, as the same trial, from its saved state. A second lock, of
-the whole search, is held while a process takes a trial, so that no two processes take the same one.
+A process locks a file for each trial that it trains. The kernel releases the lock when the process ends. A running
+trial without a lock belongs to a process that died: the next process continues it from its last checkpoint. A second
+lock, for the whole search, is held while a process takes a trial, so that no two processes take the same one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _POLL_SECONDS = 1.0
 
 
 def _are_same(recorded: str, wanted: str) -> bool:
-    """Return whether two searches have the same settings, as JSON texts.
+    """Return whether two searches have the same settings, given as JSON.
 
-    Older versions recorded the settings of patches and of bags. Those of the other kind have no effect.
+    Older versions recorded the settings of both patch and bag models. Only settings that have an effect are compared.
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(wanted)
@@ -50,11 +50,11 @@ def _are_same(recorded: str, wanted: str) -> bool:
 class Study:
     """A search that several processes may share.
 
-    Processes share its folder; with `settings.storage`, other machines may have their own. `base` are all other settings that results
-    depend on: with another base it is another search.
+    Processes share its folder; with `settings.storage`, other machines may use separate folders. `base` holds all other
+    settings that affect results: another base is another search.
 
     Raises:
-        UsageError: the storage cannot be opened, or holds another search by this name.
+        UsageError: the storage cannot be opened, or holds another search with this name.
     """
 
     def __init__(
@@ -94,30 +94,30 @@ class Study:
 
     @contextmanager
     def claimed(self) -> Iterator[optuna.trial.Trial | None]:
-        """Take a trial to train, one left by a process that died, or a new one; None if there is none now."""
+        """Take a trial of a process that died, or a new trial. Yield None if no trial is available now."""
         with ExitStack() as held:
             with self.locked():
-                trial = self._left_behind(held) or self._new(held)
+                trial = self._abandoned(held) or self._new(held)
             yield trial
 
     def wait(self) -> bool:
-        """Wait a moment for the trials of other processes. Return False if none is running in this folder."""
+        """Wait a short time for the trials of other processes. Return False if none is running in this folder."""
         running = [t for t in self.trials() if not t.state.is_finished() and self._is_here(t)]
         if running:
             time.sleep(_POLL_SECONDS)
         return bool(running)
 
     def tell(self, trial: optuna.trial.Trial, value: float | None, state: str) -> None:
-        """Record how a trial ended: "COMPLETE", "PRUNED" or "FAIL"."""
+        """Record the final state of a trial: "COMPLETE", "PRUNED" or "FAIL"."""
         self._study.tell(trial.number, value, state=self._optuna.trial.TrialState[state])
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the search: one process at a time."""
+        """Lock the search for this process."""
         with locked(self.folder / _LOCK, wait_seconds=math.inf):
             yield
 
-    def _left_behind(self, held: ExitStack) -> optuna.trial.Trial | None:
+    def _abandoned(self, held: ExitStack) -> optuna.trial.Trial | None:
         """Lock and return a running trial whose process has died."""
         for frozen in self.trials():
             if frozen.state.name != "RUNNING" or not self._is_here(frozen):
@@ -132,13 +132,13 @@ class Study:
         return None
 
     def _new(self, held: ExitStack) -> optuna.trial.Trial | None:
-        """Create and lock a trial, unless there are enough."""
+        """Create and lock a trial, unless the number of trials is reached."""
         trials = self.trials()
         waiting = [trial for trial in trials if trial.state.name == "WAITING"]
         if len(trials) >= self.settings.trials and not waiting:
             return None
         if not waiting:
-            # With its folder from the first moment on, in case this process dies in the next.
+            # The trial is created with its folder, in case this process dies immediately afterwards.
             self._study.enqueue_trial({}, user_attrs={_HOME: self._home})
         self._study.sampler = self._sampler(len(trials))
         trial: optuna.trial.Trial = self._study.ask()
@@ -148,7 +148,7 @@ class Study:
         return trial
 
     def _is_here(self, trial: optuna.trial.FrozenTrial) -> bool:
-        """Return whether a trial belongs to this folder, where its run and its lock are."""
+        """Return whether the run and the lock of a trial are in this folder."""
         return trial.user_attrs.get(_HOME) == self._home
 
     def _lock_trial(self, number: int, held: ExitStack) -> bool:
@@ -156,20 +156,20 @@ class Study:
         return held.enter_context(locked(self.folder / TRIALS / f"{number:04d}.lock"))
 
     def _check_locks(self) -> None:
-        """Check that the filesystem of the folder has locks: otherwise two processes could train the same trial."""
+        """Check that the filesystem of the folder supports locks. Without, two processes could train the same trial."""
         path = self.folder / f"{_LOCK}.{uuid.uuid4().hex}"
         try:
             with locked(path) as first, locked(path) as second:
                 if first and second:
                     raise UsageError(
                         f"{self.folder} is on a filesystem without locks",
-                        todo="choose an --out on a local disk, or on NFS with its lock service",
+                        todo="choose --out on a local disk, or on NFS with a lock service",
                     )
         finally:
             path.unlink(missing_ok=True)
 
     def _folder_id(self) -> str:
-        """Return the identity of the folder, the same for every machine and path."""
+        """Return the id of the folder, which does not depend on the machine or path."""
         path = self.folder / STUDY_ID
         if not path.exists():
             path.write_text(uuid.uuid4().hex)
@@ -181,20 +181,20 @@ class Study:
         return self._optuna.pruners.MedianPruner(n_startup_trials=5)
 
     def _sampler(self, number: int) -> Any:
-        """Return the sampler of one trial, with its own seed: with one seed, all processes would draw the same."""
+        """Return the sampler of a trial. Each trial has another seed, so that processes do not draw equal settings."""
         samplers = self._optuna.samplers
         seed = int(combine(self.settings.seed, number)) & 0x7FFFFFFF
         if self.settings.sampler == "random":
             return samplers.RandomSampler(seed)
-        # Running trials count as bad, so that processes do not try similar settings.
+        # The constant liar treats running trials as bad, so that processes do not try similar settings.
         return samplers.TPESampler(seed=seed, constant_liar=True)
 
 
 def load_optuna() -> Any:
-    """Import Optuna, and let it log warnings only.
+    """Import Optuna, and set it to log warnings only.
 
     Raises:
-        MachineShort: it is not installed.
+        MachineShort: Optuna is not installed.
     """
     try:
         module = importlib.import_module("optuna")
@@ -208,10 +208,10 @@ def load_optuna() -> Any:
 
 
 def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
-    """Open a storage: `postgresql://`, `mysql://`, `sqlite:///`, `redis://` or the path of a journal; None for the search's own journal.
+    """Open a storage: `postgresql://`, `mysql://`, `sqlite:///`, `redis://` or a journal file; in `folder` if None.
 
     Raises:
-        UsageError: SQLite on a network filesystem, or a storage that cannot be opened.
+        UsageError: the storage is SQLite on a network filesystem, or cannot be opened.
     """
     storages = load_optuna().storages
     is_url = url is not None and "://" in url
@@ -244,8 +244,8 @@ def open_storage(url: str | None, folder: Path) -> optuna.storages.BaseStorage:
 class _JournalLock:
     """Lock of the journal that the kernel releases when its process ends.
 
-    If a killed process leaves a lock of Optuna's own, the others wait 30 seconds, or forever if the path of the journal is
-    relative; then two of them may break the lock at once.
+    Optuna's own lock remains if its process is killed: the others wait 30 seconds, or forever if the path of the
+    journal is relative. Then two processes may break the lock at the same time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -266,16 +266,16 @@ def _refuse_network(path: Path) -> None:
     if kind is not None:
         raise UsageError(
             "--storage: SQLite cannot be shared over a network",
-            found=f"{path} on {kind}, where its locks fail and the file gets damaged",
+            found=f"{path} on {kind}, where its locks fail and the file becomes damaged",
             expected="the default journal file, or a database server",
         )
 
 
 def _remove_partial_line(path: Path, lock: _JournalLock) -> None:
-    """Remove an incomplete last line, as a full disk leaves it: Optuna would append to it."""
+    """Remove an incomplete last line, for example after a full disk. Optuna would append to it."""
     if not path.exists() or path.read_bytes()[-1:] in (b"", b"\n"):
         return
-    lock.acquire()  # another process may be writing the line right now
+    lock.acquire()  # another process may be writing the line now
     try:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     finally:

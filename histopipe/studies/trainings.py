@@ -1,4 +1,4 @@
-"""Run one of many trainings in a process of its own: with a time limit, retries and its share of the devices."""
+"""Run one of several trainings in a separate process, with a time limit, retries and a share of the devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COUNT_GPUS = "import tensorflow as tf; print(len(tf.config.list_physical_device
 
 
 class TrainingOutcome(NamedTuple):
-    """Result of a training, or its error; the duration of all attempts, and the peak memory of their processes."""
+    """Result or error of a training, with the duration of all attempts and the peak memory of their processes."""
 
     result: TrainResult | None
     error: HistopipeError | None
@@ -40,9 +40,9 @@ class TrainingOutcome(NamedTuple):
 def train_with_retries(
     config: TrainConfig, folder: Path, watch: Supervision, *, retries: int, progress: Progress
 ) -> TrainingOutcome:
-    """Train, and retry after failures that may be temporary. Each attempt resumes from the last saved state.
+    """Train, and retry after failures that may be temporary. Each attempt resumes from the last checkpoint.
 
-    An exception that `watch.epoch` raises ends the training and is passed on.
+    An exception raised by `watch.epoch` ends the training and propagates.
     """
     start = time.monotonic()
     for number in range(1, retries + 2):
@@ -65,10 +65,10 @@ def _is_temporary(error: HistopipeError) -> bool:
 
 
 def share_devices(devices: str, trainings: int) -> list[str]:
-    """Return the `--devices` of each of several parallel trainings: GPUs are divided, the CPU is shared.
+    """Return the value of `--devices` for each of several parallel trainings. GPUs are divided, the CPU is shared.
 
     Raises:
-        UsageError: there are fewer GPUs.
+        UsageError: there are fewer GPUs than trainings.
     """
     if trainings == 1 or devices.startswith("cpu"):
         return [devices] * trainings
@@ -86,7 +86,7 @@ def share_devices(devices: str, trainings: int) -> list[str]:
 
 
 def count_gpus() -> int:
-    """Count the GPUs that TensorFlow finds, in another process, because this one must not occupy them."""
+    """Count the GPUs that TensorFlow finds, in another process, because TensorFlow would occupy them in this one."""
     done = subprocess.run(
         [sys.executable, "-c", _COUNT_GPUS], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""Search for better settings. Each trial is a training in a process of its own, evaluated on validation data only."""
+"""Search for better settings. Each trial is a training in a separate process, evaluated on validation data only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LOCAL = ("devices", "communication", "worker_timeout", "save_minutes", "log_device_placement")
 """Settings that may differ between the processes of a search."""
 _MAX_WRONG_SETTINGS = 3
-"""After so many trials whose settings fail, and none that worked, the search ends: the base settings are wrong."""
+"""Number of trials with failing settings, and none that worked, after which the search ends."""
 
 
 def tune(
@@ -50,7 +50,7 @@ def tune(
     progress: Progress | None = None,
     **settings: Any,
 ) -> TuneResult:
-    """Search for settings with a better validation metric. No trial sees the test patches.
+    """Search for settings with a better validation metric. Trials do not use the test patches.
 
     The same call continues the search. Several processes with the same folder share the trials.
 
@@ -58,25 +58,25 @@ def tune(
         stores: one store or several; "patches.lmdb" if None.
         space: search space, as for `read_space`.
         out: folder of the search.
-        trials: number of trials, of all processes and earlier calls together.
+        trials: total number of trials, including those of other processes and earlier calls.
         metric: validation metric: "auc", "accuracy" or "loss".
         sampler: "tpe" or "random".
         pruner: "median" stops trials that are worse than the median at the same epoch; "none".
-        storage: an Optuna storage that machines without a common folder share; None for a file in `out`.
-        name: name of the study in `storage`; None for the name of the folder.
-        trial_timeout: time limit in seconds of one attempt at a trial; 0 for none.
-        retries: number of retries of a trial that failed.
+        storage: Optuna storage, for machines without a common folder; a file in `out` if None.
+        name: name of the study in `storage`; the name of the folder if None.
+        trial_timeout: time limit in seconds for one attempt at a trial; 0 for none.
+        retries: number of retries of a failed trial.
         progress: shows messages; `default_progress()` if None.
-        settings: fields of `TrainConfig`; those of the space take precedence.
+        settings: fields of `TrainConfig`; settings of the space take precedence.
 
     Returns:
         All trials, and the settings of the best one.
 
     Raises:
         UsageError: a setting is unknown, or does not fit the data or the machine.
-        NothingToDo: no store, or no labels.
+        NothingToDo: there is no store, or there are no labels.
         MachineShort: Optuna is not installed.
-        Interrupted: by Ctrl-C or SIGTERM; the same call continues.
+        Interrupted: by Ctrl-C or SIGTERM; the same call continues the search.
 
     Example:
         >>> space = {"learning_rate": {"low": 1e-5, "high": 1e-2, "log": True}}
@@ -108,7 +108,7 @@ class _Search:
     _wrong_settings: list[HistopipeError] = field(default_factory=list)
 
     def run(self) -> TuneResult:
-        """Train trials until all have ended, those of other processes included."""
+        """Train trials until all have ended, including those of other processes."""
         while True:
             with self._study.claimed() as trial:
                 if trial is not None:
@@ -135,14 +135,14 @@ class _Search:
             summarize(self._study, self._base)
             raise Interrupted(
                 "interrupted", found=f"trial {trial.number} is running",
-                todo="the same command continues it",
+                todo="run the same command again to continue it",
             ) from outcome.error  # fmt: skip
         value, reason = None, str(outcome.error)
         if outcome.result is not None:
             found = outcome.result.metrics["validation"].finest
             values = {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}
             value = values[self._study.settings.metric]
-            reason = "validation has one class only"
+            reason = "the validation patches have only one class"
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
@@ -155,7 +155,7 @@ class _Search:
         self._finish(folder)
 
     def _finish(self, folder: Path) -> None:
-        """Remove the resume state of a trial, which is larger than the model, and summarize."""
+        """Remove the checkpoints of a trial, which are larger than the model, and summarize."""
         for path in folder.glob("resume*.npz"):
             path.unlink()
         summarize(self._study, self._base)
@@ -163,7 +163,7 @@ class _Search:
     def _train(
         self, trial: optuna.trial.Trial, params: Mapping[str, Any], folder: Path
     ) -> TrainingOutcome:
-        if is_finished(folder):  # by a process that died before it recorded that
+        if is_finished(folder):  # its process died before it recorded the result
             return TrainingOutcome(read_result(folder), None)
         settings = self._study.settings
         splits = str(self._study.folder / TRIALS / run_folder.SPLITS)
@@ -186,7 +186,7 @@ class _Search:
         )
 
     def _check_settings(self, error: HistopipeError | None, folder: Path) -> None:
-        """End a search whose first trials all fail because of their settings, before they start."""
+        """End the search if the first trials all fail because of their settings, before training."""
         if isinstance(error, UsageError | NothingToDo) and not run_folder.has_begun(folder):
             self._wrong_settings.append(error)
         ended = [t for t in self._study.trials() if t.state.name in ("COMPLETE", "PRUNED")]
@@ -195,7 +195,7 @@ class _Search:
 
 
 def _write_splits(base: TrainConfig, folder: Path) -> None:
-    """Write the splits of the search, and the same without test patches for the trials, unless they exist."""
+    """Write the splits of the search, and the splits without test patches for the trials, unless they exist."""
     whole, without_test = folder / run_folder.SPLITS, folder / TRIALS / run_folder.SPLITS
     if whole.exists() and without_test.exists():
         return

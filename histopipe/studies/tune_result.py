@@ -1,4 +1,4 @@
-"""Result of a search: its trials, and the settings of the best one, ready to train with."""
+"""Result of a search: its trials, and the settings of the best one for a training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import optuna
 
 _BEST, TRIALS_CSV = "best.toml", "trials.csv"
-_WORDS = {
+_STATES = {
     "COMPLETE": "done", "PRUNED": "pruned", "FAIL": "failed", "RUNNING": "running",
     "WAITING": "waiting",
 }  # fmt: skip
@@ -36,9 +36,9 @@ class Trial:
         folder: folder of its run.
         state: "done", "pruned", "failed", "running" or "waiting".
         value: its validation metric.
-        settings: its settings of the search space.
+        settings: settings from the search space.
         seconds: duration of all attempts.
-        reason: why it failed.
+        reason: reason why it failed.
     """
 
     number: int
@@ -70,8 +70,8 @@ class TuneResult:
     Attributes:
         folder: folder of the search.
         trials: all trials by number.
-        best: the best trial; None if none is done.
-        config: settings to train with: those of the best trial, and splits with test patches.
+        best: the best trial; None if no trial is done.
+        config: settings for a training: those of the best trial, and splits with test patches.
     """
 
     folder: Path
@@ -106,7 +106,7 @@ class TuneResult:
 
 
 def summarize(study: Study, base: TrainConfig) -> TuneResult:
-    """Summarize the trials so far, and write `trials.csv`, and `best.toml` for `histopipe train --config`."""
+    """Summarize the trials so far. Write `trials.csv`, and `best.toml` for `histopipe train --config`."""
     result = _result(study, base)
     with study.locked():
         run_folder.write_csv(study.folder / TRIALS_CSV, [it.to_json() for it in result.trials])
@@ -122,7 +122,7 @@ def _result(study: Study, base: TrainConfig) -> TuneResult:
     if not done:
         return TuneResult(folder, found, None, None)
     sign = -1 if study.settings.direction == "minimize" else 1
-    # Of equal trials the first.
+    # If trials are equal, the first one is the best.
     _, best = max(done, key=lambda it: (sign * it[0], -it[1].number))
     config = _with_absolute_paths(changed_config(base, **best.settings), folder)
     return TuneResult(folder, found, best, config)
@@ -149,7 +149,7 @@ def _trial(trial: optuna.trial.FrozenTrial, folder: Path) -> Trial:
         except DamagedStore:
             epochs = None
     return Trial(
-        trial.number, folder, _WORDS[trial.state.name],
+        trial.number, folder, _STATES[trial.state.name],
         trial.value if trial.state.name == "COMPLETE" else None, settings_of(trial.params), epochs,
         trial.user_attrs.get("seconds"), trial.user_attrs.get("reason"),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tile slides as scripts commonly do: OpenSlide, Pillow and LMDB in a pool of processes. Called by tools/bench_peers.py."""
+"""Tile slides with OpenSlide, Pillow and LMDB in a pool, like common scripts. Called by tools/bench_peers.py."""
 
 import io
 import json

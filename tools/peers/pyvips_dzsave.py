@@ -1,4 +1,4 @@
-"""Tile slides by libvips' dzsave, which writes every tile of a slide as a JPEG file. Called by tools/bench_peers.py."""
+"""Tile slides with dzsave of libvips, which writes all tiles as JPEG files. Called by tools/bench_peers.py."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Measure how fast a training's input is read: a store, a TFRecord file and a folder of the same patches. Called by tools/bench_peers.py."""
+"""Measure the reading speed of a store, a TFRecord file and an image folder. Called by tools/bench_peers.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tile slides by slideflow with its libvips backend, into TFRecords. Called by tools/bench_peers.py."""
+"""Tile slides into TFRecords with slideflow and its libvips backend. Called by tools/bench_peers.py."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import slideflow as sf
 
 
 def main() -> None:
-    """Tile all slides of a job; tissue by Otsu's threshold."""
+    """Tile the tissue of all slides of a job, detected by Otsu's threshold."""
     job = json.loads(Path(sys.argv[1]).read_text())
     count = 0
     for entry in job["slides"]:

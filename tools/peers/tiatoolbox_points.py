@@ -1,4 +1,4 @@
-"""Tile slides by tiatoolbox's extractor of patches around points, in a pool of processes. Called by tools/bench_peers.py."""
+"""Tile slides with tiatoolbox's point patch extractor in a pool of processes. Called by tools/bench_peers.py."""
 
 import json
 import multiprocessing
@@ -36,7 +36,7 @@ def main() -> None:
     size = job["patch_size"]
     tasks = []
     for number, slide in enumerate(job["slides"]):
-        # Coordinates are in pixels of the wanted scale, and points are centres.
+        # tiatoolbox expects centres of patches, in pixels of the requested scale.
         shrink = slide["patch_mpp"] / slide["slide_mpp"]
         corners = np.stack([slide["x_l0"], slide["y_l0"]], axis=1) / shrink
         centres = np.rint(corners).astype(int) + (size - 1) // 2

@@ -1,5 +1,5 @@
 "use strict";
-// Pictures lie in inert elements as text: nothing is decoded before it is seen.
+// Pictures are stored as text in inert elements, so that they are decoded only when they become visible.
 const source = (id) => document.getElementById(id).textContent.trim();
 const show = (image) => {
   if (!image.src) image.src = source(image.dataset.from);
@@ -56,7 +56,6 @@ function value(row, column) {
 
 function compare(a, b) {
   const numbers = typeof a === "number" && typeof b === "number";
-  // What is not known comes last, whichever way it is sorted.
   return numbers ? a - b : String(a).localeCompare(String(b), undefined, { numeric: true });
 }
 
@@ -66,6 +65,7 @@ function sortBy(table, header, rows) {
   header.setAttribute("aria-sort", descending ? "descending" : "ascending");
   const column = header.cellIndex;
   const keyed = rows.map((row) => [value(row, column), row]);
+  // Unknown values come last in both sort directions.
   const known = (key) => key !== "" && !Number.isNaN(key);
   keyed.sort(([a], [b]) => {
     if (known(a) !== known(b)) return known(a) ? -1 : 1;
