@@ -67,9 +67,9 @@ class Bag:
 class BagSet:
     """The bags of a folder of feature files: a `SampleSource`, as a store is.
 
-    The files are of `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file slide,label[,patient][,site], of which
-    `allow_extra` ignores rows that name no slide; by default they are those that `histopipe embed` recorded. Bags keep their
-    `numbers`, by name, in existing splits; other bags get higher ones.
+    The files come from `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file with the columns slide, label, and
+    optionally patient and site; `allow_extra` ignores its rows that name no slide. By default they are those that
+    `histopipe embed` recorded. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones.
 
     Raises:
         NothingToDo: the folder holds no features.

@@ -93,7 +93,7 @@ def predict(
         batch_size: patches per batch, over all devices.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
         aggregate: how patches are aggregated to slides and patients: "mean", "top_k" or "majority".
-        labels: CSV file slide,label[,patient]; by default the labels that stores hold.
+        labels: CSV file with the columns slide, label, and optionally patient; by default the labels in stores.
         allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
         overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
