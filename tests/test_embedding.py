@@ -397,7 +397,7 @@ def test_what_is_wrong_is_told_before_anything_is_made(
     # In a process of its own: Keras reads KERAS_HOME when it is imported.
     done = run("embed", small_store, "--out", "g", "--model", "mobilenet", env=environment)
     assert done.returncode == 2, done.stderr
-    assert "imagenet weights are fetched once over the network" in done.stderr
+    assert "imagenet weights are downloaded once; without a network, copy the file" in done.stderr
     assert not list(tmp_path.rglob("*.h5"))
     gc.collect()
 
