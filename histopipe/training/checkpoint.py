@@ -27,7 +27,7 @@ STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"
 _DIGEST_BYTES = 64
 _BETTER_AUC = 1e-4
-"""Minimum increase of the AUC that counts as better. Within it, the lower loss is better."""
+"""Minimum increase of the AUC that counts as better. For smaller differences, the lower loss is better."""
 
 
 @dataclass(slots=True)

@@ -68,7 +68,7 @@ class StopSignals:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals in the main thread. Enter after the workers have connected, when TensorFlow sets a handler."""
+        """Handle signals in the main thread. Enter it after the workers connect, because TensorFlow then sets a handler."""
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGTERM, signal.SIGINT) if in_main else ()
         handlers = {number: signal.signal(number, self._stop) for number in numbers}

@@ -42,8 +42,8 @@ def peak_bytes() -> tuple[int, int | None]:
 class MicroBatch:
     """The number of patches that a replica computes at once. It is halved when memory runs out.
 
-    Then `changed` is called with the new size and the reason. If a computation needs other
-    workers, it is not `repeatable` and fails instead.
+    Then `changed` is called with the new size and the reason. A computation that needs other
+    workers is not `repeatable`, and fails instead.
     """
 
     def __init__(

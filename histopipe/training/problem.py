@@ -200,7 +200,8 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, 
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
         message(
-            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another side, or held out)"
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another side, "
+            "or held out from a search)"
         )
     sites = site_by_label(splits.slides)
     if len(sites) > 1:
