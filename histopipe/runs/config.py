@@ -49,7 +49,7 @@ class TrainConfig:
         False, "Ignore rows of --labels that match no slide.", group=DATA, search=False
     )
     on_error: Literal["raise", "skip"] = setting(
-        "raise", "On damaged data: end the run (raise), or give it weight 0 (skip).",
+        "raise", "On damaged data: end the run (raise), or skip the data with weight 0 (skip).",
         group=DATA, resume=True, search=False,
     )  # fmt: skip
     split_by: Literal["patient", "site", "slide", "region", "patch"] = setting(

@@ -77,7 +77,9 @@ class PatchTrainConfig(TrainConfig):
         0, "Shuffle blocks of this many neighbours, for slow disks; 0 shuffles all patches.",
         group=SAMPLING, at_least=0,
     )  # fmt: skip
-    xla: bool = setting(False, "Compile the network with XLA; slow to start.", group=MACHINE)
+    xla: bool = setting(
+        False, "Compile the network with XLA; the first step is slow.", group=MACHINE
+    )
 
     def _check_together(self) -> None:
         # With slots, `super()` without arguments finds another class.
