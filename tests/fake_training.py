@@ -1,4 +1,4 @@
-"""In place of `supervise`, where what is tested is how many trainings are run, not a training."""
+"""Replacement for `supervise` in tests of how several trainings are run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Failure = HistopipeError | Callable[[Supervision], HistopipeError]
 
 
 class RecordedTrainings:
-    """Each training leaves the files that a real one left before, unless a failure is due.
+    """Each training copies the files of a recorded run, unless a failure is planned.
 
     Args:
-        recorded: the folder that holds the folders of real runs, by the same names.
-        failures: by the name of a run's folder, what its attempts end with, one after the other.
+        recorded: folder with the folders of real runs, with the same names.
+        failures: errors of the first attempts, in order, by the name of a run's folder.
 
     Attributes:
-        attempts: the names of the folders of all attempts.
-        resumed: those of the attempts that were to resume.
+        attempts: names of the folders of all attempts.
+        resumed: names of the folders of resumed attempts.
     """
 
     def __init__(self, recorded: Path, failures: dict[str, list[Failure]] | None = None) -> None:

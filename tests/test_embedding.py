@@ -399,7 +399,7 @@ def test_errors_are_raised_before_anything_is_written(
     # In a separate process, because Keras reads KERAS_HOME when it is imported.
     done = run("embed", small_store, "--out", "g", "--model", "mobilenet", env=environment)
     assert done.returncode == 2, done.stderr
-    assert "imagenet weights are fetched once over the network" in done.stderr
+    assert "imagenet weights are downloaded once; without a network, copy the file" in done.stderr
     assert not list(tmp_path.rglob("*.h5"))
     gc.collect()
 

@@ -1,4 +1,4 @@
-"""Running out of memory costs a training nothing but time, and many trainings in a row cost their caller nothing."""
+"""Trainings that run out of memory give the same result, and repeated trainings do not use the caller's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGUMENTS = (
 
 
 def faulty(fault: str, marker: Path) -> dict[str, str]:
-    """The environment in which a training fails at `PLACE:CALL:KIND`, once."""
+    """Return an environment in which a training fails once at `PLACE:CALL:KIND`."""
     return {
         **os.environ,
         "HISTOPIPE_TEST_FAULT": f"{fault}:{marker}",
@@ -35,7 +35,7 @@ def undisturbed(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_same_run(run: Path, other: Path) -> None:
-    """The same losses to 1e-5 and weights to 1e-4 of each layer's norm."""
+    """Assert equal losses to 1e-5, and equal weights to 1e-4 of each layer's norm."""
     rows = list(zip(history(run), history(other), strict=True))
     assert len(rows) == 2
     for a, b in rows:
@@ -45,7 +45,7 @@ def assert_same_run(run: Path, other: Path) -> None:
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
 
 
-# 60 % of 120 patches in batches of 16, each of two pieces of 8: calls 9 and 10 are the pieces of the fifth step.
+# Five steps with batches of 16, each in two pieces of 8: calls 9 and 10 are the pieces of the fifth step.
 FAULTS = {
     "gradients:10:exhausted": False,
     "gradients:9:real": False,
@@ -55,20 +55,20 @@ FAULTS = {
     "read:4:memory": True,
     "save:2:memory": True,
 }
-"""Where memory runs out, and whether only a fresh process can go on."""
+"""Where memory runs out, and whether a new process is needed to continue."""
 DEATHS = ("SIGKILL", "SIGABRT")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
+def test_step_out_of_memory_continues_in_smaller_pieces(
     run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, fault: str
 ) -> None:
-    """In the same process where nothing has changed by then, else in a fresh one from the last saved state."""
+    """In the same process if nothing has changed, else in a new process from the last checkpoint."""
     environment = faulty(fault, tmp_path / "failed")
     done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "failed").exists()
-    assert ("going on in a fresh process" in done.stderr) == FAULTS[fault]
+    assert ("continuing in a new process" in done.stderr) == FAULTS[fault]
     assert "micro-batches of 4 patches" in done.stderr
     assert "Traceback" not in done.stderr
     out = tmp_path / "run"
@@ -77,10 +77,10 @@ def test_a_step_that_runs_out_of_memory_is_done_in_smaller_pieces(
     assert_same_run(out, undisturbed)
 
 
-def test_memory_that_is_never_enough_is_told_after_the_smallest_pieces(
+def test_permanent_out_of_memory_is_reported_after_single_patches(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
-    """Every step fails, in every process: down to single patches, and then no more."""
+    """Every step fails in every process, down to single patches."""
     environment = faulty("gradients:1:exhausted", Path("always"))
     done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
     assert done.returncode == 6, done.stderr
@@ -88,7 +88,7 @@ def test_memory_that_is_never_enough_is_told_after_the_smallest_pieces(
     assert "Traceback" not in done.stderr
 
 
-def test_memory_that_runs_out_while_the_network_is_built_is_told(
+def test_out_of_memory_while_building_the_network_is_reported(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     environment = faulty("build:1:exhausted", tmp_path / "failed")
@@ -99,20 +99,20 @@ def test_memory_that_runs_out_while_the_network_is_built_is_told(
 
 
 @pytest.mark.parametrize("kind", DEATHS)
-def test_a_process_that_dies_of_memory_is_told_and_resumed_in_smaller_pieces(
+def test_process_killed_for_memory_is_reported_and_resumed_in_smaller_pieces(
     run: Run, small_store: Path, undisturbed: Path, tmp_path: Path, kind: str
 ) -> None:
     environment = faulty(f"gradients:11:{kind}", tmp_path / "failed")
     done = run("train", small_store, "--out", "run", *ARGUMENTS, env=environment)
     assert done.returncode == 6, done.stderr
     assert f"died of {kind}: probably out of memory" in done.stderr
-    assert "which takes micro-batches of 4 patches" in done.stderr
+    assert "which uses micro-batches of 4 patches" in done.stderr
     assert not (tmp_path / "run" / "metrics.json").exists()
     if kind != DEATHS[0]:
-        return  # what is left to resume from is the same
+        return  # resuming is the same for both
     again = run("train", "--resume", "--out", "run")
     assert again.returncode == 0, again.stderr
-    assert "micro-batches of 4 patches a device, as memory ran out before" in again.stderr
+    assert "micro-batches of 4 patches per device, because memory ran out before" in again.stderr
     assert_same_run(tmp_path / "run", undisturbed)
 
 
@@ -137,7 +137,7 @@ main()
 
 
 def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
-    """What the caller's anonymous memory grows by from the second training to the last."""
+    """Return the growth of the caller's anonymous memory from the second training to the last."""
     out.mkdir()
     arguments = (str(store), str(out), str(count), in_process)
     if in_process == "yes":
@@ -151,7 +151,7 @@ def growth_mb(store: Path, out: Path, count: int, in_process: str) -> float:
     return found[-1] - found[1]
 
 
-def test_trainings_leave_their_caller_as_it_was(small_store: Path, tmp_path: Path) -> None:
+def test_trainings_do_not_use_the_memory_of_their_caller(small_store: Path, tmp_path: Path) -> None:
     assert growth_mb(small_store, tmp_path / "apart", 4, "no") < 3
-    # What this test would see if they ran in the caller's process.
+    # Control: trainings in the caller's process do.
     assert growth_mb(small_store, tmp_path / "within", 4, "yes") > 5

@@ -255,7 +255,7 @@ def test_given_splits_are_compared_with_settings(drawn: Path, tmp_path: Path) ->
             UsageError, match="--labels-from slide, expected --labels-from annotation"
         ):
             new_splits(PatchTrainConfig(**given), [store])
-        with pytest.raises(UsageError, match="has patches that the bounds would leave out: found"):
+        with pytest.raises(UsageError, match="has patches that the filter options exclude: found"):
             new_splits(PatchTrainConfig(**given, labels_from="annotation", min_tissue=0.9), [store])
 
 

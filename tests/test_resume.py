@@ -1,4 +1,4 @@
-"""Nothing is trained twice but the last minutes: kills, damage and full disks at any moment."""
+"""Resuming after kills, damaged checkpoints and full disks at any moment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS: dict[str, object] = {
     "epochs": 3, "batch_size": 16, "split_by": "slide", "deterministic": True, "dropout": 0.3,
     "optimizer": "adamw", "schedule": "cosine", "warmup_steps": 3,
 }  # fmt: skip
-"""The same."""
+"""`ARGUMENTS` as settings."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def uninterrupted(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def assert_equal(run: Path, other: Path) -> None:
-    """Bit by bit."""
+    """Assert that histories, weights and predictions are bitwise equal."""
     assert history(run) == history(other)
     for a, b in zip(weights(run), weights(other), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -52,11 +52,11 @@ def assert_equal(run: Path, other: Path) -> None:
 
 
 KILLS = ("apply:8", "write:40", "keep+:3")
-"""Where the process is killed by SIGKILL: between steps, within a file, and between the two renames of a save."""
+"""Places of SIGKILL: between steps, within a file, and between the two renames of a save."""
 ENDS = ("build:1", "gradients:1", "predict:2", "save:1", "gradients:15")
-"""Where an exception ends it. The state is saved after each step; five steps an epoch."""
+"""Places of an exception. The state is saved after each of the five steps of an epoch."""
 STOPS = ("predict:3", "predict:7", "save:2")
-"""Where SIGTERM comes: while it validates, judges the best model (which puts other weights into the network), or saves."""
+"""Places of SIGTERM: in validation, in the evaluation of the best model (with other weights), and in a save."""
 
 
 @pytest.mark.parametrize("place", KILLS)
@@ -75,7 +75,7 @@ def test_killed_and_resumed_equals_uninterrupted(
 
 @pytest.fixture(scope="module")
 def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Trainings that were ended or told to stop, and then resumed."""
+    """Trainings that were ended or stopped, and then resumed."""
     folder = tmp_path_factory.mktemp("ended")
     faults = [f"{place}:end" for place in ENDS] + [f"{place}:SIGTERM" for place in STOPS]
     done = run_program("interrupted.py", small_store, folder, json.dumps(SETTINGS), *faults)
@@ -86,16 +86,16 @@ def ended(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "fault", [*(f"{at}:end" for at in ENDS), *(f"{at}:SIGTERM" for at in STOPS)]
 )
-def test_ended_anywhere_and_resumed_equals_uninterrupted(
+def test_ended_at_any_place_and_resumed_equals_uninterrupted(
     ended: Path, uninterrupted: Path, fault: str
 ) -> None:
     assert_equal(ended / fault.replace(":", "-"), uninterrupted)
 
 
-def test_told_to_stop_it_saves_and_goes_on_where_it_was(
+def test_stopped_by_signal_and_resumed_equals_uninterrupted(
     small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    """SIGTERM in the middle of an epoch, then Ctrl-C in another one: within the step, or behind it."""
+    """SIGTERM within a step of an epoch, then Ctrl-C after a step of another epoch."""
     out = tmp_path / "run"
     command = [*INTERRUPTIBLE, "train", str(small_store), "--out", str(out), *ARGUMENTS]
     for number, place in ((signal.SIGTERM, "gradients:7"), (signal.SIGINT, "gradients+:5")):
@@ -108,11 +108,11 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(
             time.sleep(0.05)
         time.sleep(0.2)
         child.send_signal(number)
-        told = time.monotonic()
+        signalled = time.monotonic()
         _, stderr = child.communicate(timeout=60)
-        assert time.monotonic() - told < 10
+        assert time.monotonic() - signalled < 10
         assert child.returncode == 130, stderr
-        assert "2 steps of the next; go on with `histopipe train --resume --out" in stderr
+        assert "2 steps of the next; continue with `histopipe train --resume --out" in stderr
         assert "Traceback" not in stderr
         command = [*INTERRUPTIBLE, "train", "--resume", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -121,7 +121,7 @@ def test_told_to_stop_it_saves_and_goes_on_where_it_was(
     assert_equal(out, uninterrupted)
 
 
-def test_memory_that_runs_out_while_it_stops_does_not_start_it_again(
+def test_out_of_memory_while_stopping_does_not_restart_the_training(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "hanging"
@@ -135,11 +135,11 @@ def test_memory_that_runs_out_while_it_stops_does_not_start_it_again(
     child.send_signal(signal.SIGTERM)
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 6, stderr
-    assert "which takes micro-batches of 8" in stderr
-    assert "going on in a fresh process" not in stderr
+    assert "which uses micro-batches of 8" in stderr
+    assert "continuing in a new process" not in stderr
 
 
-def test_a_damaged_state_is_told_and_the_one_before_it_taken(
+def test_damaged_checkpoint_is_reported_and_the_previous_one_used(
     run: Run, small_store: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     arguments = ("train", small_store, "--out", "run", *ARGUMENTS, *EACH_STEP)
@@ -150,13 +150,16 @@ def test_a_damaged_state_is_told_and_the_one_before_it_taken(
     newest.write_bytes(content)
     done = run("train", "--resume", "--out", "run")
     assert done.returncode == 0, done.stderr
-    assert "warning: resume.npz: it is not what was written" in done.stderr
+    assert (
+        "warning: resume.npz: the checksum does not match; using the previous checkpoint"
+        in done.stderr
+    )
     assert "after epoch 1 and 2 steps of the next" in done.stderr
     assert_equal(tmp_path / "run", uninterrupted)
 
 
 class Variable:
-    """As much of a variable as a checkpoint wants."""
+    """A variable with the attributes that checkpoints need."""
 
     def __init__(self, value: np.ndarray[Any, Any]) -> None:
         self.value, self.shape = value, value.shape
@@ -177,7 +180,7 @@ def saved_twice(folder: Path) -> None:
 
 @settings(max_examples=200)
 @given(place=st.floats(0, 1, exclude_max=True), change=st.integers(1, 255), cut=st.booleans())
-def test_no_byte_of_a_state_can_change_unnoticed(
+def test_any_changed_byte_of_a_checkpoint_is_detected(
     tmp_path_factory: pytest.TempPathFactory, place: float, change: int, cut: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("state")
@@ -195,7 +198,7 @@ def test_no_byte_of_a_state_can_change_unnoticed(
     assert all((variable.value == 1).all() for variable in loaded)
 
 
-def test_states_that_are_both_damaged_are_told(tmp_path: Path) -> None:
+def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
     saved_twice(tmp_path)
     state, problem = load_state(tmp_path, variables(0))
     assert (state.epoch, state.values.shape, problem) == (2, (2, 3, 4), None)
@@ -206,7 +209,7 @@ def test_states_that_are_both_damaged_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_leaves_the_last_good_state(tmp_path: Path) -> None:
+def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
@@ -221,7 +224,9 @@ def test_a_full_disk_leaves_the_last_good_state(tmp_path: Path) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_two_trainings_do_not_share_a_folder(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_folder_of_a_running_training_is_refused(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
     command = [*COMMAND, "train", str(small_store), "--out", "run", *ARGUMENTS]
     marker = tmp_path / "hanging"
     child = subprocess.Popen(
@@ -233,14 +238,14 @@ def test_two_trainings_do_not_share_a_folder(run: Run, small_store: Path, tmp_pa
         config = (tmp_path / "run" / "config.toml").read_bytes()
         done = run("train", "--resume", "--out", "run", "--epochs", 99)
         assert done.returncode == 2, done.stderr
-        assert "another process is at work there" in done.stderr
+        assert "run is in use by another process" in done.stderr
         assert (tmp_path / "run" / "config.toml").read_bytes() == config
     finally:
         child.kill()
         child.wait()
 
 
-def test_real_tissue_by_region_killed_and_resumed(run: Run, data: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_on_real_tissue_by_region(run: Run, data: Path, tmp_path: Path) -> None:
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
     names = {"CMU-1-Small-Region": "cmu", "TCGA-CR-7395-01A-01-TS1": "tcga"}
     rows = [f"{name},{label}" for name, label in names.items()]

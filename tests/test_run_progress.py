@@ -1,4 +1,4 @@
-"""What the process of a training shows reaches the progress of its caller."""
+"""Progress of a training's process is shown by its caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from histopipe.system.tensorflow import load_quietly
 
 
 class Recorded:
-    """A progress that writes down what it shows."""
+    """A progress that records its events."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []
@@ -45,7 +45,7 @@ class RecordedBar(Bar):
 
 @contextmanager
 def relayed(shown: Recorded) -> Iterator[ProgressRelay]:
-    """Within, progress goes by way of messages, as between two processes."""
+    """Send progress as messages within the block, as between two processes."""
     relay = ProgressRelay(shown)
 
     def report(name: str, value: Any) -> None:
@@ -56,7 +56,7 @@ def relayed(shown: Recorded) -> Iterator[ProgressRelay]:
         yield relay
 
 
-def test_bars_and_messages_of_a_training_are_shown_by_its_caller() -> None:
+def test_caller_shows_bars_and_messages_of_a_training() -> None:
     shown = Recorded()
     with relayed(shown):
         message("train 3 n")
@@ -74,7 +74,7 @@ def test_bars_and_messages_of_a_training_are_shown_by_its_caller() -> None:
     ]
 
 
-def test_a_process_that_ends_leaves_no_bar() -> None:
+def test_bars_of_an_ended_process_are_closed() -> None:
     shown = Recorded()
     with relayed(shown) as relay:
         for title in ("epoch", "validation"):
@@ -86,7 +86,7 @@ def test_a_process_that_ends_leaves_no_bar() -> None:
     ]
 
 
-def test_steps_are_not_reported_one_by_one() -> None:
+def test_bar_updates_are_throttled() -> None:
     sent: list[Any] = []
     bar = ReportedProgress(lambda _, value: sent.append(value)).bar("epoch", unit="steps")
     for _ in range(10_000):
@@ -94,7 +94,7 @@ def test_steps_are_not_reported_one_by_one() -> None:
     assert len(sent) < 100
 
 
-def test_the_default_progress_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_default_progress_is_restored(capsys: pytest.CaptureFixture[str]) -> None:
     shown = Recorded()
     with pytest.raises(KeyError), use_progress(shown):
         message("inside")

@@ -1,4 +1,4 @@
-"""Settings are declared once: flags, checks, files, resume rules and docs/reference/settings.md agree with the declaration."""
+"""Flags, checks, files, resume rules and docs/reference/settings.md agree with the declaration of each setting."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ worker_timeout = 600.0
 log_device_placement = false
 deterministic = true
 """
-"""As version 0.1 wrote it, with all settings of a training on patches that have a value."""
+"""Configuration file of version 0.1, with all settings of a training on patches that have a value."""
 
 
-def test_docs_settings_is_current() -> None:
+def test_settings_page_is_current() -> None:
     spec = importlib.util.spec_from_file_location("settings_table", TOOLS / "settings_table.py")
     assert spec is not None
     assert spec.loader is not None
@@ -88,7 +88,7 @@ def test_docs_settings_is_current() -> None:
     assert written == tool.settings_page(), "run `make docs`"
 
 
-def test_every_setting_of_a_training_is_a_flag_with_its_help() -> None:
+def test_every_training_setting_has_a_flag_with_its_help_text() -> None:
     options = {it.name: it for it in command.params if isinstance(it, click.Option)}
     for name, declared in declared_settings(*CONFIGS, FoldSettings).items():
         if name != "stores":  # the argument
@@ -98,7 +98,7 @@ def test_every_setting_of_a_training_is_a_flag_with_its_help() -> None:
 
 
 @pytest.mark.parametrize("declared", ALL.values(), ids=lambda it: it.name)
-def test_defaults_pass_their_own_checks_and_wrong_types_do_not(declared: DeclaredSetting) -> None:
+def test_defaults_are_valid_and_wrong_types_are_refused(declared: DeclaredSetting) -> None:
     assert declared.about.help.endswith((".", ")"))
     if declared.default is not MISSING:
         declared.check(declared.default)
@@ -115,7 +115,7 @@ def test_defaults_pass_their_own_checks_and_wrong_types_do_not(declared: Declare
             declared.check(wrong)
 
 
-def test_an_old_configuration_loads_unchanged(tmp_path: Path) -> None:
+def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(OLD_CONFIG)
     config = load_config(tmp_path / "config.toml")
     assert isinstance(config, PatchTrainConfig)
@@ -124,15 +124,15 @@ def test_an_old_configuration_loads_unchanged(tmp_path: Path) -> None:
     assert tomllib.loads(to_toml(config)) == tomllib.loads(OLD_CONFIG)
 
 
-def test_settings_of_bags_are_a_class_of_their_own() -> None:
+def test_bag_settings_have_a_separate_class() -> None:
     bags = make_config({"mil": Path("features"), "fractions": [0.5, 0.25, 0.25]})
     assert isinstance(bags, BagTrainConfig)
     assert (bags.mil, bags.batch_size, bags.learning_rate) == ("features", 1, 2e-4)
     assert "stores" not in tomllib.loads(to_toml(bags))
     assert make_config({"mil": None}) == PatchTrainConfig()
-    # What is switched off may be named.
+    # Patch settings that are switched off are accepted.
     assert make_config({"mil": "f", "augment": ("none",), "model": "small-cnn"}).unit == "bags"
-    for wrong, says in (
+    for wrong, expected in (
         ({"mil": "f", "model": "resnet50"}, "--model: found --mil f, expected patches"),
         ({"mil": "f", "stores": ("a",)}, "STORES: found --mil f"),
         ({"pooling": "max"}, "--pooling: found no --mil, expected --mil with a folder"),
@@ -142,11 +142,11 @@ def test_settings_of_bags_are_a_class_of_their_own() -> None:
         ),
         ({"colour": 3}, "unknown settings: found colour, expected accumulate, "),
     ):
-        with pytest.raises(UsageError, match=says):
+        with pytest.raises(UsageError, match=expected):
             make_config(wrong)
 
 
-def test_a_resumed_run_changes_only_what_is_declared_so() -> None:
+def test_resume_changes_only_settings_declared_for_it() -> None:
     recorded = {"stores": ["a.lmdb"], "epochs": 3, "seed": 2}
     same: dict[str, Any] = {"stores": ("a.lmdb",), "seed": 2}
     assert resumed_config(recorded, same | {"epochs": 9}).epochs == 9
@@ -160,6 +160,6 @@ def test_a_resumed_run_changes_only_what_is_declared_so() -> None:
 
 def test_changed_settings_are_checked_together() -> None:
     config = PatchTrainConfig(shuffle_block=8)
-    with pytest.raises(UsageError, match="--shuffle-block reads neighbours"):
+    with pytest.raises(UsageError, match="--shuffle-block reads neighbouring patches"):
         changed_config(config, balance="slide")
     assert changed_config(config, epochs=4) == PatchTrainConfig(shuffle_block=8, epochs=4)

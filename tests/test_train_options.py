@@ -1,4 +1,4 @@
-"""What the options of a training change, and what they leave as it is."""
+"""Effects of the options of a training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARGUMENTS = ("--epochs", "2", "--batch-size", "16", "--split-by", "slide")
     ],
     ids=" ".join,
 )
-def test_a_model_trained_in_any_way_predicts_the_same_in_plain_keras(
+def test_saved_model_predicts_the_same_in_plain_keras_for_all_options(
     run: Run, small_store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     done = run("train", small_store, "--out", "run", *ARGUMENTS, "--epochs", 1, *options)
@@ -44,7 +44,7 @@ def test_a_model_trained_in_any_way_predicts_the_same_in_plain_keras(
         assert b'"synchronized": true' not in saved.read("config.json")
 
 
-def test_xla_with_batch_normalisation_over_several_devices_is_refused(
+def test_xla_with_batch_normalization_over_several_devices_is_refused(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     done = run(
@@ -73,7 +73,7 @@ settings = train_step.StepSettings(batch_size=2, class_weight=np.ones(2, np.floa
 found = train_step.TrainStep(strategy, model, optimizer, settings)
 
 def gradients(values):
-    '''One gradient a replica, all of whose numbers are the value, and no state.'''
+    '''One gradient per replica, filled with its value, and no state.'''
     def of(context):
         value = values[int(context.replica_id_in_sync_group)]
         sums = [tf.fill(v.shape, value) for v in model.training.trainable_variables]
@@ -84,45 +84,45 @@ def state():
     weights = [np.asarray(v.value) for v in model.training.trainable_variables]
     return weights, float(np.asarray(found.variables[-2].value)), int(np.asarray(optimizer.iterations.value))
 
-told = {}
+output = {}
 before, scale, _ = state()
 # The overflow is on the second replica only.
 found.apply(gradients([0.0, float("inf")]), tf.zeros(2))
 after, halved, steps_done = state()
-told["kept"] = all((a == b).all() for a, b in zip(before, after))
-told["scales"], told["skipped"] = [scale, halved], steps_done
-wishes = found.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
-told["wishes"] = wishes.numpy().tolist()
-moved, _, told["done"] = state()
-told["finite"] = all(np.isfinite(w).all() for w in moved)
+output["kept"] = all((a == b).all() for a, b in zip(before, after))
+output["scales"], output["skipped"] = [scale, halved], steps_done
+requests = found.apply(gradients([halved, 0.0]), tf.constant([0.0, 1.0]))
+output["requests"] = requests.numpy().tolist()
+moved, _, output["done"] = state()
+output["finite"] = all(np.isfinite(w).all() for w in moved)
 rates = []
 for _ in range(19):
     rates.append(found.learning_rate)
     found.apply(gradients([0.0, 0.0]), tf.zeros(2))
-told["rates"] = rates
+output["rates"] = rates
 label, logits = tf.constant([0, 1]), tf.constant([[2.0, -1.0], [0.5, 0.0]])
-told["smooth"] = train_step.cross_entropy(label, logits, 0.2).numpy().tolist()
-told["keras"] = keras.losses.CategoricalCrossentropy(
+output["smooth"] = train_step.cross_entropy(label, logits, 0.2).numpy().tolist()
+output["keras"] = keras.losses.CategoricalCrossentropy(
     from_logits=True, label_smoothing=0.2, reduction="none"
 )(tf.one_hot(label, 2), logits).numpy().tolist()
-print(json.dumps(told))
+print(json.dumps(output))
 """
 
 
-def test_overflow_schedule_wishes_and_smoothing() -> None:
+def test_overflow_schedule_requests_and_smoothing() -> None:
     done = with_tensorflow(STEPS)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["kept"]
-    assert told["scales"] == [2.0**15, 2.0**14]
-    assert (told["skipped"], told["done"]) == (0, 1)
-    assert told["finite"]
-    assert told["wishes"] == [0, 2]  # both replicas' own
-    # Up to 0.1 in four steps, then down a cosine over the other sixteen: step 0 was done above.
+    output = json.loads(done.stdout)
+    assert output["kept"]
+    assert output["scales"] == [2.0**15, 2.0**14]
+    assert (output["skipped"], output["done"]) == (0, 1)
+    assert output["finite"]
+    assert output["requests"] == [0, 2]  # the sum over both replicas
+    # Warm-up to 0.1 in 4 steps, then cosine decay over 16 steps. Step 0 was done above.
     expected = [0.1 * step / 4 for step in range(1, 4)]
     expected += [0.05 * (1 + np.cos(np.pi * step / 16)) for step in range(16)]
-    np.testing.assert_allclose(told["rates"], expected, atol=1e-6)
-    np.testing.assert_allclose(told["smooth"], told["keras"], rtol=1e-6)
+    np.testing.assert_allclose(output["rates"], expected, atol=1e-6)
+    np.testing.assert_allclose(output["smooth"], output["keras"], rtol=1e-6)
 
 
 BOARD = """
@@ -139,9 +139,7 @@ print(json.dumps(found))
 """
 
 
-def test_tensorboard_shows_what_the_history_says(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
+def test_tensorboard_logs_equal_the_history(run: Run, small_store: Path, tmp_path: Path) -> None:
     done = run("train", small_store, "--out", "run", *ARGUMENTS, "--tensorboard")
     assert done.returncode == 0, done.stderr
     found = json.loads(with_tensorflow(BOARD, tmp_path / "run" / "tensorboard").stdout)
@@ -151,14 +149,14 @@ def test_tensorboard_shows_what_the_history_says(
             assert found[name][row["epoch"]] == pytest.approx(float(row[name]), abs=1e-6)
 
 
-def test_device_placement_is_told(run: Run, small_store: Path) -> None:
+def test_device_placement_is_printed(run: Run, small_store: Path) -> None:
     done = run("train", small_store, "--out", "run", *ARGUMENTS, "--log-device-placement")
     assert done.returncode == 0, done.stderr
     assert "device:CPU:0" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "expected"),
     [
         ({"accumulate": 0}, "--accumulate: found 0, expected 1 or more"),
         ({"accumulate": 65}, "--accumulate: found 65, expected at most the 64"),
@@ -167,22 +165,20 @@ def test_device_placement_is_told(run: Run, small_store: Path) -> None:
         ({"clip_norm": -1.0}, "--clip-norm: found -1.0"),
         ({"precision": "float8"}, "--precision: found 'float8'"),
         ({"save_minutes": 0.0}, "--save-minutes: found 0.0, expected more than 0"),
-        ({"epochs": "three"}, "--epochs: found 'three', expected such as 20"),
-        ({"xla": 1}, "--xla: found 1, expected such as False"),
+        ({"epochs": "three"}, "--epochs: found 'three', expected a value such as 20"),
+        ({"xla": 1}, "--xla: found 1, expected a value such as False"),
         ({"seed": 1 << 32}, "--seed: found 4294967296, expected at most 4,294,967,295"),
         ({"devices": "cpu:x"}, "--devices: found 'cpu:x'"),
         ({"devices": "gpu:0,1,2", "batch_size": 2}, "--batch-size: found 2, .*3 devices"),
         ({"devices": "cpu:4", "batch_size": 3}, "--batch-size: found 3, .*4 devices"),
     ],
 )
-def test_settings_that_make_no_sense_are_told(settings: dict[str, object], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        PatchTrainConfig(**settings)  # type: ignore[arg-type]  # what is tested
+def test_invalid_settings_are_refused(settings: dict[str, object], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        PatchTrainConfig(**settings)  # type: ignore[arg-type]  # wrong types are tested
 
 
-def test_a_training_that_diverges_is_no_success(
-    run: Run, small_store: Path, tmp_path: Path
-) -> None:
+def test_diverging_training_fails(run: Run, small_store: Path, tmp_path: Path) -> None:
     rate = ("--optimizer", "sgd", "--learning-rate", "1e30")
     done = run("train", small_store, "--out", "run", *ARGUMENTS, *rate)
     assert done.returncode == 2, done.stderr
@@ -190,22 +186,22 @@ def test_a_training_that_diverges_is_no_success(
     assert not (tmp_path / "run" / "model.keras").exists()
 
 
-def test_a_resumed_run_takes_no_other_settings(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_resume_refuses_other_settings(run: Run, small_store: Path, tmp_path: Path) -> None:
     done = run("train", small_store, "--out", "run", *ARGUMENTS)
     assert done.returncode == 0, done.stderr
     config = (tmp_path / "run" / "config.toml").read_bytes()
-    for more, says in (
+    for more, expected in (
         (("--config", "run/config.toml"), "found --config"),
         (("other.lmdb",), "found STORES"),
         (("--learning-rate", "1"), "found --learning-rate"),
     ):
         done = run("train", "--resume", "--out", "run", *more)
         assert done.returncode == 2, done.stderr
-        assert says in done.stderr
+        assert expected in done.stderr
     assert (tmp_path / "run" / "config.toml").read_bytes() == config
 
 
-def test_a_warm_up_longer_than_the_training_is_told(
+def test_warmup_longer_than_the_training_is_refused(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     schedule = ("--schedule", "cosine", "--warmup-steps", 10)
@@ -215,7 +211,9 @@ def test_a_warm_up_longer_than_the_training_is_told(
     assert not (tmp_path / "run").exists()
 
 
-def test_python_trains_as_the_command_does(run: Run, small_store: Path, tmp_path: Path) -> None:
+def test_python_function_gives_the_result_of_the_command(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
     assert run("train", small_store, "--out", "command", *ARGUMENTS).returncode == 0
     code = (
         "import sys, histopipe\n"

@@ -1,4 +1,4 @@
-"""Training as a user runs it, and the properties its results rest on."""
+"""Training by the command line, and the properties of its results."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def weights(run: Path) -> list[np.ndarray[Any, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three epochs in one go, bitwise repeatable."""
+    """A run of three epochs without interruption, bitwise repeatable."""
     out = tmp_path_factory.mktemp("runs") / "whole"
     succeed("train", made_store, "--out", out, "--epochs", 3, "--deterministic")
     return out
 
 
-def test_a_run_folder_holds_everything(trained: Path, made_store: Path) -> None:
+def test_run_folder_contains_all_files(trained: Path, made_store: Path) -> None:
     assert {path.name for path in trained.iterdir()} == FILES | {"resume-older.npz"}
     config = tomllib.loads((trained / "config.toml").read_text())
     assert config["stores"] == [str(made_store)]
@@ -66,7 +66,7 @@ def test_a_run_folder_holds_everything(trained: Path, made_store: Path) -> None:
     assert [row["epoch"] for row in history(trained)] == ["1", "2", "3"]
 
 
-def test_predictions_name_every_held_out_patch_once(trained: Path, made_store: Path) -> None:
+def test_predictions_contain_every_held_out_patch_once(trained: Path, made_store: Path) -> None:
     rows = csv_rows(trained / "predictions.csv")
     splits = json.loads((trained / "splits.json").read_text())
     side = {slide["id"]: slide["side"] for slide in splits["slides"]}
@@ -110,8 +110,8 @@ print(worst)
 """
 
 
-def test_the_model_opens_anywhere_and_predicts_the_same(trained: Path, made_store: Path) -> None:
-    """By plain keras, without histopipe loaded, on uint8 pixels decoded by Pillow."""
+def test_saved_model_predicts_the_same_in_plain_keras(trained: Path, made_store: Path) -> None:
+    """Plain Keras, without histopipe loaded, on uint8 pixels decoded by Pillow."""
     done = subprocess.run(
         [sys.executable, "-c", PREDICT, str(trained), str(made_store)],
         capture_output=True,
@@ -124,10 +124,10 @@ def test_the_model_opens_anywhere_and_predicts_the_same(trained: Path, made_stor
 
 
 @pytest.mark.parametrize("devices", ["cpu:3"])
-def test_replicas_do_what_one_does(
+def test_replicas_equal_one_device(
     run: Run, small_store: Path, tmp_path: Path, devices: str
 ) -> None:
-    """With dropout and augmentation on, a batch that three do not divide, and a last batch that is not full."""
+    """With dropout, augmentation, a batch size that 3 does not divide, and an incomplete last batch."""
     arguments = [
         "--epochs",
         "2",
@@ -151,7 +151,7 @@ def test_replicas_do_what_one_does(
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(w)))
 
 
-def test_the_classic_recipe_and_a_network_of_keras(
+def test_adagrad_with_class_weights_and_a_keras_application(
     run: Run, small_store: Path, tmp_path: Path
 ) -> None:
     classic = ["--optimizer", "adagrad", "--learning-rate", "2e-4", "--class-weights", "balanced"]
@@ -164,7 +164,9 @@ def test_the_classic_recipe_and_a_network_of_keras(
     assert {path.name for path in (tmp_path / "net").iterdir()} == FILES
 
 
-def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_config_file_repeats_a_run_and_flags_override_it(
+    run: Run, trained: Path, tmp_path: Path
+) -> None:
     done = run("train", "--config", trained / "config.toml", "--out", "again", "--epochs", 1)
     assert done.returncode == 0, done.stderr
     first, again = (
@@ -176,7 +178,7 @@ def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "expected"),
     [
         (["none.lmdb"], 4, "no store at none.lmdb"),
         (["--epochs", "0"], 2, "--epochs: found 0"),
@@ -187,7 +189,11 @@ def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_
         (["--labels", "none.csv"], 2, "none.csv does not exist"),
         (["--splits", "none.json"], 2, "none.json does not exist"),
         (["--config", "bad.toml"], 2, "unknown settings: found colour"),
-        (["--config", "typed.toml"], 2, "typed.toml: epochs: found 'ten', expected such as 20"),
+        (
+            ["--config", "typed.toml"],
+            2,
+            "typed.toml: epochs: found 'ten', expected a value such as 20",
+        ),
         (["--fractions", "0.5,0.5"], 2, "--fractions"),
         (["--fractions", "0.7,nan,0.3"], 2, "--fractions"),
         (["--labels", "extra.csv"], 2, "pass --allow-extra-rows"),
@@ -197,8 +203,8 @@ def test_a_config_runs_again_and_flags_override_it(run: Run, trained: Path, tmp_
         (["--split-by", "site"], 2, "slides without one"),
     ],
 )
-def test_wrong_settings_are_one_message_and_leave_nothing(
-    run: Run, made_store: Path, tmp_path: Path, arguments: list[str], code: int, says: str
+def test_wrong_settings_give_one_message_and_create_no_folder(
+    run: Run, made_store: Path, tmp_path: Path, arguments: list[str], code: int, expected: str
 ) -> None:
     (tmp_path / "bad.toml").write_text("colour = 3\n")
     (tmp_path / "typed.toml").write_text('epochs = "ten"\n')
@@ -206,17 +212,17 @@ def test_wrong_settings_are_one_message_and_leave_nothing(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     if "gpu" in arguments and Path("/dev/nvidia0").exists():
-        pytest.skip("this machine has a GPU, so the message for none cannot be shown")
+        pytest.skip("this machine has a GPU, so the message for a missing GPU cannot be tested")
     store = [] if arguments[0].endswith(".lmdb") or "--resume" in arguments else [made_store]
     out = [] if {"--out", "--resume"} & set(arguments) else ["--out", "out"]
     done = run("train", *store, *arguments, *out)
     assert done.returncode == code, done.stderr
-    assert says in done.stderr
+    assert expected in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_run_is_told(run: Run, trained: Path, tmp_path: Path) -> None:
+def test_damaged_run_is_reported(run: Run, trained: Path, tmp_path: Path) -> None:
     import shutil  # only here
 
     for name, content in (("resume.npz", b"PK nothing"), ("splits.json", b"{}")):
@@ -229,7 +235,7 @@ def test_a_damaged_run_is_told(run: Run, trained: Path, tmp_path: Path) -> None:
         assert f"{name} is damaged" in done.stderr
 
 
-def test_an_interrupt_says_how_to_go_on(made_store: Path, tmp_path: Path) -> None:
+def test_interrupt_reports_how_to_resume(made_store: Path, tmp_path: Path) -> None:
     child = subprocess.Popen(
         [
             *INTERRUPTIBLE,
@@ -252,12 +258,12 @@ def test_an_interrupt_says_how_to_go_on(made_store: Path, tmp_path: Path) -> Non
     os.kill(child.pid, signal.SIGINT)
     _, stderr = child.communicate(timeout=60)
     assert child.returncode == 130
-    assert "go on with `histopipe train --resume --out run`" in stderr
+    assert "continue with `histopipe train --resume --out run`" in stderr
     assert "Traceback" not in stderr
     assert (tmp_path / "run" / "resume.npz").exists()
 
 
-def test_a_damaged_patch_ends_training_with_its_name(
+def test_damaged_patch_ends_training_and_is_named(
     run: Run, made_store: Path, tmp_path: Path
 ) -> None:
     import shutil  # only here
@@ -266,7 +272,7 @@ def test_a_damaged_patch_ends_training_with_its_name(
 
     from histopipe.store.format import patch_key
 
-    for attempt in range(2):  # a hang at the end showed in a third of the runs
+    for attempt in range(2):  # a hang at the end occurred in a third of the runs
         store = Path(shutil.copytree(made_store, tmp_path / f"s{attempt}.lmdb"))
         with Store(made_store) as whole:
             lost = [patch_key(n, 3) for n in whole.complete]
@@ -283,7 +289,7 @@ def test_a_damaged_patch_ends_training_with_its_name(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-def test_a_full_disk_while_training_is_told(run: Run, made_store: Path, tmp_path: Path) -> None:
+def test_full_disk_during_training_is_reported(run: Run, made_store: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], check=True)
@@ -317,8 +323,8 @@ def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None
     assert run(*arguments, "--out", "leaking", "--allow-leaks").returncode == 0
 
 
-def test_real_tissue_is_learnt(run: Run, data: Path, tmp_path: Path) -> None:
-    """Two slides as two classes: that the pipeline learns, not that the model is any good."""
+def test_training_on_real_tissue(run: Run, data: Path, tmp_path: Path) -> None:
+    """Two slides as two classes. This tests that the pipeline learns, not that the model is good."""
     (tmp_path / "mpps.csv").write_text("slide,mpp\nTCGA-CR-7395-01A-01-TS1,0.5\n")
     (tmp_path / "labels.csv").write_text(
         "slide,label\nCMU-1-Small-Region,cmu\nTCGA-CR-7395-01A-01-TS1,tcga\n"
@@ -349,7 +355,7 @@ def test_real_tissue_is_learnt(run: Run, data: Path, tmp_path: Path) -> None:
         {"region_um": -1.0},
     ],
 )
-def test_a_wrong_setting_is_named(wrong: dict[str, Any]) -> None:
+def test_error_names_the_wrong_setting(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="--" + next(iter(wrong)).replace("_", "-")):
         PatchTrainConfig(**wrong)
 
@@ -417,7 +423,7 @@ with Store(path) as store:
 """
 
 
-def test_a_program_that_ends_half_way_ends(made_store: Path) -> None:
+def test_program_can_exit_in_the_middle_of_an_epoch(made_store: Path) -> None:
     code = (
         "import sys, histopipe\n"
         "batches = iter(histopipe.load_dataset(sys.argv[1], batch_size=16, seed=1, epochs=50))\n"
@@ -428,6 +434,6 @@ def test_a_program_that_ends_half_way_ends(made_store: Path) -> None:
         assert with_tensorflow(code, made_store).returncode == 7
 
 
-def test_a_failure_keeps_its_type_and_no_batch_is_skipped(tmp_path: Path) -> None:
+def test_reader_failure_keeps_its_type_and_skips_no_batch(tmp_path: Path) -> None:
     done = with_tensorflow(FAILING, tmp_path / "s.lmdb", Path(__file__).parent)
     assert done.stdout == f"5 {DamagedStore.__name__}\n", done.stderr

@@ -1,4 +1,4 @@
-"""Several workers do what one process does, and the loss of one ends the others soon, by name."""
+"""Several workers give the result of one process. If a worker is lost, the others end soon and name it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ports() -> Iterator[list[int]]:
     yield free_ports(2)
 
 
-def test_two_workers_train_as_one_process_does(
+def test_two_workers_equal_one_process(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
     workers = [start(small_store, tmp_path / "two", ports, index) for index in (0, 1)]
@@ -71,19 +71,19 @@ def test_two_workers_train_as_one_process_does(
     for w, v in zip(weights(one), weights(two), strict=True):
         assert np.linalg.norm(w - v) <= 1e-4 * max(1.0, float(np.linalg.norm(v)))
     assert json.loads((two / "metrics.json").read_text())["replicas"] == 2
-    assert ends[0][0] == ends[1][0]  # both tell the metrics
+    assert ends[0][0] == ends[1][0]  # both print the metrics
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "status"),
     [
-        ("SIGKILL", "gave its last sign of life"),
-        ("SIGSTOP", "gave its last sign of life"),
+        ("SIGKILL", "had its last heartbeat"),
+        ("SIGSTOP", "had its last heartbeat"),
         ("hang", "is alive, reading"),
     ],
 )
-def test_a_worker_that_is_lost_ends_the_other_by_name(
-    run: Run, small_store: Path, tmp_path: Path, ports: list[int], kind: str, says: str
+def test_lost_worker_ends_the_other_and_is_named(
+    run: Run, small_store: Path, tmp_path: Path, ports: list[int], kind: str, status: str
 ) -> None:
     place = "read:8" if kind == "hang" else "gradients:7"
     lost = start(
@@ -103,7 +103,7 @@ def test_a_worker_that_is_lost_ends_the_other_by_name(
             worker.kill()
             worker.communicate()
     assert other.returncode == 6, stderr
-    assert f"worker 1 (127.0.0.1:{ports[1]}) {says}" in stderr
+    assert f"worker 1 (127.0.0.1:{ports[1]}) {status}" in stderr
     assert "Traceback" not in stderr
     if kind == "SIGKILL":
         again = run("train", "--resume", "--out", "run", "--devices", "cpu:2")
@@ -112,20 +112,20 @@ def test_a_worker_that_is_lost_ends_the_other_by_name(
         assert len(history(tmp_path / "run")) == 3
 
 
-def test_a_worker_that_never_starts_is_named(
+def test_worker_that_never_starts_is_named(
     small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
     alone = start(small_store, tmp_path / "run", ports, 0, "--worker-timeout", "5")
     _, stderr = alone.communicate(timeout=100)
     assert alone.returncode == 6, stderr
-    assert f"worker 1 (127.0.0.1:{ports[1]}) never came" in stderr
+    assert f"worker 1 (127.0.0.1:{ports[1]}) never started" in stderr
 
 
-def test_a_stop_of_one_worker_is_a_stop_of_all(
+def test_stop_of_one_worker_stops_all(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
-    """Told in the eighth step, the worker tells the others in the ninth, and all of them stop."""
-    fault = f"gradients:8:SIGTERM:{tmp_path / 'told'}"
+    """Stopped in the eighth step, the worker sends the request in the ninth, and all workers stop."""
+    fault = f"gradients:8:SIGTERM:{tmp_path / 'stopped'}"
     workers = [
         start(small_store, tmp_path / "run", ports, 0),
         start(small_store, tmp_path / "run", ports, 1, fault=fault),
@@ -139,10 +139,10 @@ def test_a_stop_of_one_worker_is_a_stop_of_all(
     assert "after epoch 1 and 3 steps of the next" in done.stderr
 
 
-def test_a_stop_of_one_worker_in_validation_loses_no_step(
+def test_stop_of_one_worker_in_validation_loses_no_step(
     run: Run, small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
-    fault = f"predict:1:SIGTERM:{tmp_path / 'told'}"
+    fault = f"predict:1:SIGTERM:{tmp_path / 'stopped'}"
     workers = [
         start(small_store, tmp_path / "run", ports, 0, "--worker-timeout", "15"),
         start(small_store, tmp_path / "run", ports, 1, "--worker-timeout", "15", fault=fault),
@@ -156,7 +156,7 @@ def test_a_stop_of_one_worker_in_validation_loses_no_step(
     assert "after epoch 0 and 6 steps of the next" in done.stderr
 
 
-def test_workers_that_do_not_agree_are_told(
+def test_workers_with_different_settings_are_refused(
     small_store: Path, tmp_path: Path, ports: list[int]
 ) -> None:
     workers = [
@@ -166,7 +166,9 @@ def test_workers_that_do_not_agree_are_told(
     ends = [worker.communicate(timeout=100)[1] for worker in workers]
     for worker, stderr in zip(workers, ends, strict=True):
         assert worker.returncode == 2, stderr
-        assert f"the workers do not agree: found worker 1 (127.0.0.1:{ports[1]})" in stderr
+        assert (
+            f"workers differ from the first worker: found worker 1 (127.0.0.1:{ports[1]})" in stderr
+        )
 
 
 @pytest.mark.parametrize(
@@ -181,13 +183,13 @@ def test_workers_that_do_not_agree_are_told(
         '{"cluster": {"worker": ["a:1"], "ps": ["b:2"]}, "task": {"type": "worker", "index": 0}}',
     ],
 )
-def test_a_broken_tf_config_is_told(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_tf_config_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TF_CONFIG", text)
     with pytest.raises(UsageError, match="TF_CONFIG"):
         find_cluster()
 
 
-def test_slurm_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_slurm_step(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "SLURM_STEP_NUM_TASKS": "3",
         "SLURM_STEP_NODELIST": "node[07-08]",
@@ -202,7 +204,7 @@ def test_slurm_names_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.own_part(6) == range(4, 6)
 
 
-def test_a_batch_script_of_slurm_is_no_worker() -> None:
+def test_slurm_batch_script_is_not_a_worker() -> None:
     assert not in_cluster({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert not in_cluster({"SLURM_STEP_NUM_TASKS": "1"})
     assert Cluster().alone

@@ -1,10 +1,10 @@
-"""What histopipe's own training loop costs beside Keras' `fit`: the same model, data, batches and optimizer, one device.
+"""Compare the speed of histopipe's training loop with Keras' `fit`, on one device with the same model and batches.
 
     python tools/bench_train.py STORE [--model small-cnn] [--batch-size 32] [--steps 60] [--rounds 5]
 
-Both go through the same batches in turns, round by round; the figure is the median ratio of steps a second.
-`fit` is given what this loop does for a step, too: flips by the sample, class weights by row, and accuracy to watch. XLA is off
-in both, or on in both with --xla.
+Both train on the same batches alternately, round by round. The result is the median ratio of steps per second.
+`fit` does the same work per step: flips per sample, class weights per row, and accuracy. XLA is off in both, or on in
+both with --xla.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SEED = 1
 
 
 class Ours:
-    """The loop under test, an epoch at a time."""
+    """histopipe's loop, one epoch per call."""
 
     def __init__(self, store: Store, options: argparse.Namespace) -> None:
         config = PatchTrainConfig(model=options.model, batch_size=options.batch_size)
@@ -70,7 +70,7 @@ class Ours:
 
 
 class Fit:
-    """Keras' `fit` on the same."""
+    """Keras' `fit` on the same batches."""
 
     def __init__(self, store: Store, options: argparse.Namespace) -> None:
         model = build_model(
@@ -111,7 +111,7 @@ class Fit:
 
 
 def main() -> None:
-    """Run the rounds and print the figures."""
+    """Run the rounds and print the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("store", type=Path)
     parser.add_argument("--model", default="small-cnn")

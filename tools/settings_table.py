@@ -1,4 +1,4 @@
-"""Write docs/reference/settings.md: every setting of a training, a cross-validation and a search, from its declaration.
+"""Write docs/reference/settings.md: all settings of trainings, cross-validations and searches, from their declarations.
 
 make docs    # or: python tools/settings_table.py [FILE]
 """
@@ -20,8 +20,8 @@ Written by `make docs` from the declarations in `runs/` and `studies/settings.py
 
 The settings of `histopipe train`, of `histopipe train --folds` and of `histopipe tune`. Flags have
 their names with `-` for `_`. Python functions (`histopipe.train`, `cross_validate`, `tune`) and
-TOML files (`--config`, `config.toml`) use the names as they are. "for": trainings on patches, on
-bags (`--mil`), or both. "resume": may change with `--resume`. "search": `histopipe tune` may try
+TOML files (`--config`, `config.toml`) use the names unchanged. Columns: "for": patches, bags
+(`--mil`), or both; "resume": may change with `--resume`; "search": `histopipe tune` may try
 different values.
 """
 

@@ -36,7 +36,8 @@ from histopipe.system.result import exit_code_of
 @click.option(
     "--labels",
     type=PATH,
-    help="CSV: slide,label[,patient]. Labelled slides also get metrics.  [default: labels of the store]",
+    help="CSV file with the columns slide, label, and optionally patient. "
+    "Metrics are reported where labels are known.  [default: the store's]",
 )
 @extra_rows_option
 @click.option(

@@ -92,7 +92,8 @@ if TYPE_CHECKING:
 @click.option(
     "--labels",
     type=PATH,
-    help="CSV: slide,label[,patient][,site].  [default: labels.csv in the slide folder, else the sub-folders]",
+    help="CSV file with the columns slide, label, and optionally patient and site.  "
+    "[default: labels.csv in the slide folder, else the sub-folders]",
 )
 @click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")

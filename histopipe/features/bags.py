@@ -67,9 +67,9 @@ class Bag:
 class BagSet:
     """The bags of a folder of feature files: a `SampleSource` like a store.
 
-    The files are from `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file slide,label[,patient][,site], or
-    are those that `histopipe embed` recorded. `allow_extra` ignores CSV rows of unknown slides. `numbers` are those of
-    bags in existing splits, by name; other bags get higher numbers.
+    The files come from `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file with the columns slide, label, and
+    optionally patient and site; `allow_extra` ignores its rows that name no slide. By default they are those that
+    `histopipe embed` recorded. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones.
 
     Raises:
         NothingToDo: the folder contains no features.

@@ -92,14 +92,14 @@ def predict(
         out: folder for the predictions. Slides that are already in it are kept.
         batch_size: patches per batch, over all devices.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
-        aggregate: aggregation of patches to slides and patients: "mean", "top_k" or "majority".
-        labels: CSV file slide,label[,patient]; by default the labels in the stores.
-        allow_extra_rows: ignore rows of `labels` and `mpp_csv` whose slide is unknown.
-        on_error: "skip" leaves out damaged patches of stores; with "raise", slides with damaged patches fail.
-        overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training.
-        mpp_csv, default_mpp: scale of slide files without a scale: CSV file slide,mpp, and µm per pixel.
-        max_unreadable: maximum share of unreadable patches of a slide file, 0 to 1.
-        workers: number of processes that read slide files; one per core if None.
+        aggregate: how patches are aggregated to slides and patients: "mean", "top_k" or "majority".
+        labels: CSV file with the columns slide, label, and optionally patient; by default the labels in stores.
+        allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
+        on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
+        overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
+        mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.
+        max_unreadable: share of the patches of a slide file, 0 to 1, that may be unreadable.
+        workers: processes that read slide files; one per core if None.
         progress: shows the progress; `default_progress()` if None.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Everything about a run that needs no TensorFlow: settings, folder, result, the process that trains."""
+"""Parts of a run that need no TensorFlow: settings, folder, result, and the training process."""

@@ -1,4 +1,4 @@
-"""The settings that every training has. `task_config` adds those of patches and of bags."""
+"""Settings of every training. `task_config` adds those of patches and of bags."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
 
 
 def parse_devices(devices: str) -> re.Match[str]:
-    """Return the match of a value of `--devices`: group `cpus` has their number, `gpus` their numbers, if it names them.
+    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
 
     Raises:
-        UsageError: it has another form.
+        UsageError: the value is malformed.
     """
     match = _DEVICES.fullmatch(devices)
     if match is None:
@@ -36,20 +36,20 @@ def parse_devices(devices: str) -> re.Match[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Settings of every training. A UsageError is raised for values that are not allowed, or not together."""
+    """Settings of every training. Raise a UsageError if a value or a combination of values is invalid."""
 
     unit: ClassVar[str]
-    """What a batch consists of, in the plural."""
+    """Contents of a batch, as a plural noun."""
 
     labels: str | None = setting(
-        None, "CSV file slide,label[,patient][,site] that replaces the recorded labels.",
+        None, "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
     allow_extra_rows: bool = setting(
-        False, "Ignore rows of --labels that name no slide.", group=DATA, search=False
+        False, "Ignore rows of --labels that match no slide.", group=DATA, search=False
     )
     on_error: Literal["raise", "skip"] = setting(
-        "raise", "Damaged data: end the run, or skip it with weight 0.",
+        "raise", "On damaged data: end the run (raise), or skip the data with weight 0 (skip).",
         group=DATA, resume=True, search=False,
     )  # fmt: skip
     split_by: Literal["patient", "site", "slide", "region", "patch"] = setting(
@@ -90,7 +90,7 @@ class TrainConfig:
         0, "Steps of linear warm-up before --schedule cosine.", group=OPTIMIZATION, at_least=0
     )
     clip_norm: float = setting(
-        0.0, "Clip the global gradient norm to this; 0 does not clip.",
+        0.0, "Maximum global gradient norm; 0: no clipping.",
         group=OPTIMIZATION, at_least=0,
     )  # fmt: skip
     label_smoothing: float = setting(
@@ -101,7 +101,7 @@ class TrainConfig:
         group=OPTIMIZATION,
     )  # fmt: skip
     patience: int = setting(
-        5, "Stop after this many epochs without a better validation AUC; 0 never stops.",
+        5, "Stop after this many epochs without a better validation AUC; 0: never stop.",
         group=OPTIMIZATION, at_least=0, resume=True,
     )  # fmt: skip
     balance: Literal["none", "class", "slide", "patient"] = setting(
@@ -109,16 +109,16 @@ class TrainConfig:
         group=SAMPLING,
     )  # fmt: skip
     max_per_slide: int = setting(
-        0, "Maximum number of training patches per slide and epoch, drawn anew; 0: all.",
+        0, "Maximum number of training patches per slide, drawn again in each epoch; 0: all.",
         group=SAMPLING, at_least=0,
     )  # fmt: skip
     positive: str | None = setting(
-        None, "Positive class of two classes.",
+        None, "Positive class, if there are two classes.",
         group=EVALUATION, default_text="the last by name", resume=True, search=False,
     )  # fmt: skip
     threshold: str = setting(
         "youden",
-        "How validation sets the threshold: youden, sensitivity:0.95, specificity:0.95, or a probability.",
+        "Decision threshold, set on validation: youden, sensitivity:0.95, specificity:0.95, or a probability.",
         group=EVALUATION, resume=True, search=False,
     )  # fmt: skip
     top_k: int = setting(
@@ -134,11 +134,11 @@ class TrainConfig:
         group=MACHINE, resume=True, search=False, per_worker=True,
     )  # fmt: skip
     accumulate: int = setting(
-        1, "Compute each step in up to this many pieces: less memory, the same batch.",
+        1, "Compute each step in up to this many pieces, which needs less memory for the same batch.",
         group=MACHINE, at_least=1, resume=True,
     )  # fmt: skip
     precision: Precision = setting(
-        "float32", "Precision of the network. On GPUs that have it, prefer bfloat16 to float16.",
+        "float32", "Precision of the network. Prefer bfloat16 to float16 if the GPU supports it.",
         group=MACHINE,
     )  # fmt: skip
     deterministic: bool = setting(
@@ -153,7 +153,7 @@ class TrainConfig:
         group=MACHINE, above=0, resume=True, search=False, per_worker=True,
     )  # fmt: skip
     log_device_placement: bool = setting(
-        False, "Print which device computes what.",
+        False, "Print the device of each operation.",
         group=MACHINE, resume=True, search=False, per_worker=True,
     )  # fmt: skip
     seed: int = setting(
@@ -171,14 +171,14 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        # Late: NumPy, which `--help` does not need.
+        # Imported late: `--help` does not need NumPy.
         from histopipe.evaluation.evaluate import check_rule
 
         check_rule(self.threshold)
         self._check_together()
 
     def _check_together(self) -> None:
-        """Check settings against each other."""
+        """Check combinations of settings."""
         if (
             len(self.fractions) != 3
             or not (min(self.fractions) >= 0 and self.fractions[0] * self.fractions[1] > 0)
@@ -186,7 +186,7 @@ class TrainConfig:
         ):
             raise UsageError(
                 "--fractions", found=self.fractions,
-                expected="train,validation,test that add up to 1, the first two above 0",
+                expected="train,validation,test with a sum of 1, the first two above 0",
             )  # fmt: skip
         match = parse_devices(self.devices)
         count = int(match["cpus"] or 1) if match["gpus"] is None else match["gpus"].count(",") + 1
@@ -206,14 +206,14 @@ class TrainConfig:
             )  # fmt: skip
         if self.balance == "class" and self.class_weights == "balanced":
             raise UsageError(
-                "--balance class and --class-weights balanced even classes out twice",
+                "--balance class and --class-weights balanced both correct for class frequencies",
                 todo="use one of them",
             )
 
     @property
     def judging(self) -> JudgeSettings:
-        """How the best model is evaluated."""
-        # Late: NumPy, which `--help` does not need.
+        """Settings of the evaluation of the best model."""
+        # Imported late: `--help` does not need NumPy.
         from histopipe.evaluation.evaluate import JudgeSettings
 
         return JudgeSettings(

@@ -1,4 +1,4 @@
-"""The files of a run's folder, each written by one rename."""
+"""Files in the folder of a run. Each is written by one rename."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
 MEMORY = "memory.json"
 FOLD_SPLITS = "splits"
-"""Folder of a cross-validation: the splits of each fold."""
+"""Subfolder of a cross-validation with the splits of each fold."""
 ATTENTION = "attention"
-"""Folder of a run on bags."""
-_DYING_SECONDS = 5.0
-"""How long a killed training may keep the lock on its folder."""
+"""Subfolder of a run on bags with the attention of each patch."""
+_UNLOCK_SECONDS = 5.0
+"""Time for which a killed training may keep the lock on its folder."""
 
 
 def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
-    """Check that a run may use a folder, before anything is written. A new folder may hold the ignored names.
+    """Check that a run may use a folder, before anything is written. A new folder may contain the `ignored` names.
 
     Raises:
-        UsageError: it is not empty and not to be resumed, or holds no run to resume.
+        UsageError: the folder is not empty, or with `resume`, contains no run to resume.
     """
     if resume:
         if not has_begun(folder):
@@ -48,17 +48,17 @@ def check(folder: Path, *, resume: bool, ignored: Collection[str] = ()) -> None:
     ):
         raise UsageError(
             f"{folder} exists and is not empty",
-            todo="pass --resume to go on with it, or choose another --out",
+            todo="pass --resume to continue it, or choose another --out",
         )
 
 
 def has_begun(folder: Path) -> bool:
-    """Return whether a folder holds a run that can be resumed."""
+    """Return whether a folder contains a run that can be resumed."""
     return (folder / CONFIG).exists()
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove the files of a run that was killed before it had a configuration. Such a run cannot be resumed."""
+    """Remove the files of a run that was killed before its configuration was written. It cannot be resumed."""
     if not has_begun(folder):
         for name in (SPLITS, f"part-{SPLITS}", f"part-{CONFIG}"):
             (folder / name).unlink(missing_ok=True)
@@ -68,16 +68,16 @@ def clear_leftovers(folder: Path) -> None:
 def opened(
     folder: Path, splits: Mapping[str, Splits], *settings: Any, resume: bool
 ) -> Iterator[None]:
-    """Create and lock the folder of a run or a cross-validation, and write splits, by file name, and settings.
+    """Create and lock the folder of a run or a cross-validation, and write splits (by file name) and settings.
 
     Raises:
-        UsageError: as `held` and `writable`, or another run has begun there.
+        UsageError: as `held` and `writable`, or another run has started in the folder.
     """
     with held(folder):
         if not resume and has_begun(folder):
-            raise UsageError(f"{folder}: another run has begun there meanwhile")
+            raise UsageError(f"another run has started in {folder}")
         with writable(folder):
-            # The splits first, since a run without them cannot go on.
+            # Splits first, because a run without them cannot be resumed.
             for name, each in splits.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 write_splits(each, folder / name)
@@ -94,11 +94,11 @@ def held(folder: Path) -> Iterator[None]:
     """
     with writable(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, wait_seconds=_DYING_SECONDS) as free:
+    with locked(folder, wait_seconds=_UNLOCK_SECONDS) as free:
         if not free:
             raise UsageError(
-                f"{folder}: another process is at work there",
-                todo="wait for it to end, or choose another --out",
+                f"{folder} is in use by another process",
+                todo="wait until it ends, or choose another --out",
             )
         yield
 
@@ -111,7 +111,7 @@ def writable(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UsageError(f"{folder} cannot be made or written to", found=str(error)) from error
+        raise UsageError(f"cannot create or write to {folder}", found=str(error)) from error
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def roomy(folder: Path) -> Iterator[None]:
 def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int]:
     """Return sixteen numbers below 65,536 that differ if settings, splits or the position in a training differ.
 
-    Settings that may differ between workers, such as the paths of their stores, do not count.
+    Settings that may differ between workers, such as the paths of their stores, are ignored.
     """
     declared = declared_settings(type(config))
     facts = {k: v for k, v in config.values().items() if not declared[k].about.per_worker}
@@ -144,14 +144,14 @@ def fingerprint(config: TrainConfig, splits: Splits, *position: int) -> list[int
 
 
 def read_micro_batch(folder: Path) -> int | None:
-    """Return the size of micro-batches to continue with, if memory ran out before."""
+    """Return the size of micro-batches to continue with; None if memory did not run out before."""
     try:
         return max(1, int(read_json(folder / MEMORY)["micro_batch"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise DamagedStore(
-            f"{folder / MEMORY} is damaged", found=str(error), todo="remove it"
+            f"{folder / MEMORY} is damaged", found=str(error), todo="remove the file"
         ) from error
 
 
@@ -181,14 +181,14 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def is_cross_validation(folder: Path) -> bool:
-    """Return whether a folder holds a cross-validation."""
+    """Return whether a folder contains a cross-validation."""
     return has_begun(folder) and (folder / FOLD_SPLITS).is_dir()
 
 
 def check_one_run(folder: Path) -> None:
-    """Raise a UsageError if a folder is that of a cross-validation."""
+    """Raise a UsageError if a folder contains a cross-validation."""
     if is_cross_validation(folder):
         raise UsageError(
-            f"{folder} is a cross-validation", expected="one of its runs",
-            todo="name the folder of one fold; summary.csv has them side by side",
+            f"{folder} is a cross-validation", expected="the folder of one run",
+            todo="pass the folder of one fold; summary.csv compares the folds",
         )  # fmt: skip

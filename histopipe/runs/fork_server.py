@@ -1,11 +1,11 @@
 """Fork server: a process that loads TensorFlow once and forks a process for each training.
 
-Loading TensorFlow and Keras takes several seconds. Each training runs in its own process, so without the server every fold,
-trial and restart would load them again. The server runs no TensorFlow operation, because a fork after one hangs.
+Loading TensorFlow and Keras takes several seconds. Each training runs in its own process, so without the server every
+fold, trial and restart would load them again. The server runs no TensorFlow operation, because a fork after one hangs.
 
-A control socket connects the server to the process that started it. For each training the client sends one more socket, which
-carries the request and the exit status. The server kills the training when that socket closes, and ends when the control
-socket closes, so nothing survives a killed client. PR_SET_PDEATHSIG would end the server with the thread that started it.
+A control socket connects the server to the process that started it. For each training the client sends one more socket,
+which carries the request and the exit status. The server kills the training when that socket closes, and ends when the
+control socket closes, so nothing survives a killed client. PR_SET_PDEATHSIG would act when the starting thread ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ADDRESS = "HISTOPIPE_FORK_SERVER"
 _READ_AT_LOADING = (
     "TF_", "KERAS_", "XLA_", "CUDA", "NVIDIA_", "OMP_", "OPENBLAS_", "MKL_", "LD_", "PYTHON",
 )  # fmt: skip
-"""Prefixes of variables that libraries read when they are loaded: these must be the same in server and training."""
+"""Prefixes of variables that libraries read when they are loaded: they must be the same in server and training."""
 _READ_LATER = ("TF_CONFIG", "PYTHONPATH")
 _PR_SET_PDEATHSIG = 1
 _CANCEL_SECONDS = 0.2
@@ -44,8 +44,8 @@ _CANCEL_SECONDS = 0.2
 class TrainingProcess:
     """A process forked for one training. It ends with this process, or when `end` is called.
 
-    `pipe` and `stderr` are file descriptors: its end of a pipe to this process, and where its messages go. `pid` is None until it
-    has reported it through the pipe; `cancelled`, whether it was terminated before that.
+    `pipe` and `stderr` are file descriptors: its end of a pipe to this process, and its standard error. `pid` is None
+    until the process reports it through the pipe. `cancelled` is whether it was terminated before that.
     """
 
     def __init__(self, environment: Mapping[str, str], *, pipe: int, stderr: int) -> None:
@@ -63,10 +63,10 @@ class TrainingProcess:
         os.close(directory)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the process. If it does not run yet, it never will."""
+        """Send SIGTERM to the process. If it does not run yet, cancel it."""
         if self.pid is None:
             self.cancelled, self._status = True, -signal.SIGTERM
-        elif self._status is None:  # until `end`, the server keeps the number from being used again
+        elif self._status is None:  # the server keeps the process number reserved until `end`
             os.kill(self.pid, signal.SIGTERM)
 
     def wait(self) -> int:
@@ -98,7 +98,7 @@ _lock = threading.Lock()
 def _connect(
     environment: Mapping[str, str],
 ) -> tuple[subprocess.Popen[bytes] | None, socket.socket]:
-    """Return a socket to a server that suits an environment, and the server's process if this one started it."""
+    """Return a socket to a server for an environment, and the server's process if this process started it."""
     key = frozenset(
         (name, value) for name, value in environment.items()
         if name.startswith(_READ_AT_LOADING) and name not in _READ_LATER
@@ -127,7 +127,7 @@ def _connect(
 def start_server(environment: Mapping[str, str], listener: socket.socket | None = None) -> _Started:
     """Start a server that ends with this process. Return its process and the control socket.
 
-    Other processes can use the server, too, if they connect to the listener.
+    Other processes can also use the server, if they connect to the listener.
     """
     control, theirs = socket.socketpair()
     fds = [each.fileno() for each in (theirs, listener) if each is not None]
@@ -163,7 +163,7 @@ class _Server:
 
     def serve(self) -> NoReturn:
         """Fork trainings until the control socket closes."""
-        # A terminal's Ctrl-C and a scheduler's SIGTERM are for the client and for the trainings.
+        # Only the client and the trainings handle Ctrl-C and a scheduler's SIGTERM.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         _load()
@@ -192,7 +192,7 @@ class _Server:
             if not pid:
                 self._train(server, fds, json.loads(request))
             with contextlib.suppress(OSError):
-                os.setpgid(pid, pid)  # the training does it too: one of them is first
+                os.setpgid(pid, pid)  # the training does this, too: either may be first
             self._running[client] = pid
             self._selector.register(client, selectors.EVENT_READ, self._end)
         else:
@@ -201,12 +201,12 @@ class _Server:
             os.close(fd)
 
     def _train(self, server: int, fds: list[int], request: dict[str, Any]) -> NoReturn:
-        """Become the process of a training."""
+        """Turn this fork into the process of a training."""
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
                 signal.signal(number, signal.SIG_DFL)
-            os.setpgid(0, 0)  # a group of its own, so that all that it starts ends with it
+            os.setpgid(0, 0)  # a separate process group, so that its child processes end with it
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != server:
                 os._exit(1)
@@ -217,7 +217,7 @@ class _Server:
             directory, stderr, pipe = fds
             os.fchdir(directory)
             os.dup2(stderr, 2)
-            os.dup2(stderr, 1)  # the results on standard output are the client's
+            os.dup2(stderr, 1)  # only the client writes results to standard output
             os.close(directory)
             os.close(stderr)
             os.environ.clear()
@@ -231,13 +231,13 @@ class _Server:
     def _report_exits(self, woken: socket.socket) -> None:
         woken.recv(1024)
         for client in self._running.keys() - self._reported:
-            # WNOWAIT: until the client closes, the process number must not be used again.
+            # WNOWAIT keeps the process number reserved until the client closes.
             found = os.waitid(os.P_PID, self._running[client], os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if found is not None:
                 exited = found.si_code == os.CLD_EXITED
                 status = found.si_status if exited else -found.si_status
                 self._reported.add(client)
-                with contextlib.suppress(OSError):  # it may be gone
+                with contextlib.suppress(OSError):  # the client may be gone
                     client.sendall(b"%d\n" % status)
 
     def _end(self, client: socket.socket) -> None:
@@ -259,16 +259,16 @@ def _is_closed(client: socket.socket) -> bool:
 
 
 def _load() -> None:
-    """Load what all trainings need. Ends with the thread of the client that waits for it."""
+    """Load the modules that all trainings need. Meanwhile the server ends with the client's waiting thread."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(Exception):  # each training fails in the same way, and reports it
+    with contextlib.suppress(Exception):  # each training fails with the same error, and reports it
         load_quietly("histopipe.training.train", lean=True)
     libc.prctl(_PR_SET_PDEATHSIG, 0)
     # The threads are those of OpenBLAS and jemalloc, which support forks.
     warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     gc.collect()
-    gc.freeze()  # else the garbage collector of each training would copy all pages of the server
+    gc.freeze()  # otherwise the garbage collector of each training copies all pages of the server
 
 
 if __name__ == "__main__":

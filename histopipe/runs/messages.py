@@ -1,8 +1,8 @@
-"""Messages from the process of a training to its supervisor, and the progress that they carry.
+"""Messages from the process of a training to its supervisor, including progress.
 
-A message is a name and a value: the workers ("cluster"), that training starts ("started") and continues ("beat"), the size of its
-micro-batches ("micro_batch"), the row of an epoch in `history.csv` ("epoch"), that a new process may continue ("restart"), and
-what to show ("progress").
+A message is a name and a value. Names are "cluster" (the workers), "started" (training starts), "beat" (it continues),
+"micro_batch" (size of micro-batches), "epoch" (its row in `history.csv`), "restart" (a new process may continue) and
+"progress" (bars and lines to show).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def one_at_a_time(report: Report) -> Report:
 
 
 class ReportedProgress:
-    """Progress in the process of a training: sent to its supervisor."""
+    """Progress in the process of a training, sent to its supervisor."""
 
     def __init__(self, report: Report) -> None:
         self._report, self._numbers = report, itertools.count()

@@ -23,8 +23,8 @@ class TrainResult:
     Attributes:
         folder: folder of the run.
         epochs: number of epochs.
-        best_epoch: the epoch of the model in `model.keras`, from 1.
-        metrics: of that model, by side; "test" is missing if no patch was held out.
+        best_epoch: epoch of the model in `model.keras`, from 1.
+        metrics: metrics of that model, by side; without "test" if no patch was held out.
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
@@ -49,7 +49,7 @@ class TrainResult:
         return "\n".join([*split_lines(self.metrics), place])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as it is in `metrics.json`."""
+        """Return the result in the form of `metrics.json`."""
         return {
             "epochs": self.epochs,
             "best_epoch": self.best_epoch,
@@ -61,7 +61,7 @@ class TrainResult:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether a folder holds a finished run: its metrics are written last."""
+    """Return whether a folder contains a finished run: its metrics are written last."""
     return (folder / METRICS).exists()
 
 
@@ -69,7 +69,7 @@ def read_result(folder: Path) -> TrainResult:
     """Read the result of a finished run.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no finished run.
         DamagedStore: its metrics cannot be read.
     """
     path = folder / METRICS
@@ -81,12 +81,12 @@ def read_result(folder: Path) -> TrainResult:
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} holds no finished run", expected=f"a {METRICS} in it",
-            todo=f"end it with `histopipe train --resume --out {folder}`",
+            todo=f"finish it with `histopipe train --resume --out {folder}`",
         ) from error  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedStore(
             f"{path} is damaged", found=repr(error)[:200],
-            todo=f"`histopipe train --resume --out {folder}` judges the model anew",
+            todo=f"evaluate the model again with `histopipe train --resume --out {folder}`",
         ) from error  # fmt: skip
 
 
@@ -94,8 +94,8 @@ def read_result(folder: Path) -> TrainResult:
 class EpochMetrics:
     """Metrics of the predictions of one epoch.
 
-    The loss is weighted by class as in training. For several classes, `auc` is the mean of one against the rest; it is None with
-    fewer than two classes.
+    The loss is weighted by class as in training. For several classes, `auc` is the mean one-vs-rest AUC; it is None
+    with fewer than two classes.
     """
 
     count: int

@@ -1,11 +1,11 @@
-"""Settings, each declared once as a dataclass field. Flags, checks, TOML files, search spaces and tables follow from it.
+"""Settings, each declared once as a dataclass field. Flags, checks, TOML files, search spaces and tables use it.
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Example:
         epochs: int = setting(20, "Number of epochs.", group="Training", at_least=1)
 
-The type of the field decides how a flag is parsed: `bool`, `int`, `float`, `str`, `Literal[...]` for a choice, and tuples of
-these for lists. This module imports nothing that is slow to load: `histopipe train --help` reads the declarations.
+The type of the field decides how a flag is parsed: `bool`, `int`, `float`, `str`, `Literal[...]` for a choice, and
+tuples of these for lists. This module imports nothing slow, for `histopipe train --help`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from histopipe.errors import UsageError
 from histopipe.system.files import read_text
 
 Format = Literal["", "path", "share", "duration"]
-"""How a flag is written, if not as its type: "share" takes 10% too, "duration" takes 2h too, and is in seconds."""
+"""Format of a flag, if not that of its type: "share" also accepts 10%; "duration" is in seconds and also accepts 2h."""
 _SETTING = "setting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The declaration of a setting, besides its type and default.
+    """The declaration of a setting, except its type and default.
 
     Attributes:
-        help: one line.
+        help: description, one line.
         group: heading under which it is listed.
-        default_text: the default as listed; None to list the value.
-        resume: it may change when a run is resumed.
-        search: a search may try different values.
-        per_worker: it may differ between the workers of a training on several machines.
+        default_text: text to list for the default; None to list its value.
+        resume: the setting may change when a run is resumed.
+        search: `histopipe tune` may try different values.
+        per_worker: the value may differ between the workers of a training.
     """
 
     help: str
@@ -55,7 +55,7 @@ class Setting:
 
 
 def setting(default: Any, help: str, *, group: str, **options: Any) -> Any:
-    """Declare a setting, with further attributes of `Setting`. `dataclasses.MISSING` as the default makes it required."""
+    """Declare a setting. `options` are attributes of `Setting`. The default `dataclasses.MISSING` makes it required."""
     about = Setting(help=help, group=group, **options)
     return dataclasses.field(default=default, metadata={_SETTING: about})
 
@@ -70,7 +70,7 @@ class DeclaredSetting(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The flag on the command line."""
+        """Flag on the command line."""
         return flag(self.name)
 
     @property
@@ -88,7 +88,7 @@ class DeclaredSetting(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed texts; empty if any is allowed."""
+        """Allowed texts; empty if any text is allowed."""
         return get_args(self.item_type) if get_origin(self.item_type) is Literal else ()
 
     def fits(self, value: object) -> bool:
@@ -106,8 +106,8 @@ class DeclaredSetting(NamedTuple):
 
     @property
     def example(self) -> str:
-        """What a value looks like, for messages."""
-        return "a text" if self.default in (None, MISSING) else f"such as {self.default!r}"
+        """Example of a value, for messages."""
+        return "a text" if self.default in (None, MISSING) else f"a value such as {self.default!r}"
 
     def check(self, value: Any) -> None:
         """Raise a UsageError unless type, choice and bounds of a value are allowed."""
@@ -122,7 +122,7 @@ class DeclaredSetting(NamedTuple):
             raise UsageError(self.flag, found=value, expected=problem)
 
     def _outside(self, value: Any) -> str | None:
-        """The expected range if a number is outside of it."""
+        """Return the allowed range if a number is outside of it, else None."""
         about = self.about
         if not isinstance(value, int | float) or isinstance(value, bool):
             return None
@@ -151,7 +151,7 @@ class DeclaredSetting(NamedTuple):
 
 
 def declared_settings(*classes: type) -> Mapping[str, DeclaredSetting]:
-    """Return the declared settings of classes, by name. Where several declare one, the first class counts."""
+    """Return the declared settings of classes, by name. If several classes declare a setting, the first wins."""
     return _settings_of(classes)
 
 
@@ -194,10 +194,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_settings(path: Path, *classes: type) -> dict[str, Any]:
-    """Read settings of some dataclasses from a TOML file. Their types are checked, their ranges are not.
+    """Read settings of some dataclasses from a TOML file. Types are checked, ranges are not.
 
     Raises:
-        UsageError: the file cannot be read, or names something else.
+        UsageError: the file cannot be read, has an unknown setting, or a value of another type.
     """
     values = read_toml(path)
     check_known(values, *classes, where=f"{path}: unknown settings")
@@ -209,8 +209,8 @@ def read_settings(path: Path, *classes: type) -> dict[str, Any]:
 
 
 def to_toml(*groups: Any) -> str:
-    """Return the settings of dataclasses as TOML; those that are None are left out."""
-    # Late: tomli-w is optional.
+    """Return the settings of dataclasses as TOML, without those that are None."""
+    # Imported late: tomli-w is optional.
     import tomli_w
 
     values: dict[str, Any] = {}

@@ -25,10 +25,10 @@ from histopipe.store.store import StoreSet
 def opened_sources(
     config: TrainConfig, splits: str | Path | None = None
 ) -> Iterator[Sequence[SampleSource]]:
-    """Open the stores, or the bags, of a training. `splits` is the splits.json that will be read, if any.
+    """Open the stores or the bags of a training. `splits` is the splits.json to be read, if any.
 
     Raises:
-        HistopipeError: they cannot be read, or do not fit together.
+        HistopipeError: a source cannot be read, or sources do not fit together.
     """
     if isinstance(config, BagTrainConfig):
         bags = BagSet(
@@ -45,7 +45,7 @@ def opened_sources(
 
 
 def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
-    """Return the splits by the settings: read if they are given, else made.
+    """Return the splits for a configuration: read from its file if it names one, else computed.
 
     Raises:
         UsageError: a patient or slide is on several sides.
@@ -62,19 +62,19 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
             "the split leaks",
             found="; ".join(leaks[:3]) + ("; …" if len(leaks) > 3 else ""),
             expected="each patient and slide on one side",
-            todo="split by patient, or pass --allow-leaks if you mean it",
+            todo="split by patient, or pass --allow-leaks to train anyway",
         )
     return splits
 
 
 def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[SampleSource]) -> None:
-    """Raise a UsageError unless given splits have the labels and patches of the settings."""
+    """Raise a UsageError unless given splits match the labels and patch filter of the settings."""
     wanted = config.labelling
     by_annotation = any(slide.labels is not None for slide in splits.slides)
     if splits.slides and by_annotation != (wanted.labels_from == "annotation"):
         raise UsageError(
             f"--splits {config.splits}", found=f"--labels-from {wanted.labels_from}",
-            expected=f"--labels-from {'annotation' if by_annotation else 'slide'}, as its labels are",
+            expected=f"--labels-from {'annotation' if by_annotation else 'slide'}, the source of its labels",
         )  # fmt: skip
     for slide in splits.slides if wanted.patch_filter.active else ():
         where = f"{sources[slide.store].path}, slide {slide.id}"
@@ -82,14 +82,14 @@ def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[Sam
         lost = int(((slide.sides >= 0) & ~fit).sum())
         if lost:
             raise UsageError(
-                f"--splits {config.splits} has patches that the bounds would leave out",
+                f"--splits {config.splits} has patches that the filter options exclude",
                 found=f"{lost} of slide {slide.id}", expected=str(wanted.patch_filter),
-                todo="make new splits, or leave the bounds out",
+                todo="create new splits, or remove the filter options",
             )  # fmt: skip
 
 
 def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
-    """Return the options of `make_splits` and `make_folds`. Bags have their labels, and are not split by region."""
+    """Return the options of `make_splits` and `make_folds`. Bags already have labels, and are not split by region."""
     labelling, region_um = Labelling(), 1.0
     if isinstance(config, PatchTrainConfig):
         labelling, region_um = config.labelling, config.region_um

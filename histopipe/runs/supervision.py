@@ -1,4 +1,4 @@
-"""Supervision of trainings, each in a process of its own: its memory and its crashes end with that process.
+"""Supervision of trainings. Each runs in a separate process, so its memory is freed and its crashes stay there.
 
 Keras frees only part of a model's memory, and running out of memory usually kills a process without a message.
 """
@@ -33,9 +33,9 @@ from histopipe.system.progress import LineProgress, Progress, default_progress
 _GRACE_SECONDS = 25.0
 """Time for a training to save its state after a signal: Slurm and Kubernetes allow 30 s."""
 _MARGIN_SECONDS = 30.0
-_GLANCE_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 """Interval of checks whether a training should end."""
-_AT_ONCE = "ended at once; the last saved state stays"
+_AT_ONCE = "stopped at once; the last checkpoint remains"
 _MEMORY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
 """Signals that end a process when memory runs out without an exception."""
 _STDERR = 2
@@ -43,22 +43,22 @@ _STDERR = 2
 
 @dataclass(slots=True)
 class StopRequest:
-    """A request from another thread to stop trainings: asked once to save and stop, twice to stop at once."""
+    """A request from another thread to stop trainings. `asked`: 1 to save and stop, 2 to stop at once."""
 
     asked: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
 class Supervision:
-    """Limits of a training, and its observed memory.
+    """Limits of a training, and its measured memory.
 
     Attributes:
         seconds: time limit of an attempt; 0 for none.
-        stop: request to stop.
+        stop: request to stop the training.
         epoch: called with the row of each epoch in `history.csv`; an exception it raises stops the training at once.
-        log: file for messages; None shows them.
-        alone: ignore the other workers that the environment may name.
-        host_bytes: the largest memory seen.
+        log: file for messages; None to show them.
+        alone: ignore other workers named by the environment.
+        host_bytes: peak memory so far.
     """
 
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class Supervision:
 
     @contextlib.contextmanager
     def shown(self, progress: Progress | None) -> Iterator[tuple[Progress, int]]:
-        """Yield where to show progress, and the file descriptor for other messages: of the log, or of standard error."""
+        """Yield the progress display, and the file descriptor for other messages: the log's, or standard error."""
         if self.log is None:
             yield progress or default_progress(), _STDERR
             return
@@ -89,16 +89,16 @@ class Supervision:
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
     """Turn the SIGTERM of a scheduler into a KeyboardInterrupt."""
-    mine = (
+    applies = (
         threading.current_thread() is threading.main_thread()
         and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     )
-    if mine:
+    if applies:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        if mine:
+        if applies:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -110,7 +110,7 @@ def supervise(
     watch: Supervision | None = None,
     progress: Progress | None = None,
 ) -> TrainResult:
-    """Train in a process of its own. Where memory runs out, continue in a new process with smaller micro-batches.
+    """Train in a separate process. If memory runs out, continue in a new process with smaller micro-batches.
 
     Raises:
         HistopipeError: as `train`.
@@ -127,12 +127,12 @@ def supervise(
                 return result
             if process.grace_ends is not None or not process.restart:
                 raise result
-            output[0].message(f"{result.what} ({result.found}): going on in a fresh process")
+            output[0].message(f"{result.what} ({result.found}): continuing in a new process")
             resume = True
 
 
 def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
-    """Find the most frequent mistakes before TensorFlow is loaded, which takes seconds."""
+    """Detect frequent mistakes before TensorFlow is loaded, which takes seconds."""
     if not in_cluster():
         run_folder.check(folder, resume=resume)
     for path in store_paths(config.stores) if isinstance(config, PatchTrainConfig) else ():
@@ -141,7 +141,7 @@ def _check_early(config: TrainConfig, folder: Path, *, resume: bool) -> None:
 
 
 class _Process(Closing):
-    """The process of a training, and what it has reported. Closed, it is killed if it still runs."""
+    """The process of a training, and its reports. `close` kills it if it still runs."""
 
     def __init__(
         self,
@@ -156,9 +156,9 @@ class _Process(Closing):
         self._config, self._folder, self._watch, self._ends = config, folder, watch, ends
         self.restart = False
         self.grace_ends: float | None = None
-        self._relay, self._cluster, self._trains = ProgressRelay(output[0]), Cluster(), False
+        self._relay, self._cluster, self._started = ProgressRelay(output[0]), Cluster(), False
         self._micro_batch: int | None = None
-        self._begun, self._heard = time.time(), time.monotonic()
+        self._started_at, self._last_message = time.time(), time.monotonic()
         self._pipe, theirs = multiprocessing.Pipe()
         environment = {
             "TF_CPP_MIN_LOG_LEVEL": "0" if config.log_device_placement else "3",
@@ -181,22 +181,22 @@ class _Process(Closing):
             try:
                 return self._in_time(self._listen())
             except KeyboardInterrupt:
-                self._tell_to_end()
+                self._request_stop()
                 try:
                     return self._listen()
                 except KeyboardInterrupt:
                     return self._interrupted(_AT_ONCE)
 
     def _in_time(self, found: TrainResult | HistopipeError) -> TrainResult | HistopipeError:
-        """Return the result, or the error of a training that its time limit stopped."""
+        """Return the result, or an OutOfTime error if the time limit stopped the training."""
         stopped_late = self.grace_ends is not None and not self._watch.stop.asked
         if isinstance(found, TrainResult) or not stopped_late:
             return found
         late = f"not done within {self._watch.seconds:.0f} s"
-        return OutOfTime(late, found=found.found, todo=self._go_on())
+        return OutOfTime(late, found=found.found, todo=self._resume_hint())
 
-    def _tell_to_end(self) -> None:
-        """Let it save its state and end, within the grace period."""
+    def _request_stop(self) -> None:
+        """Ask the process to save its state and end within the grace period."""
         if self.grace_ends is None:
             self.grace_ends = time.monotonic() + _GRACE_SECONDS
             self._child.terminate()
@@ -206,32 +206,32 @@ class _Process(Closing):
             ended = self._end_early()
             if ended is not None:
                 return ended
-            patience = self._patience()
+            seconds = self._seconds_to_wait()
             try:
-                if not self._pipe.poll(min(patience, _GLANCE_SECONDS)):
-                    if patience:
+                if not self._pipe.poll(min(seconds, _POLL_SECONDS)):
+                    if seconds:
                         continue
-                    return self._late()
+                    return self._timed_out()
                 name, value = self._pipe.recv()
             except (EOFError, ConnectionResetError):
                 return self._died()
-            self._heard = time.monotonic()
+            self._last_message = time.monotonic()
             match name:
                 case "result" | "error":
-                    return value  # type: ignore[no-any-return]  # the child's own
+                    return value  # type: ignore[no-any-return]  # sent by the child
                 case "interrupted":
-                    return self._interrupted("nothing was to be saved yet")
+                    return self._interrupted("there was no state to save yet")
                 case "failure":
                     return HistopipeError("the training failed", found=value)
                 case _:
                     self._note(name, value)
 
     def _end_early(self) -> HistopipeError | None:
-        """Check time limits and requests to stop. Returns the reason to stop listening, if there is one."""
+        """Check the time limit and stop requests. Return the reason to stop listening, or None."""
         if self._child.pid is not None:
             self._watch.note_memory(self._child.pid)
         if self._watch.stop.asked or time.monotonic() > self._ends:
-            self._tell_to_end()
+            self._request_stop()
         if self._watch.stop.asked > 1:
             return self._interrupted(_AT_ONCE)
         return self._died() if self._child.cancelled else None
@@ -249,48 +249,48 @@ class _Process(Closing):
             case "cluster":
                 self._cluster = Cluster(*value)
             case "started":
-                self._trains = True
+                self._started = True
             case "epoch" if self._watch.epoch is not None:
                 self._watch.epoch(value)
 
-    def _patience(self) -> float:
-        """Seconds to wait for a message. A training without other workers has no limit: nothing else can hang."""
+    def _seconds_to_wait(self) -> float:
+        """Return the seconds to wait for a message. Without other workers there is no limit: nothing else can hang."""
         if self.grace_ends is not None:
             until = self.grace_ends
         elif self._cluster.alone:
             return math.inf
         else:
-            margin = _MARGIN_SECONDS if self._trains else 0.0
-            until = self._heard + self._config.worker_timeout + margin
+            margin = _MARGIN_SECONDS if self._started else 0.0
+            until = self._last_message + self._config.worker_timeout + margin
         return max(0.0, until - time.monotonic())
 
-    def _late(self) -> HistopipeError:
+    def _timed_out(self) -> HistopipeError:
         if self.grace_ends is not None:
             return self._interrupted(
-                f"no answer within {_GRACE_SECONDS:.0f} s; the last saved state stays"
+                f"no answer within {_GRACE_SECONDS:.0f} s; the last checkpoint remains"
             )
         return self._lost(f"waited {self._config.worker_timeout:.0f} s for the other workers")
 
     def _interrupted(self, found: str) -> Interrupted:
         begun = run_folder.has_begun(self._folder)
-        todo = self._go_on() if begun else "go on with the same command"
+        todo = self._resume_hint() if begun else "run the same command again"
         return Interrupted("interrupted", found=found, todo=todo)
 
     def _lost(self, what: str) -> WorkerLost:
         return WorkerLost(
-            what, found=self._cluster.missing(self._folder, self._begun),
-            todo=f"start all workers within --worker-timeout, or {self._go_on()} on all of them",
+            what, found=self._cluster.missing(self._folder, self._started_at),
+            todo=f"start all workers within --worker-timeout, or {self._resume_hint()} on all of them",
         )  # fmt: skip
 
-    def _go_on(self) -> str:
-        return f"go on with `histopipe train --resume --out {self._folder}`"
+    def _resume_hint(self) -> str:
+        return f"continue with `histopipe train --resume --out {self._folder}`"
 
     def _died(self) -> HistopipeError:
         code = self._child.wait()
         if code == -signal.SIGTERM:
-            return self._interrupted("nothing was to be saved yet")
+            return self._interrupted("there was no state to save yet")
         if code in (-signal.SIGABRT, -signal.SIGSEGV) and not self._cluster.alone:
-            # TensorFlow ends so where workers lose each other; the second was seen on a busy machine.
+            # TensorFlow ends like this if workers lose each other; SIGSEGV was seen on a busy machine.
             return self._lost("the training process was aborted")
         if -code not in _MEMORY_SIGNALS:
             return HistopipeError(
@@ -298,8 +298,8 @@ class _Process(Closing):
             )
         died = f"the training process died of {signal.Signals(-code).name}: probably out of memory"
         if self._micro_batch is None or not run_folder.has_begun(self._folder):
-            return OutOfMemory(died, todo="take a smaller --batch-size or --model")
+            return OutOfMemory(died, todo="use a smaller --batch-size or --model")
         smaller = max(1, self._micro_batch // 2)
         run_folder.write_micro_batch(self._folder, smaller, died)
-        todo = f"{self._go_on()}, which takes micro-batches of {smaller} patches"
+        todo = f"{self._resume_hint()}, which uses micro-batches of {smaller} patches"
         return OutOfMemory(died, todo=todo)

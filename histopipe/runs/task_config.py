@@ -1,4 +1,4 @@
-"""The configuration of a training on patches or on bags, and how it is made from flags, keywords and TOML files."""
+"""The configuration of a training on patches or on bags, created from flags, keyword arguments and TOML files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PatchTrainConfig(TrainConfig):
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
     labels_from: Literal["slide", "annotation"] = setting(
-        "slide", "Label of a patch: that of its slide, or of its annotation (histopipe annotate).",
+        "slide", "Source of patch labels: the slide, or its annotations (histopipe annotate).",
         group=DATA,
     )  # fmt: skip
     min_tissue: float = setting(
@@ -77,7 +77,9 @@ class PatchTrainConfig(TrainConfig):
         0, "Shuffle blocks of this many neighbours, for slow disks; 0 shuffles all patches.",
         group=SAMPLING, at_least=0,
     )  # fmt: skip
-    xla: bool = setting(False, "Compile the network with XLA: slow start.", group=MACHINE)
+    xla: bool = setting(
+        False, "Compile the network with XLA; the first step is slow.", group=MACHINE
+    )
 
     def _check_together(self) -> None:
         # With slots, `super()` without arguments finds another class.
@@ -87,18 +89,18 @@ class PatchTrainConfig(TrainConfig):
         ):
             raise UsageError(
                 "--augment", found=",".join(self.augment),
-                expected="none, or a list without doubles",
+                expected="none, or a list without duplicates",
             )  # fmt: skip
         if self.balance != "none" and self.shuffle_block:
             raise UsageError(
-                f"--balance {self.balance} draws from all slides at once and --shuffle-block reads neighbours",
+                f"--balance {self.balance} draws from all slides, but --shuffle-block reads neighbouring patches",
                 todo="use one of them",
             )
 
     @property
     def labelling(self) -> Labelling:
-        """Which patches are used, and where their labels come from; without the labels file."""
-        # Late: NumPy, which `--help` does not need.
+        """Patch filter and source of the labels, without the labels file."""
+        # Imported late: `--help` does not need NumPy.
         from histopipe.dataset.labelling import Labelling, PatchFilter
 
         patch_filter = PatchFilter(
@@ -110,7 +112,7 @@ class PatchTrainConfig(TrainConfig):
     @property
     def augmentations(self) -> tuple[Augmentation, ...]:
         """The augmentations, in the order in which they are applied."""
-        # Late: its package may load NumPy.
+        # Imported late: the package may load NumPy.
         from histopipe.dataset.options import AUGMENTATIONS
 
         return tuple(name for name in AUGMENTATIONS if name in self.augment)
@@ -146,14 +148,14 @@ class BagTrainConfig(TrainConfig):
 
 
 CONFIGS: tuple[type[TrainConfig], ...] = (PatchTrainConfig, BagTrainConfig)
-"""One configuration class for each kind of training."""
+"""The configuration class of each kind of training."""
 
 
 def make_config(settings: Mapping[str, Any]) -> TrainConfig:
-    """Create a configuration: of bags if `mil` is one of the settings, else of patches. Lists stand for tuples, and paths for texts.
+    """Create a configuration: for bags if `mil` is set, else for patches. Lists become tuples, and paths become texts.
 
     Raises:
-        UsageError: a setting is unknown, of the other kind of training, or not allowed.
+        UsageError: a setting is unknown, belongs to the other kind of training, or has an invalid value.
     """
     check_known(settings, *CONFIGS)
     values = {name: _plain(value) for name, value in settings.items()}
@@ -161,7 +163,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
     own, foreign = declared_settings(kind), declared_settings(other)
     for name in values.keys() - own.keys():
-        # A setting of the other kind may be named as long as it is switched off.
+        # A setting of the other kind is accepted if it is switched off.
         if values[name] not in (foreign[name].default, None, "none", ("none",)):
             raise UsageError(
                 "STORES" if name == "stores" else flag(name),
@@ -175,7 +177,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
 def with_stores(
     settings: dict[str, Any], stores: str | Path | Sequence[str | Path] | None
 ) -> dict[str, Any]:
-    """Return settings with a store or several; None changes nothing."""
+    """Return settings with one or several stores; None changes nothing."""
     if stores is None:
         return settings
     return settings | {"stores": (stores,) if isinstance(stores, str | Path) else tuple(stores)}
@@ -187,10 +189,10 @@ def changed_config(config: TrainConfig, **changes: Any) -> TrainConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the settings that a TOML file names.
+    """Read the settings in a TOML file.
 
     Raises:
-        UsageError: the file cannot be read, or names something else.
+        UsageError: the file cannot be read, has an unknown setting, or a value of another type.
     """
     return read_settings(path, *CONFIGS)
 
@@ -205,10 +207,10 @@ def load_config(path: Path) -> TrainConfig:
 
 
 def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> TrainConfig:
-    """Return the configuration of a run that is resumed, with changes to its recorded settings.
+    """Return the configuration of a resumed run: its recorded settings with changes.
 
     Raises:
-        UsageError: a change would invalidate what was trained so far.
+        UsageError: a change would invalidate the training so far.
     """
     check_known(changes, *CONFIGS)
     declared = declared_settings(*CONFIGS)
@@ -220,14 +222,14 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
     if refused:
         allowed = [it.flag for it in declared.values() if it.about.resume]
         raise UsageError(
-            "--resume goes on with the run's own settings", found=", ".join(refused),
+            "--resume continues with the settings of the run", found=", ".join(refused),
             expected="only --out and " + ", ".join(allowed),
         )  # fmt: skip
     return make_config({**recorded, **changes})
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as configurations hold it: tuples for lists, texts for paths."""
+    """Return a value in the form of a configuration: tuples for lists, texts for paths."""
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return str(value) if isinstance(value, Path) else value

@@ -1,4 +1,4 @@
-"""Train a model, in a process of its own."""
+"""Train a model in a separate process."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def train(
 ) -> TrainResult:
     """Train a patch model on stores, or with `mil=` a slide model on features.
 
-    The training runs in a process of its own: neither its memory nor a crash stays in this one.
+    The training runs in a separate process, so its memory is freed and a crash does not affect this process.
 
     Args:
-        stores: a store, or several, whose patches have one size. Default: "patches.lmdb", or the stores of the resumed run.
-        out: folder of the run.
-        resume: continue the run in `out`, with its own settings and those given here.
-        in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends, running out of memory
-            may end it, and TensorFlow keeps the devices of the first training.
+        stores: a store, or several with one patch size. Default: "patches.lmdb", or the stores of the resumed run.
+        out: folder for the run.
+        resume: continue the run in `out`, with its recorded settings and the given changes.
+        in_process: train in this process. Keras keeps 4 to 50 MB of each model until the process ends. Running out of
+            memory may kill the process. All trainings must use the devices of the first.
         progress: where to show progress. Default: `default_progress()`.
-        settings: the settings of docs/settings.md by name, which are those of the flags of `histopipe train`.
+        settings: settings by name, as in docs/reference/settings.md and as the flags of `histopipe train`.
 
     Returns:
         The metrics of the best model on validation and test, and the folder.
@@ -44,9 +44,9 @@ def train(
         UsageError: a setting is unknown, or does not fit the data or the machine.
         NothingToDo: there is no store, or fewer than two classes.
         DamagedStore: a store or run is damaged.
-        MachineShort: disk or memory ran out, even with the smallest micro-batches.
-        WorkerLost: another worker is gone.
-        Interrupted: by a signal; the state is saved.
+        MachineShort: the disk is full, or memory ran out even with the smallest micro-batches.
+        WorkerLost: another worker is lost.
+        Interrupted: a signal stopped the training; the state is saved.
 
     Example:
         >>> result = train("patches.lmdb", out="runs/first", epochs=5)  # doctest: +SKIP

@@ -84,7 +84,7 @@ class SlideNames:
 def read_labels(
     path: Path, names: SlideNames, *, allow_extra: bool = False
 ) -> dict[str, SlideLabel]:
-    """Return labels by slide id, from a CSV file with the columns slide,label[,patient][,site].
+    """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).

@@ -1,1 +1,1 @@
-"""From a store and its splits to a trained model in a run folder."""
+"""Training of a model from a store and its splits, into a run folder."""

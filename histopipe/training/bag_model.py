@@ -1,4 +1,4 @@
-"""Attention-based multiple-instance learning: a bag of features into class probabilities, and the share of each patch in them.
+"""Attention-based multiple-instance learning: class probabilities and patch attention from a bag of features.
 
 Source:
     M. Ilse, J. M. Tomczak and M. Welling, "Attention-based Deep Multiple Instance Learning" (2018): attention as in its
@@ -19,14 +19,14 @@ from histopipe.runs.task_config import Pooling
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 
 _HIDDEN, _ATTENTION = 512, 256
-"""Widths as CLAM's "small" model has them."""
+"""Widths of CLAM's "small" model."""
 
 
 class BagModel:
-    """A network over bags.
+    """A classifier of bags.
 
-    `serving` is what `model.keras` holds: features (B, N, D) float32 to {"probability": (B, C)} and, with attention,
-    {"attention": (B, N)}, of stock layers only. Its weights are what is trained.
+    `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)} and, with
+    attention, {"attention": (B, N)}. It has only stock layers. Training updates its weights.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BagModel:
         self.hidden_width = _HIDDEN
 
     def _build(self, pooling: Pooling, dimension: int, classes: int, dropout: float) -> None:
-        # What is summed and judged needs more than 16 bits.
+        # Sums and probabilities need more than 16 bits.
         self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
         layers, self._drop = keras.layers, SampleDropout(dropout)
         features = keras.Input((None, dimension), name="features")
@@ -74,18 +74,18 @@ class BagModel:
         self.serving = self.training = keras.Model(features, outputs, name=f"mil_{pooling}")
 
     def save(self, path: Path) -> None:
-        """Write the network, for any backend of Keras."""
+        """Save the serving model, for any backend of Keras."""
         self.serving.save(path)
 
     @property
     def patch_weights(self) -> list[keras.Variable]:
-        """The weights that `patches` computes with."""
+        """Weights used by `patches`."""
         last = {id(weight) for weight in self.last_weights}
         return [w for w in self.training.trainable_variables if id(w) not in last]
 
     @property
     def last_weights(self) -> list[keras.Variable]:
-        """The weights that `logits` computes with."""
+        """Weights used by `logits`."""
         weights: list[keras.Variable] = self._logits.trainable_variables
         return weights
 
@@ -96,10 +96,10 @@ class BagModel:
         rows: tf.Tensor,
         seed: tf.Tensor | None,
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Return hidden features (n, H) and attention scores (n,) of patches; scores are 0 where there is no attention.
+        """Return hidden features (n, H) and attention scores (n,) of patches; scores are 0 without attention.
 
-        Weights are values of `patch_weights`; features (n, D) of any float type; rows (n,) int64, their places in the bag; the
-        seed () int64 is of the bag in this epoch, None outside of training.
+        Weights are values of `patch_weights`; features (n, D) of any float type; rows (n,) int64 are positions in the
+        bag. `seed` () int64 is that of the bag in this epoch; None outside of training.
         """
         with keras.StatelessScope(zip(self.patch_weights, weights, strict=True)):
             hidden = self._hidden(features)
@@ -116,7 +116,7 @@ class BagModel:
         return tf.cast(hidden, self.sum_dtype), scores
 
     def logits(self, weights: Sequence[tf.Tensor], pooled: tf.Tensor) -> tf.Tensor:
-        """Return (1, C) logits from values of `last_weights` and a bag's (H,) pooled features."""
+        """Return (1, C) logits from values of `last_weights` and the (H,) pooled features of a bag."""
         with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
             logits: tf.Tensor = self._logits(pooled[None])
         return logits

@@ -1,7 +1,7 @@
-"""Steps over bags: each bag by itself, a piece of it at a time, and the gradients of a batch's bags added up.
+"""Training step on bags: bags are computed one by one, in pieces, and the gradients of a batch are summed.
 
-Memory does not grow with a bag. For the gradients each piece is computed once more, and its share in the pooled features is
-known from the first time: a third more work than keeping everything. Mean pooling is attention with equal scores.
+Memory does not grow with the size of a bag. Gradients need each piece a second time, with the pooled features of the
+first pass: a third more work than keeping all activations. Mean pooling is attention with equal scores.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from histopipe.training.bag_model import BagModel
 from histopipe.training.train_step import TrainStep, cross_entropy, results, values_of
 
 PIECE = 32_768
-"""Patches computed at once: some 300 MB of hidden features and their like, and more would be no faster."""
+"""Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
 
 
 class BagTrainStep(TrainStep):
-    """The steps of a bag model. A micro-batch is a bag; its `size` is the patches that are computed at once."""
+    """The training step of a bag model. A micro-batch is a bag; `size` is the number of patches computed at once."""
 
     model: BagModel
 
     def whole(self, rows: int) -> int:
-        """Return how many patches of a bag are computed at once if memory suffices."""
+        """Return the number of patches of a bag that are computed at once if memory suffices."""
         return PIECE
 
     def _pieces(self, rows: int, size: int) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
@@ -58,7 +58,7 @@ class BagTrainStep(TrainStep):
             sums, _, sum_of_weights = so_far
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
             total += sum_of_weights
-        # Of the stock dropout: never used.
+        # The state of the stock dropout layer, which training does not use.
         state = values_of(model.training.non_trainable_variables)
         return (gradients, state, total), results(tf.nn.softmax(logits), losses, bag["weight"])
 
@@ -71,7 +71,7 @@ class BagTrainStep(TrainStep):
         return results(tf.nn.softmax(logits), losses, bag["weight"])
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
-        """Return a bag's features (R, D), and its label, weight and key (1,); after the last bag, one of weight 0."""
+        """Return a bag's features (R, D), and its label, weight and key (1,). After the last bag, the weight is 0."""
         count = tf.shape(part["key"])[0]
         place = number % count
         end = part["end"][place]
@@ -82,14 +82,14 @@ class BagTrainStep(TrainStep):
 
 
 class Pooled(NamedTuple):
-    """A bag pooled."""
+    """The result of pooling a bag."""
 
     value: tf.Tensor
     """(H,) pooled hidden features."""
     norm: tf.Tensor
     """() logarithm of the sum of the exponentials of all attention scores."""
     best: tf.Tensor
-    """(H,) int64 rows of each hidden feature's largest value, for max pooling."""
+    """(H,) int64 rows of the maximum of each hidden feature, for max pooling."""
 
 
 def pool(
@@ -104,28 +104,30 @@ def pool(
     zeros = tf.zeros(width, model.sum_dtype)
     lowest = tf.constant(float("-inf"), model.sum_dtype)
 
-    def share(piece: tf.Tensor, rows: tf.Tensor, highest: Any, total: Any, value: Any) -> Any:
+    def weighted_sum(
+        piece: tf.Tensor, rows: tf.Tensor, highest: Any, total: Any, value: Any
+    ) -> Any:
         hidden, scores = model.patches(weights, piece, rows, seed)
         top = tf.maximum(highest, tf.reduce_max(scores))
         before, own = tf.exp(highest - top), tf.exp(scores - top)
         value = value * before + tf.linalg.matvec(hidden, own, transpose_a=True)
         return top, total * before + tf.reduce_sum(own), value
 
-    def largest(piece: tf.Tensor, rows: tf.Tensor, value: Any, best: Any) -> Any:
+    def maximum(piece: tf.Tensor, rows: tf.Tensor, value: Any, best: Any) -> Any:
         hidden, _ = model.patches(weights, piece, rows, seed)
         found = tf.reduce_max(hidden, axis=0)
         at = tf.gather(rows, tf.argmax(hidden, axis=0))
         return tf.maximum(value, found), tf.where(found > value, at, best)
 
-    nowhere = tf.zeros(width, tf.int64)
+    no_rows = tf.zeros(width, tf.int64)
     if model.pooling == "max":
-        value, best = _in_pieces(features, size, largest, (zeros + lowest, nowhere))
+        value, best = _in_pieces(features, size, maximum, (zeros + lowest, no_rows))
         return Pooled(value, lowest, best)
-    highest, total, value = _in_pieces(features, size, share, (lowest, zeros[0], zeros))
-    return Pooled(value / total, highest + tf.math.log(total), nowhere)
+    highest, total, value = _in_pieces(features, size, weighted_sum, (lowest, zeros[0], zeros))
+    return Pooled(value / total, highest + tf.math.log(total), no_rows)
 
 
-def patch_gradients(  # noqa: PLR0917 - a pure function of all it depends on
+def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
     model: BagModel,
     weights: Sequence[tf.Tensor],
     features: tf.Tensor,
@@ -134,28 +136,28 @@ def patch_gradients(  # noqa: PLR0917 - a pure function of all it depends on
     pooled: Pooled,
     outer: tf.Tensor,
 ) -> list[tf.Tensor]:
-    """Return the gradients of a loss by `weights`, from (H,) `outer`, its gradient by `pooled.value`."""
+    """Return the gradients of a loss for `weights`. (H,) `outer` is its gradient for `pooled.value`."""
     common = tf.tensordot(pooled.value, outer, 1)
 
-    def by_share(piece: tf.Tensor, rows: tf.Tensor, *sums: Any) -> Any:
+    def add_gradients(piece: tf.Tensor, rows: tf.Tensor, *sums: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(weights)
             hidden, scores = model.patches(weights, piece, rows, seed)
             along = tf.linalg.matvec(hidden, outer)
             shares = tf.stop_gradient(tf.exp(scores - pooled.norm))
-            # The gradient of a softmax: a share grows with how far its patch lies beyond the pooled one.
+            # The softmax's gradient depends on the difference between a patch and the pooled features.
             loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
         return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
 
     if model.pooling == "max":
-        # Only the patches that were largest in something have a part in it.
+        # Only patches with the maximum of a feature contribute.
         with tf.GradientTape() as tape:
             tape.watch(weights)
             chosen = tf.gather(features, pooled.best)
             hidden, _ = model.patches(weights, chosen, pooled.best, seed)
             loss = tf.tensordot(tf.linalg.diag_part(hidden), outer, 1)
         return _gradients(tape, loss, weights)
-    return list(_in_pieces(features, size, by_share, [tf.zeros_like(w) for w in weights]))
+    return list(_in_pieces(features, size, add_gradients, [tf.zeros_like(w) for w in weights]))
 
 
 def _gradients(
@@ -170,7 +172,7 @@ def _gradients(
 def _in_pieces(
     features: tf.Tensor, size: tf.Tensor, step: Callable[..., Any], state: Sequence[tf.Tensor]
 ) -> Sequence[tf.Tensor]:
-    """Fold a function of (piece, its rows, *state) over a bag; not in parallel, so that memory holds one piece."""
+    """Apply a function of (piece, its rows, *state) to the pieces of a bag in sequence: memory holds one piece."""
     size = tf.cast(size, tf.int64)
     count = tf.shape(features, tf.int64)[0]
 

@@ -1,4 +1,4 @@
-"""Benchmark of what feeds a training: disk, LMDB, decoder, reader and device, one by one."""
+"""Benchmark of the stages of training: disk, LMDB, decoder, reader and device, measured separately."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class BenchResult(Result):
     """Throughput of each stage in patches per second.
 
     Attributes:
-        disk: random reads past the page cache; None where the filesystem does not support them.
-        lmdb: values looked up in the page cache by one thread.
-        decode: values decoded by one thread per core: the upper limit of the reader.
-        reader: the whole reader, by parallel calls.
+        disk: random reads that bypass the page cache; None if the filesystem does not support them.
+        lmdb: lookups of values in the page cache by one thread.
+        decode: decoding by one thread per core: the upper limit of the reader.
+        reader: the whole reader, by number of parallel calls.
         device: training steps, by batch size; empty if no model was given.
         store_bytes: size of the stores on disk, bytes.
         memory_bytes: available memory, bytes.
         batch_size: patches per batch of the reader.
-        cores: cores of this process.
+        cores: number of cores available to this process.
     """
 
     disk: float | None
@@ -74,14 +74,14 @@ class BenchResult(Result):
             advice.append(
                 "the store fits into free memory, so only the first epoch waits for the disk"
                 if self.store_bytes < self.memory_bytes
-                else "--shuffle-block 256 reads neighbours together; a local SSD is faster"
+                else "use --shuffle-block 256 to read neighbouring patches together, or a local SSD"
             )
         if slowest == "reader":
             share = self.reader[calls] / self.decode
-            slow = "" if _SLOW_READER < share <= 1.1 else ": check whether other programs run"
+            slow = "" if _SLOW_READER < share <= 1.1 else ": check for other running programs"
             advice.append(f"the reader reaches {share:.2f} of the decode rate of these cores{slow}")
         if batch is None:
-            advice.append("--model NAME also measures the device")
+            advice.append("pass --model NAME to measure the device")
         size = "" if batch is None else f"--batch-size {batch}, "
         return [*advice, f"recommended: {size}parallel_calls={calls}"]
 
@@ -94,7 +94,7 @@ class BenchResult(Result):
         calls, sizes = self.reader.items(), self.device.items()
         share = {count: rate / self.decode for count, rate in calls}
         rows = [
-            ("disk", self.disk, f"{_DISK_THREADS} threads, past the page cache"),
+            ("disk", self.disk, f"{_DISK_THREADS} threads, bypassing the page cache"),
             ("LMDB", self.lmdb, "one thread, in the page cache"),
             ("decode", self.decode, f"{self.cores} threads, the upper limit of these cores"),
             *(
@@ -123,16 +123,16 @@ def bench(
     """Measure disk, LMDB, decoder, reader and, with a model, the device.
 
     Args:
-        stores: a store, or several whose patches are of one size.
+        stores: a store, or several with one patch size.
         batch_size: patches per batch.
         seconds: time for each of about eight stages, 0.1 to 3600.
-        model: also measure training steps of this model, as `histopipe train --model` takes it.
-        devices: devices for the model, as `histopipe train --devices` takes them.
-        progress: shows the stages; None for `default_progress()`.
+        model: also measure training steps of this model, named as for `histopipe train --model`.
+        devices: devices for the model, as for `histopipe train --devices`.
+        progress: where to show the stages; None for `default_progress()`.
 
     Raises:
-        UsageError: an option is out of range, or there is no such model or device.
-        NothingToDo: no store, or no patch.
+        UsageError: an option is out of range, or a model or device does not exist.
+        NothingToDo: there is no store or no patch.
         MachineShort: TensorFlow is missing, or a batch does not fit into memory.
 
     Example:

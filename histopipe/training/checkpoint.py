@@ -1,7 +1,7 @@
-"""The resume state of a training: everything that the next step depends on, in one file that is complete or missing.
+"""Checkpoints of a training: everything that the next step depends on, in one file that is complete or missing.
 
-An npz file of our own, since Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. A digest is
-appended to the file, and the state before the newest is kept in case the disk damages the newest.
+The format is npz, because Keras' formats leave out seeds and `tf.train.Checkpoint` refuses Keras 3 metrics. Each file
+ends with a digest. The previous checkpoint is kept in case the newest is damaged on disk.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"
 _DIGEST_BYTES = 64
 _BETTER_AUC = 1e-4
-"""An AUC is better if it is higher by more than this. Within it, the lower loss is better."""
+"""Minimum increase of the AUC that counts as better. For smaller differences, the lower loss is better."""
 
 
 @dataclass(slots=True)
 class TrainState:
-    """The state of a training besides its variables."""
+    """The state of a training, except its variables."""
 
     epoch: int = 0
-    """The next or current one."""
+    """Index of the next or current epoch."""
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
-    """(S, B, C + 2), the results of that epoch's steps so far; the next step is S."""
+    """(S, B, C + 2) results of the completed steps of that epoch; the next step is S."""
     seconds: float = 0.0
     input_wait: float = 0.0
     best_auc: float = -1.0
     best_loss: float = float("inf")
     best_epoch: int = -1
-    """That of the model in `model.keras`; -1 for none yet."""
+    """Epoch of the model in `model.keras`; -1 for none yet."""
     waited: int = 0
-    """Epochs since then."""
+    """Epochs since the best epoch."""
     skipped: list[int] = field(default_factory=list)
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
 
     def is_improved_by(self, metrics: EpochMetrics) -> bool:
-        """Return whether validation went better than in the best epoch so far."""
+        """Return whether validation metrics are better than in the best epoch so far."""
         auc = -1.0 if metrics.auc is None else metrics.auc
         if self.best_epoch < 0 or auc > self.best_auc + _BETTER_AUC:
             return True
@@ -59,7 +59,7 @@ class TrainState:
 
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
-    """Write `resume.npz` by one rename, and keep the one before as `resume-older.npz`."""
+    """Write `resume.npz` by one rename, and keep the previous file as `resume-older.npz`."""
     arrays = {_name(i): np.asarray(variable.value) for i, variable in enumerate(variables)}
     facts = asdict(state)
     arrays["values"] = facts.pop("values")
@@ -79,12 +79,12 @@ def _keep(newest: Path, older: Path) -> None:
 
 
 def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str | None]:
-    """Restore the variables. Return the newest intact state, and what was wrong with the newest file, if anything.
+    """Restore the variables. Return the newest intact state, and the error if the newest file is damaged.
 
     Without files, the state is that of a new training.
 
     Raises:
-        DamagedStore: no file is intact, or they are of another model.
+        DamagedStore: no file is intact, or the files belong to another model.
     """
     problems = []
     for name in (STATE_FILE, OLDER_FILE):
@@ -99,15 +99,15 @@ def load_state(folder: Path, variables: Sequence[Any]) -> tuple[TrainState, str 
         shapes, wanted = [a.shape for a in arrays], [tuple(v.shape) for v in variables]
         if shapes != wanted:
             raise DamagedStore(
-                f"{path} is of another model", found=f"{len(shapes)} variables",
-                expected=f"{len(wanted)} of this model's shapes",
+                f"{path} belongs to another model", found=f"{len(shapes)} variables",
+                expected=f"{len(wanted)} with the shapes of this model",
             )  # fmt: skip
         for variable, array in zip(variables, arrays, strict=True):
             variable.assign(array)
         return state, problems[0] if problems else None
     if problems:
         raise DamagedStore(
-            f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="begin a new run"
+            f"{folder / STATE_FILE} is damaged", found="; ".join(problems), todo="start a new run"
         )
     return TrainState(), None
 
@@ -116,10 +116,10 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
     whole = path.read_bytes()
     content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
     if hashlib.new(_DIGEST, content).digest() != digest:
-        raise ValueError("it is not what was written")
+        raise ValueError("the checksum does not match")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         state = TrainState(**json.loads(str(saved["state"])), values=saved["values"])
-        # All but the two above.
+        # All arrays except the two above.
         return state, [saved[_name(i)] for i in range(len(saved.files) - 2)]
 
 

@@ -1,4 +1,4 @@
-"""The process of a training. `histopipe.runs.fork_server` forks it."""
+"""Main function of a training process, which `histopipe.runs.fork_server` forks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from histopipe.system.tensorflow import load_quietly
 
 
 def main(fd: int) -> NoReturn:
-    """Receive a training through a pipe, `fd`, run it, and send its messages and its result."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client decides what a Ctrl-C does
+    """Receive a training through the pipe `fd`, run it, and send its messages and its result."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the client handles Ctrl-C
     pipe = Connection(fd)
 
     def report(name: str, value: Any) -> None:
@@ -36,7 +36,7 @@ def main(fd: int) -> NoReturn:
     except Exception as error:  # noqa: BLE001 - the client reports it
         traceback.print_exc()
         report("failure", f"{type(error).__name__}: {error}".split("\n")[0])
-    # TensorFlow's own end may wait forever for a lost worker.
+    # TensorFlow's shutdown may wait forever for a lost worker.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

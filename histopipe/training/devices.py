@@ -1,4 +1,4 @@
-"""The devices and workers of a training, as a `tf.distribute` strategy, and what workers do together."""
+"""The `tf.distribute` strategy for the devices and workers of a training, and communication between workers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def make_strategy(
     timeout: float = 600.0,
     communication: str = "auto",
 ) -> tf.distribute.Strategy:
-    """Return the strategy for `--devices`. Call it before TensorFlow uses a device. Waits for the workers of a cluster.
+    """Return the strategy for `--devices`. Call it before TensorFlow uses a device. Wait for the workers of a cluster.
 
-    Each worker has such devices: "auto" (GPUs if there are any), "cpu:N" (N logical CPU devices), "gpu:0,1". A step that waits
-    for another worker fails after `timeout` seconds. Workers communicate by "auto", "ring" (gRPC) or "nccl".
+    Devices of each worker: "auto" (GPUs if there are any), "cpu:N" (N logical CPU devices), "gpu:0,1". A step that
+    waits for another worker fails after `timeout` seconds. `communication` is "auto", "ring" (gRPC) or "nccl".
 
     Raises:
-        UsageError: not of this form, no such GPU, or TensorFlow already uses other devices.
+        UsageError: `devices` is malformed, a GPU does not exist, or TensorFlow already uses other devices.
     """
     names = _set_up(devices)
     if cluster is None or cluster.alone:
@@ -58,7 +58,7 @@ def _set_up(devices: str) -> list[str]:
     except RuntimeError as error:
         raise UsageError(
             f"--devices {devices}", found="TensorFlow already uses its devices in this process",
-            todo="train in a process of its own",
+            todo="train in a separate process",
         ) from error  # fmt: skip
 
 
@@ -81,18 +81,18 @@ def _gpus(gpus: list[tf.config.PhysicalDevice], wanted: str | None) -> list[str]
     if max(numbers) >= len(gpus) or len(set(numbers)) < len(numbers):
         raise UsageError(
             f"--devices gpu:{wanted}", found=f"{len(gpus)} GPUs, 0 to {len(gpus) - 1}",
-            expected="numbers of these, each once",
+            expected="numbers in this range, each once",
         )  # fmt: skip
     chosen = [gpus[number] for number in numbers]
     tf.config.set_visible_devices(chosen, "GPU")
     for gpu in chosen:
-        # Take memory as it is needed: a workstation's GPU is often shared.
+        # Allocate memory on demand, because the GPU of a workstation is often shared.
         tf.config.experimental.set_memory_growth(gpu, True)
     return [f"/GPU:{number}" for number in range(len(chosen))]
 
 
 def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
-    """Return the workers that `TF_CONFIG` names, or those of a Slurm job step; else this process alone.
+    """Return the workers named by `TF_CONFIG` or of the Slurm job step, or this process alone.
 
     Raises:
         UsageError: the environment describes no valid cluster.
@@ -104,7 +104,7 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         kind, index = config["task"]["type"], int(config["task"]["index"])
     else:
-        # Slurm shows each task its own GPUs, so the resolver gets one per task and must not select any.
+        # Slurm assigns GPUs to each task, so the resolver gets one per task and must not select any.
         tasks = max(slurm_tasks_per_node(environment))
         resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
             gpus_per_node=tasks, gpus_per_task=1, auto_set_gpu=False
@@ -113,8 +113,8 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
     spec = resolver.cluster_spec().as_dict()
     if set(spec) - {"chief", "worker"} or not 0 <= index < len(spec.get(kind, [])):
         raise UsageError(
-            "TF_CONFIG", found=f"{', '.join(sorted(spec))}; this one is {kind} {index}",
-            expected="workers, with or without a chief, and this one among them",
+            "TF_CONFIG", found=f"{', '.join(sorted(spec))}; this process is {kind} {index}",
+            expected="workers, with or without a chief, including this process",
         )  # fmt: skip
     chiefs = spec.get("chief", [])
     place = index if kind == "chief" else len(chiefs) + index
@@ -122,7 +122,7 @@ def find_cluster(environment: Mapping[str, str] = os.environ) -> Cluster:
 
 
 def one_per_replica(strategy: tf.distribute.Strategy, parts: Sequence[Any], first: int) -> Any:
-    """Return the parts of this worker's replicas, of which `first` is the first, as one value per replica."""
+    """Return one value per replica, from the parts of this worker's replicas. `first` is its first replica."""
     return strategy.experimental_distribute_values_from_function(
         lambda context: parts[int(context.replica_id_in_sync_group) - first]
     )
@@ -141,19 +141,19 @@ def gathered(
 
 
 def check_same(cluster: Cluster, strategy: tf.distribute.Strategy, numbers: Sequence[int]) -> None:
-    """Wait for all workers, and check that each has the same numbers, below 65,536.
+    """Wait for all workers, and check that all have the same numbers, each below 65,536.
 
     Raises:
-        UsageError: a worker has other numbers than the first.
+        UsageError: the numbers of a worker differ from those of the first worker.
     """
-    everyones = gathered(cluster, strategy, np.asarray([[numbers]], np.float32))[0]
+    all_numbers = gathered(cluster, strategy, np.asarray([[numbers]], np.float32))[0]
     differing = [
         f"worker {index} ({cluster.workers[index]})"
-        for index, theirs in enumerate(everyones)
-        if not np.array_equal(theirs, everyones[0])
+        for index, found in enumerate(all_numbers)
+        if not np.array_equal(found, all_numbers[0])
     ]
     if differing:
         raise UsageError(
-            "the workers do not agree", found=f"{', '.join(differing)} other than the first",
-            expected="the same settings, stores, splits and run folder everywhere",
+            "workers differ from the first worker", found=", ".join(differing),
+            expected="the same settings, stores, splits and run folder on all workers",
         )  # fmt: skip

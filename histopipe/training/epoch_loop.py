@@ -1,8 +1,8 @@
 """The loop over the steps of an epoch, on the replicas of a `tf.distribute` strategy.
 
-Ours instead of Keras' `fit`, which fails on a batch that the replicas cannot share evenly. Every global batch has its full
-size, rows that fill it up have weight 0, and the loss is divided by the weight of the *global* batch: so N replicas compute
-what one would.
+It replaces Keras' `fit`, which fails on a batch that cannot be divided evenly among the replicas. Every global batch
+has its full size: padding rows have weight 0, and the loss is divided by the weight of the *global* batch. So N
+replicas compute the same as one.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from histopipe.training.outputs import Predictions, StepResults, predictions
 from histopipe.training.train_step import TrainStep
 
 _IN_FLIGHT = 2
-"""Steps whose results may still be on the device: fetching them at once would make it wait for the host."""
+"""Steps whose results may still be on the device. Fetching them at once would make the device wait for the host."""
 
 
-def _nothing(*_: Any) -> None:
+def _do_nothing(*_: Any) -> None:
     pass
 
 
 class Requests(NamedTuple):
-    """What a worker requests before the next step; above 0 for yes."""
+    """Requests of a worker before the next step; above 0 for yes."""
 
     save: float = 0.0
     stop: float = 0.0
@@ -48,8 +48,8 @@ class Requests(NamedTuple):
 class StopSignals:
     """Turns SIGTERM and Ctrl-C into a request to stop after the current step. A second Ctrl-C interrupts at once.
 
-    Also requests a checkpoint every `save_minutes`. Attributes: `stopping` after a signal; `saveable` as soon as there is
-    something to save, before which a signal interrupts at once.
+    Also requests a checkpoint every `save_minutes`. `stopping` is set after a signal. `saveable` is set as soon as
+    there is a state to save; before that, a signal interrupts at once.
     """
 
     def __init__(self, save_minutes: float) -> None:
@@ -58,17 +58,17 @@ class StopSignals:
         self.stopping = self.saveable = False
 
     def requests(self) -> Requests:
-        """Return what is due before the next step."""
+        """Return the requests before the next step."""
         due = time.monotonic() - self._saved >= self._seconds
         return Requests(save=float(due), stop=float(self.stopping))
 
     def saved(self) -> None:
-        """Note that the state has just been saved."""
+        """Record that the state has just been saved."""
         self._saved = time.monotonic()
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle signals, if this is the main thread. Enter it after workers have met: TensorFlow then sets a handler."""
+        """Handle signals in the main thread. Enter it after the workers connect, because TensorFlow then sets a handler."""
         in_main = threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGTERM, signal.SIGINT) if in_main else ()
         handlers = {number: signal.signal(number, self._stop) for number in numbers}
@@ -87,8 +87,8 @@ class StopSignals:
 class EpochLoop:
     """Runs a training step, or a prediction, over all batches of an epoch.
 
-    `seed` is of augmentation and dropout; `micro_batch` makes the micro-batch for the rows that a replica has at most; without a
-    `cluster`, this process is alone.
+    `seed` is that of augmentation and dropout. `micro_batch` returns the micro-batch for the maximum rows of a replica.
+    Without a `cluster`, this process is alone.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class EpochLoop:
         self._rows = max(len(self._rows_of(replica)) for replica in range(self._replicas))
         self.micro_batch = micro_batch(step.whole(self._rows))
         self.skipped: dict[int, str] = {}
-        """The reason for each patch skipped so far, by key."""
+        """Reason for each skipped patch, by key."""
 
     def train_epoch(
         self,
@@ -117,12 +117,12 @@ class EpochLoop:
         results: StepResults,
         *,
         requests: Callable[[], Requests] = Requests,
-        granted: Callable[[Requests], None] = _nothing,
+        granted: Callable[[Requests], None] = _do_nothing,
     ) -> None:
-        """Train one epoch, counted from 0, or the rest of it: results of the steps are appended to those done so far.
+        """Train one epoch, counted from 0, or the rest of it. Results are appended to those of completed steps.
 
-        Results are as predicted before each step's update. `requests` returns what this worker requests before a step;
-        `granted` is called after a step, on all workers after the same one, with what any of them requested.
+        Results are predictions before each step's update. `requests` returns the requests of this worker before a step.
+        `granted` is called on all workers after the same step, with the requests of all workers.
         """
         number = tf.constant(epoch_seed(self._seed, epoch), tf.int64)
         last: Any = None
@@ -136,15 +136,15 @@ class EpochLoop:
             before, last = last, self.step.apply(gradients, tf.constant(mine))
             if self._cluster.alone:
                 return values, mine
-            # The requests of the step before: all workers know them by now without waiting for their devices.
+            # Requests of the previous step: all workers have them by now without waiting for their devices.
             return values, Requests() if before is None else Requests(*before.numpy().tolist())
 
         self._run(batches, epoch * batches.steps_per_epoch, step, title, results, granted=granted)
 
     def predict(
-        self, batches: Any, title: str, *, before_step: Callable[[], None] = _nothing
+        self, batches: Any, title: str, *, before_step: Callable[[], None] = _do_nothing
     ) -> Predictions | None:
-        """Return predictions of one pass over the batches, by the model as it is saved; None if all patches are damaged."""
+        """Return the serving model's predictions in one pass over the batches; None if all patches are damaged."""
         results = StepResults()
 
         def step(batch: Any) -> Any:
@@ -164,7 +164,7 @@ class EpochLoop:
         return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
-        """Return this worker's part of `gathered`, as in `StepResults`."""
+        """Return this worker's rows of `gathered`, in the form of `StepResults`."""
         first, last = self._rows_of(self._own[0]), self._rows_of(self._own[-1])
         return list(values[:, first.start : last.stop])
 
@@ -179,7 +179,7 @@ class EpochLoop:
         title: str,
         results: StepResults,
         *,
-        granted: Callable[[Requests], None] = _nothing,
+        granted: Callable[[Requests], None] = _do_nothing,
     ) -> None:
         """Run the steps of a pass that have no results yet."""
         done = len(results.values)
@@ -209,13 +209,13 @@ class EpochLoop:
                 self.skipped |= batches.skipped
                 fetch(_IN_FLIGHT)
                 if any(requested):
-                    fetch(0)  # what is saved then must have all results
+                    fetch(0)  # the saved state needs all results
                     granted(requested)
                 progress.advance()
         fetch(0)
 
     def _on_host(self, values: Any) -> NDArray[np.float32]:
-        """Return one step's results, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
+        """Return the results of a step, by micro-batch and replica, as (B, C + 2) of this worker's rows."""
         by_replica = [np.concatenate(parts) for parts in zip(*values, strict=True)]
         sizes = [len(self._rows_of(replica)) for replica in self._own]
         return np.concatenate([part[:n] for part, n in zip(by_replica, sizes, strict=True)])
@@ -223,8 +223,8 @@ class EpochLoop:
     def _timed(self, batches: Any, first: int, last: int) -> Generator[tuple[Any, float]]:
         """Yield each step's batch, one part per replica, with the seconds spent waiting for it.
 
-        From a plain iterator: the one of `tf.distribute` runs a tuner whatever the dataset's options say, and waits up to 7 s
-        for that tuner's sleep at the end of an epoch.
+        Uses a plain iterator: that of `tf.distribute` runs a tuner regardless of the dataset's options, and waits up to
+        7 s for this tuner at the end of an epoch.
         """
         source = BatchFeed(batches, self._own)
         parts = iter(source.dataset(first, last))
@@ -235,10 +235,10 @@ class EpochLoop:
                 step = [next(parts) for _ in self._own]
                 waited = time.monotonic() - before
                 yield one_per_replica(self._strategy, step, self._own[0]), waited
-                del step  # do not keep it while the next one is loaded
+                del step  # free it before the next batch is loaded
         except tf.errors.OpError:
             if source.failure is not None:
-                raise source.failure from None  # the cause, with its type
+                raise source.failure from None  # the cause, with its original type
             raise
         finally:
             source.settle()

@@ -1,4 +1,4 @@
-"""Out of memory: how it is recognized, and the size of micro-batches that fits, which the run records."""
+"""Out of memory: detection, and the size of micro-batches that fits, which is recorded in the run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from histopipe.system.progress import message
 T = TypeVar("T")
 
 _SIGNS = ("out of memory", "OOM when allocating", "ALLOC_FAILED", "failed to allocate memory")
-"""Texts of other errors by which CUDA's libraries report it."""
+"""Texts in other errors that mean out of memory in CUDA libraries."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that memory ran out, on host or device."""
-    if is_full_disk(error):  # a resource that is exhausted, to TensorFlow's writers
+    if is_full_disk(error):  # TensorFlow's writers report it as an exhausted resource
         return False
     if isinstance(error, MemoryError | tf.errors.ResourceExhaustedError):
         return True
@@ -42,7 +42,8 @@ def peak_bytes() -> tuple[int, int | None]:
 class MicroBatch:
     """The number of patches that a replica computes at once. It is halved when memory runs out.
 
-    Then `changed` is called with the new size and the reason. What is not `repeatable` without other workers fails instead.
+    Then `changed` is called with the new size and the reason. A computation that needs other
+    workers is not `repeatable`, and fails instead.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MicroBatch:
         self._repeatable, self._changed = repeatable, changed
 
     def fit(self, compute: Callable[[int], T]) -> T:
-        """Run a computation that changes nothing, in pieces that fit into memory.
+        """Run a computation without side effects, in pieces that fit into memory.
 
         Raises:
             OutOfMemory: not even one patch fits, or the computation cannot be repeated.
@@ -66,7 +67,7 @@ class MicroBatch:
                 return compute(self.size)
             except tf.errors.ResourceExhaustedError as error:
                 why = str(error.message).split("\n")[0][:200]
-            # Behind the except: a traceback holds on to the tensors of the step.
+            # Outside of the except block, because a traceback keeps the tensors of the step.
             if self.size == 1 or not self._repeatable:
                 raise OutOfMemory("memory ran out while training", found=why)
             self.size //= 2
@@ -76,7 +77,7 @@ class MicroBatch:
 def remembered_micro_batch(
     folder: Path, size: int, *, report: Report, repeatable: bool
 ) -> MicroBatch:
-    """Return the micro-batch of a run: of the size by its settings, or the smaller one that fitted into memory before.
+    """Return the micro-batch of a run: the size from its settings, or a smaller size that fitted into memory before.
 
     Each smaller size is recorded in the folder of the run.
     """
@@ -84,31 +85,31 @@ def remembered_micro_batch(
     def changed(size: int, why: str) -> None:
         report("micro_batch", size)
         message(
-            f"memory ran out ({why}): going on with micro-batches of {size} patches a device, "
-            "added up to the same batch"
+            f"memory ran out ({why}): continuing with micro-batches of {size} patches per device, "
+            "summed to the same batch"
         )
         run_folder.write_micro_batch(folder, size, why)
 
     remembered = run_folder.read_micro_batch(folder)
     if remembered is not None and remembered < size:
-        message(f"micro-batches of {remembered} patches a device, as memory ran out before")
+        message(f"micro-batches of {remembered} patches per device, because memory ran out before")
         size = remembered
     report("micro_batch", size)
     return MicroBatch(size, repeatable=repeatable, changed=changed)
 
 
 def out_of_memory(error: Exception, folder: Path, first: int, report: Report) -> OutOfMemory:
-    """Return the error to raise if smaller pieces in this process do not help, or weights may be half changed.
+    """Return the error to raise if smaller pieces in this process do not help, or weights may be partly updated.
 
-    A new process may continue with half of `first`, the micro-batch that this process began with.
+    A new process may continue with half of `first`, the initial micro-batch of this process.
     """
     what, why = "memory ran out while training", str(error).split("\n")[0][:200]
     if first == 1:
-        todo = "not even single patches fit: take a smaller --model, or smaller patches"
+        todo = "not even single patches fit: use a smaller --model, or smaller patches"
         return OutOfMemory(what, found=why, todo=todo)
-    # Not from the size that this process ended with: an allocator in pieces may have failed all the rest.
+    # Not half of the last size: later failures may come from fragmented memory.
     size = first // 2
     run_folder.write_micro_batch(folder, size, why)
     report("restart", size)
-    todo = f"go on with `histopipe train --resume --out {folder}`, which takes micro-batches of {size} patches"
+    todo = f"continue with `histopipe train --resume --out {folder}`, which uses micro-batches of {size} patches"
     return OutOfMemory(what, found=why, todo=todo)

@@ -22,7 +22,7 @@ from histopipe.training.memory import is_out_of_memory
 SMALL_CNN = "small-cnn"
 _HASHES = 1 << 31
 LOGITS = "logits"
-"""Name of the last layer with weights, in training and in what is saved."""
+"""Name of the last layer with weights, in training and in saved models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class PatchModel:
     """A training and a serving model that share their weights."""
 
     training: keras.Model
-    """(image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout by sample."""
+    """(image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout per sample."""
     serving: keras.Model
-    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C), of stock layers only: what `model.keras` holds."""
+    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C), with only stock layers. Saved in `model.keras`."""
 
     @property
     def classes(self) -> int:
@@ -41,17 +41,17 @@ class PatchModel:
 
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
-        """Its batch normalization layers, nested ones included."""
+        """Batch normalization layers, including nested ones."""
         layers = self.training._flatten_layers()
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
     def synchronize(self, wanted: bool) -> None:
-        """Take batch statistics over all replicas, or of each replica."""
+        """Compute batch statistics over all replicas, or per replica."""
         for layer in self.batch_norms:
             layer.synchronized = wanted
 
     def save(self, path: Path) -> None:
-        """Save the serving model, for any backend of Keras: only one of them has batch statistics over replicas."""
+        """Save the serving model, for any backend of Keras: only TensorFlow has batch statistics over replicas."""
         self.synchronize(False)
         try:
             self.serving.save(path)
@@ -70,13 +70,13 @@ def build_model(
 ) -> PatchModel:
     """Build a patch classifier.
 
-    The name is "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0); weights are
-    "none", "imagenet", or a weights file of the backbone. Dropout is before the last layer, which is float32 at least.
+    The name is "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0). Weights are
+    "none", "imagenet", or a weights file of the backbone. Dropout is before the last layer, which is at least float32.
 
     Raises:
-        UsageError: no such model, weights that are missing or do not fit, or patches too small for it.
+        UsageError: there is no such model, its weights are missing or do not fit, or patches are too small.
     """
-    with dtype_policy(precision):  # the only way into `keras.applications`
+    with dtype_policy(precision):  # `keras.applications` has no argument for it
         return _build(name, patch_size, classes, dropout, weights)
 
 
@@ -97,7 +97,7 @@ def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
     Name and weights as for `build_model`.
 
     Raises:
-        UsageError: no such network, weights that are missing or do not fit, or patches too small for it.
+        UsageError: there is no such network, its weights are missing or do not fit, or patches are too small.
     """
     image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
     others = "a run's folder", "an ONNX file"
@@ -112,7 +112,7 @@ def _build(name: str, patch_size: int, classes: int, dropout: float, weights: st
         if name == SMALL_CNN
         else _application(name, image, weights, SMALL_CNN)
     )
-    # Also where the rest is of 16 bits: what is summed and judged needs more.
+    # At least 32 bits, also with 16-bit precision: sums and probabilities need it.
     last = keras.config.dtype_policy().variable_dtype
     head = keras.layers.Dense(classes, dtype=last, name=LOGITS)
     training = head(SampleDropout(dropout)(features, seed))
@@ -145,7 +145,7 @@ def _application(
 ) -> keras.KerasTensor:
     build = _find_application(name, others)
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # where Keras tells of a download
+        with contextlib.redirect_stdout(sys.stderr):  # Keras prints downloads
             backbone = build(
                 include_top=False,
                 weights="imagenet" if weights == "imagenet" else None,
@@ -154,16 +154,16 @@ def _application(
             )
         if weights not in ("none", "imagenet"):
             backbone.load_weights(weights)
-    except Exception as error:  # Keras raises a bare Exception where a download fails
+    except Exception as error:  # Keras raises a bare Exception if a download fails
         if is_out_of_memory(error):
             raise
         todo = None
         if weights == "imagenet":
-            # As documented; there is no public function for it.
+            # As documented by Keras, which has no public function for it.
             home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
             todo = (
-                "imagenet weights are fetched once over the network; without one, put the file that "
-                f"this names into {home / 'models'}, or give it as --weights FILE"
+                "imagenet weights are downloaded once; without a network, copy the file named above to "
+                f"{home / 'models'}, or pass it as --weights FILE"
             )
         raise UsageError(
             f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
@@ -186,10 +186,10 @@ def _find_application(name: str, others: Sequence[str]) -> Callable[..., keras.M
 
 
 def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:
-    """A network's own preprocessing as stock layers, so that a saved model takes uint8 RGB.
+    """Return the preprocessing of a network as stock layers, so that a saved model takes uint8 RGB.
 
-    Every `preprocess_input` of Keras is a scale, an offset and perhaps a change from RGB to BGR. They are measured on four
-    colours.
+    Every `preprocess_input` of Keras is a scale, an offset and an optional change from RGB to BGR. They are measured on
+    four colours.
     """
     colours = np.concatenate([np.zeros((1, 3)), 255 * np.eye(3)]).reshape(4, 1, 1, 3)
     seen = np.asarray(preprocess(colours.astype(np.float32))).reshape(4, 3)
@@ -197,17 +197,17 @@ def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) ->
     swapped = matrix[0, 0] == 0 and matrix[0, 2] != 0
     scale = np.diag(matrix[::-1] if swapped else matrix)
     if not np.allclose(matrix, np.diag(scale)[::-1] if swapped else np.diag(scale), atol=1e-6):
-        raise UsageError("--model", found="a preprocessing that is no scale and offset")
+        raise UsageError("--model", found="preprocessing other than a scale and an offset")
     if swapped:
         image = keras.ops.flip(image, axis=-1)
     return keras.layers.Rescaling(scale.tolist(), offset=offset.tolist())(image)
 
 
 class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no types
-    """Drops each feature of each sample, with a probability of `rate`, by a hash of the sample's seed.
+    """Drops each feature of each sample with probability `rate`, by a hash of the sample's seed.
 
-    Keras' own layer draws once a replica, the same mask on each, so several replicas would not equal one. This layer is for
-    training only; a saved model has the stock `Dropout` in its place.
+    Keras' layer draws the same mask on each replica, so several replicas would not equal one. This layer is for
+    training only. A saved model has the stock `Dropout` in its place.
     """
 
     def __init__(self, rate: float) -> None:
@@ -215,7 +215,7 @@ class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no t
         self.rate = rate
 
     def call(self, features: tf.Tensor, seeds: tf.Tensor, training: bool = False) -> tf.Tensor:
-        """(B, F) features, kept ones scaled up so that their mean stays; seeds (B,) int64."""
+        """Return (B, F) features; kept ones are scaled up to preserve the mean. Seeds are (B,) int64."""
         if not training or self.rate == 0:
             return features
         places = tf.range(tf.shape(features)[-1], dtype=tf.int64)

@@ -14,10 +14,10 @@ _GROWTH_STEPS = 2000
 
 
 def make_optimizer(config: TrainConfig, steps_per_epoch: int) -> keras.Optimizer:
-    """Return the optimizer of a run. Its step count, which decides the learning rate, is one of its variables and so is resumed.
+    """Return the optimizer of a run. Its step count, which sets the learning rate, is a variable and is resumed.
 
     Raises:
-        UsageError: a warm-up that is longer than the training.
+        UsageError: the warm-up is longer than the training.
     """
     rate = _learning_rate(config, config.epochs * steps_per_epoch)
     match config.optimizer:
@@ -50,10 +50,10 @@ def _learning_rate(
 
 
 class LossScale:
-    """The factor on the loss that keeps small gradients from vanishing in float16.
+    """Factor on the loss that prevents small gradients from vanishing in float16.
 
-    It doubles after many steps without an overflow and halves with each overflow; such a step is skipped. Keras'
-    `LossScaleOptimizer` checks the first replica only, and weights became NaN.
+    It doubles after many steps without an overflow. It halves at each overflow, and the step is skipped. Keras'
+    `LossScaleOptimizer` checks only the first replica, so weights became NaN.
     """
 
     def __init__(self) -> None:
@@ -63,11 +63,11 @@ class LossScale:
 
     @property
     def value(self) -> tf.Tensor:
-        """The present factor, scalar float32."""
+        """Current factor, scalar float32."""
         return tf.convert_to_tensor(self._scale.value)
 
     def adapt(self, finite: tf.Tensor) -> None:
-        """Update the factor by whether a step's gradients, summed over all replicas, were finite. Called on each replica."""
+        """Update the factor, on each replica. `finite`: all gradients of the step, summed over replicas, are finite."""
         steps = tf.where(finite, tf.convert_to_tensor(self._finite_steps.value) + 1, 0.0)
         grown = steps >= _GROWTH_STEPS
         factor = tf.where(finite, tf.where(grown, 2.0, 1.0), 0.5)

@@ -1,4 +1,4 @@
-"""What a training computes and writes besides its model and state: predictions, metrics, TensorBoard logs, attention."""
+"""Outputs of a training, except its model and state: predictions, metrics, TensorBoard logs, attention."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class Predictions:
 
 @dataclass(slots=True)
 class StepResults:
-    """The results of the steps of a pass so far."""
+    """Results of the completed steps of a pass."""
 
     values: list[NDArray[np.float32]] = field(default_factory=list)
-    """By step, (B, C + 2) of the rows that are this worker's: probabilities, loss, and weight in it."""
+    """By step, (B, C + 2) of this worker's rows: probabilities, loss, and weight in the loss."""
     seconds: float = 0.0
     """Wall time."""
     input_wait: float = 0.0
-    """The part of it spent waiting for batches."""
+    """Part of the wall time spent waiting for batches."""
 
 
 def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -73,7 +73,7 @@ def step_losses(values: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def check_finite(values: NDArray[np.float32], epoch: int) -> None:
-    """Raise a UsageError if a loss of an epoch, from 1, is not finite. `values` are (S, B, C + 2) float32."""
+    """Raise a UsageError if a loss of an epoch, counted from 1, is not finite. `values` are (S, B, C + 2) float32."""
     has_weight = (values[..., -1] > 0).any(axis=1)
     diverged = np.flatnonzero(~np.isfinite(step_losses(values)) & has_weight)
     if len(diverged):
@@ -105,7 +105,7 @@ def predictions(
 
 
 def epoch_metrics(predictions: Predictions) -> EpochMetrics:
-    """Return the metrics of predictions. They are computed on the host: the same for any number of replicas."""
+    """Return the metrics of predictions. They are computed on the host, and are the same for any number of replicas."""
     return EpochMetrics(
         count=len(predictions.label),
         loss=predictions.loss,
@@ -156,7 +156,7 @@ _COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
 def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
     """Write the metrics of a complete epoch, a row of `history.csv`, and the (S,) losses of its steps.
 
-    A resumed run writes at most that epoch again, with the same values.
+    A resumed run may write one epoch again, with the same values.
     """
     epoch = row["epoch"]
     writer = tf.summary.create_file_writer(str(folder / _TENSORBOARD), filename_suffix=f".{epoch}")
@@ -171,7 +171,7 @@ def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np
 
 
 def _write(name: str, value: float, step: int) -> None:
-    """Do as `tf.summary.scalar`, which needs TensorBoard installed where the training runs."""
+    """Write a scalar as `tf.summary.scalar` does, but without the TensorBoard package."""
     kind = tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars")
     metadata = tf.compat.v1.SummaryMetadata(plugin_data=kind)
     tf.summary.write(name, tf.constant(value, tf.float32), step=step, metadata=metadata)
@@ -193,7 +193,7 @@ def write_results(
 
 
 def _environment() -> dict[str, object]:
-    """Versions and devices, without names of the machine or its user."""
+    """Return versions and devices, without the names of machine and user."""
     gpus = tf.config.list_physical_devices("GPU")
     details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
     build = tf.sysconfig.get_build_info()
@@ -208,7 +208,7 @@ def _environment() -> dict[str, object]:
 
 
 def attention_of(model: BagModel, features: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the (N,) shares of a bag's (N, D) patches, which add up to 1."""
+    """Return the (N,) attention weights of a bag's (N, D) patches, which sum to 1."""
     weights = values_of(model.patch_weights)
     pieces = np.split(features, range(PIECE, len(features), PIECE))
     found = [model.patches(weights, piece, np.arange(len(piece)), None)[1] for piece in pieces]
@@ -224,8 +224,8 @@ def write_attention(folder: Path, bags: Sequence[Bag], model: BagModel) -> None:
             path = path_within(folder / run_folder.ATTENTION, f"{bag.id}.csv")
             attention = attention_of(model, read_bag(bag, bag.headers[0].dtype))
             rows = list(_rows(bag, attention))
-        except DamagedStore as error:  # one that was skipped in training, too
-            message(f"no attention of {bag.id}: {error}")
+        except DamagedStore as error:  # training skipped this bag, too
+            message(f"cannot write attention of {bag.id}: {error}")
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         with (

@@ -1,4 +1,4 @@
-"""What a run learns from and by: its data, and its network. One class for patches, one for bags."""
+"""The data and the network of a training. One class for patches, one for bags."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from histopipe.training.train_step import StepSettings, TrainStep
 
 
 def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Problem:
-    """Return the problem that settings describe, with sources from `opened_sources`.
+    """Return the problem for a configuration, with sources from `opened_sources`.
 
     Raises:
         NothingToDo: training or validation has no data.
@@ -43,12 +43,12 @@ def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: S
 
 
 class Problem:
-    """What a run learns from, and its network; with `max_per_slide`, at most so many samples of a slide in an epoch."""
+    """Data and network of a training. `max_per_slide` limits the training samples of a slide per epoch; 0: no limit."""
 
     holders: str
-    """What holds the samples in the splits, in the plural."""
+    """Containers of the samples in the splits, as a plural noun for messages."""
     level: Level = "patch"
-    """What a sample is."""
+    """Level of a sample."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Problem:
     ) -> None:
         self.splits = splits
         self.facts: Mapping[str, Any] = {}
-        """What users of the model must know, for `metrics.json`."""
+        """Facts for users of the model, written to `metrics.json`."""
         self._settings, self._sources = config, sources
         self._tables: dict[Side, SampleTable] = {}
         for side in SIDES:
@@ -70,22 +70,22 @@ class Problem:
             cap = max_per_slide if side == "train" else 0
             self._tables[side] = SampleTable(chosen, max_per_slide=cap or None, seed=config.seed)
         self.sides = tuple(self._tables)
-        """Those that have samples."""
+        """Sides that have samples."""
 
     def batches(self, side: Side, replicas: int) -> BatchSampler:
-        """Return the batches of a side, with a part for each replica; shuffled for training."""
+        """Return the batches of a side, with a part for each replica. Training batches are shuffled."""
         raise NotImplementedError
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
-        """Return the training step of a new model and its optimizer."""
+        """Return the training step of a new model with its optimizer."""
         raise NotImplementedError
 
     def scores(self, predictions: Predictions) -> PatchScores:
-        """Return predictions with the slides, patients and positions that they are of."""
+        """Return predictions with their slides, patients and positions."""
         return patch_scores(predictions, self._sources, self.splits, level=self.level)
 
-    def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
-        """Write what `predictions.csv` does not have of the samples that were evaluated: nothing, for patches."""
+    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
+        """Write outputs of the evaluated samples that are not in `predictions.csv`. Patches have none."""
 
     def _order(self, side: Side, *, shuffle_block: int = 0) -> Order:
         config, table = self._settings, self._tables[side]
@@ -97,7 +97,7 @@ class Problem:
     def _step_settings(self, **more: Any) -> StepSettings:
         config, classes = self._settings, self.splits.classes
         weights = np.ones(len(classes), np.float32)
-        if config.class_weights != "none":  # inverse to the frequency of the class
+        if config.class_weights != "none":  # inverse to class frequency
             counts = self.splits.count()["train"]
             samples = np.array([counts[name] for name in classes], np.float64)
             weights = samples.sum() / (len(samples) * np.maximum(samples, 1))
@@ -158,7 +158,7 @@ class BagProblem(Problem):
         self.holders, self.level = f"{config.bag}s", config.bag
 
     def batches(self, side: Side, replicas: int) -> BagBatches:
-        """Return the batches of a side; for training, bags are capped, too."""
+        """Return the batches of a side. Training bags are limited to `max_per_slide` patches."""
         config = self._config
         return BagBatches(
             self._bags, self._tables[side], order=self._order(side), batch_size=config.batch_size,
@@ -177,30 +177,31 @@ class BagProblem(Problem):
             optimizer = make_optimizer(config, steps_per_epoch)
         return BagTrainStep(strategy, model, optimizer, self._step_settings())
 
-    def write_more(self, folder: Path, step: TrainStep, judged: Sequence[Predictions]) -> None:
-        """Write the attention of each patch of the bags that were evaluated."""
+    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
+        """Write the attention of each patch of the evaluated bags."""
         if self._config.pooling in ("gated", "attention"):
             model = cast(BagModel, step.model)
-            numbers = [n for found in judged for n in unpack_keys(found.key)[1].tolist()]
+            numbers = [n for found in evaluated for n in unpack_keys(found.key)[1].tolist()]
             write_attention(folder, [self._bags.bags[number] for number in numbers], model)
 
 
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
-    """Show what is trained, validated and tested on. `holders` of patches or bags and `unit` are words in the plural."""
+    """Print the samples per side and class. `holders` (see `Problem`) and `unit` are plural nouns."""
     for side, counts in splits.count().items():
         message(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
     if splits.split_by == "patch":
         message(
-            "warning: split by patch: neighbours of training patches are in the test set, so its"
+            "warning: split by patch: test patches are neighbours of training patches, so test metrics"
         )
-        message("figures say that the pipeline learns, not how good the model is on another slide")
+        message("show that the pipeline learns, not how good the model is on other slides")
     left_out = sum(len(source.complete) for source in sources) - len(splits.slides)
     if left_out:
-        message(f"{left_out} {holders} left out: they have no label, or no patch")
+        message(f"{left_out} {holders} left out: no label, or no patches")
     dropped = sum(int((slide.sides < 0).sum()) for slide in splits.slides)
     if dropped:
         message(
-            f"{dropped} {unit} left out (unreadable, of no class, unfit, too near another side's, or kept from a search)"
+            f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another side, "
+            "or held out from a search)"
         )
     sites = site_by_label(splits.slides)
     if len(sites) > 1:

@@ -1,4 +1,4 @@
-"""Throughput of each stage that feeds a training, in patches per second."""
+"""Throughput of each stage of training, in patches per second."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sample_batches(stores: Sequence[Store], batch_size: int) -> PatchBatches:
 
 
 def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float | None:
-    """Measure reads of values past the page cache; None where the filesystem does not support them (tmpfs)."""
+    """Measure reads of values that bypass the page cache; None if the filesystem does not support them (tmpfs)."""
     places: list[tuple[str, int, int]] = []
     values = 0
     for store, slides, rows in _patches(batches, -(-int(2000 * seconds) // batches.batch_size)):
@@ -44,7 +44,7 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
     if not places:
         return None
     longest = max(length for _, _, length in places)
-    buffers = [mmap.mmap(-1, longest) for _ in range(threads)]  # aligned as O_DIRECT wants it
+    buffers = [mmap.mmap(-1, longest) for _ in range(threads)]  # aligned, as O_DIRECT requires
     files: dict[str, int] = {}
 
     def read(thread: int, turn: int) -> int:
@@ -55,7 +55,7 @@ def measure_disk(batches: PatchBatches, seconds: float, threads: int) -> float |
     try:
         for path in {path for path, _, _ in places}:
             files[path] = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-        # Neighbours were joined to one reading.
+        # One read may cover several neighbouring values.
         return _rate(read, seconds, threads) * values / len(places)
     except OSError:
         return None
@@ -68,16 +68,16 @@ def measure_lmdb(batches: PatchBatches, seconds: float) -> float:
     """Measure lookups of values in the page cache by one thread."""
     patches = list(_patches(batches, 64))
 
-    def look(_: int, turn: int) -> int:
+    def look_up(_: int, turn: int) -> int:
         store, slides, rows = patches[turn % len(patches)]
         with store.reading() as reading:
             for slide, row in zip(slides, rows, strict=True):
                 reading.value(slide, row)
         return len(rows)
 
-    for turn in range(len(patches)):  # into the page cache
-        look(0, turn)
-    return _rate(look, seconds)
+    for turn in range(len(patches)):  # load them into the page cache
+        look_up(0, turn)
+    return _rate(look_up, seconds)
 
 
 def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float:
@@ -98,7 +98,7 @@ def measure_decode(batches: PatchBatches, seconds: float, threads: int) -> float
 
 
 def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -> float:
-    """Measure the whole reader through tf.data, without its first batches."""
+    """Measure the whole reader through tf.data, after its first batches."""
     source = BatchFeed(batches)
     try:
         steps = iter(source.dataset(0, _LONGEST_RUN, parallel_calls=parallel_calls))
@@ -112,15 +112,15 @@ def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -
 def measure_device(
     side: int, model: str, batch_sizes: Sequence[int], devices: str, seconds: float
 ) -> dict[int, float]:
-    """Measure training steps on one batch of patches of `side` pixels that stays in memory, by batch size.
+    """Measure training steps on one batch of patches of `side` pixels in memory, by batch size.
 
-    `seconds` is for each size. Sizes rise; those from the first that does not fit into memory on are left out.
+    `seconds` is the time per size. Sizes must increase. The first that does not fit into memory ends the measurement.
 
     Raises:
-        UsageError: no such model or device.
+        UsageError: the model or a device does not exist.
         MachineShort: not even the smallest batch fits into memory.
     """
-    # Late: they load Keras, which the other stages do not need.
+    # Imported late: the other stages do not need Keras.
     import keras
     import tensorflow as tf
 
@@ -172,7 +172,7 @@ def measure_device(
 
 
 def _patches(batches: PatchBatches, steps: int) -> Iterator[tuple[Store, list[int], list[int]]]:
-    """Yield the slides and rows of the first steps, store by store."""
+    """Yield the slides and rows of the first steps, by store."""
     for step in range(min(steps, batches.steps_per_epoch)):
         ordinals, slides, rows = unpack_keys(np.sort(batches.locate(step)[0].keys))
         for ordinal in np.unique(ordinals).tolist():
@@ -190,7 +190,7 @@ def _repeated(step: Callable[[], object], seconds: float) -> float:
 
 
 def _rate(work: Callable[[int, int], int], seconds: float, threads: int = 1) -> float:
-    """Return the sum of what calls of `work` return, per second; its arguments are the thread and the number of the call."""
+    """Return the sum of the results of `work` per second. Its arguments are the numbers of thread and call."""
     stop = threading.Event()
     begun = time.perf_counter()
 
@@ -205,4 +205,4 @@ def _rate(work: Callable[[int, int], int], seconds: float, threads: int = 1) -> 
         try:
             return sum(pool.map(run, range(threads))) / (time.perf_counter() - begun)
         finally:
-            stop.set()  # interrupted: they must end
+            stop.set()  # after an interrupt, the threads must end

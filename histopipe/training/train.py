@@ -16,7 +16,7 @@ from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
 from histopipe.runs.splits import new_splits, opened_sources
-from histopipe.runs.workers import SIGNS, Cluster
+from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import use_progress
 from histopipe.training.devices import find_cluster
@@ -28,22 +28,22 @@ from histopipe.training.trainer import Trainer
 def train_here(
     config: TrainConfig, folder: Path, *, resume: bool = False, report: Report | None = None
 ) -> TrainResult:
-    """Train a model in this process, which never frees all of the memory that this takes.
+    """Train a model in this process. Part of the memory is not freed before the process ends.
 
     `report` sends messages and progress to a supervisor; without it, progress is shown here.
 
     Raises:
         UsageError: a setting does not fit the data or the machine.
         NothingToDo: there is no store, or fewer than two classes.
-        DamagedStore: a store is damaged, or no longer the one that the run began with.
+        DamagedStore: a store is damaged, or differs from the one at the start of the run.
         OutOfMemory: memory ran out in a way that this process cannot recover from.
         MachineShort: the disk is full.
-        WorkerLost: another worker is gone.
-        Interrupted: by a signal; the state is saved.
+        WorkerLost: another worker is lost.
+        Interrupted: a signal stopped the training; the state is saved.
     """
     cluster = find_cluster()
     if cluster.chief:
-        run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (SIGNS,))
+        run_folder.check(folder, resume=resume, ignored=() if cluster.alone else (HEARTBEATS,))
     with ExitStack() as stack:
         if report is not None:
             report = one_at_a_time(report)
@@ -55,13 +55,13 @@ def train_here(
         problem = make_problem(config, sources, splits)
         if cluster.chief:
             print_splits(splits, sources, problem.holders, config.unit)
-        stack.enter_context(cluster.signs(folder))
+        stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
         trainer = Trainer(
             config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
         )
         if cluster.chief:
-            # All that can be wrong with the settings has been found by now: make the folder.
+            # All checks of the settings have passed: create the folder.
             stack.enter_context(
                 run_folder.opened(folder, {run_folder.SPLITS: splits}, config, resume=resume)
             )
@@ -78,15 +78,15 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
         if is_out_of_memory(error):
             raise OutOfMemory(
                 "memory ran out before the first step", found=str(error).split("\n")[0][:200],
-                todo="take a smaller --model, or end what else uses this machine's memory",
+                todo="use a smaller --model, or end other programs on this machine",
             ) from error  # fmt: skip
         if isinstance(error, tf.errors.OpError) and not cluster.alone:
             raise WorkerLost(
-                "training cannot go on without all of its workers",
-                found=cluster.missing(folder, since), todo=f"go on with {resume} on all of them",
+                "training cannot continue without all of its workers",
+                found=cluster.missing(folder, since), todo=f"run {resume} on all of them",
             ) from error  # fmt: skip
         if is_full_disk(error):
             raise MachineShort(
-                f"the disk that holds {folder} is full", todo=f"make room and go on with {resume}"
+                f"the disk that holds {folder} is full", todo=f"make room and run {resume}"
             ) from error
         raise

@@ -1,7 +1,7 @@
-"""The computation of one training step on the replicas of a strategy: gradients, which change nothing, and their application.
+"""One training step on the replicas of a strategy: computation of gradients, and their application.
 
-They are two functions, so that a step whose gradients ran out of memory can be computed again in smaller pieces. The network is
-called without side effects, and batch statistics change only together with the weights.
+Computing gradients has no side effects, so that a step that ran out of memory can be computed again in smaller pieces.
+Batch statistics change only together with the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StepSettings:
     """Settings of a training step."""
 
     batch_size: int
-    """Over all replicas."""
+    """Rows of a step, over all replicas."""
     class_weight: NDArray[np.float32]
     """(C,) weight of each class in the loss."""
     augmentations: Sequence[Augmentation] = ()
@@ -37,14 +37,14 @@ class StepSettings:
     label_smoothing: float = 0.0
     """Share of each label that is spread over all classes."""
     clip_norm: float = 0.0
-    """Largest global norm of the gradients; 0 for any."""
+    """Maximum global norm of the gradients; 0: no limit."""
     scale_loss: bool = False
-    """So that small gradients do not vanish in float16."""
+    """Scale the loss, so that small gradients do not vanish in float16."""
     xla: bool = False
 
 
 class TrainStep:
-    """The training step of a model and its optimizer, built in the strategy's scope, and its prediction step.
+    """The training and prediction steps of a model and its optimizer, built in the strategy's scope.
 
     Raises:
         UsageError: XLA cannot compile batch normalization over several replicas.
@@ -62,7 +62,7 @@ class TrainStep:
         if settings.xla and self.meets_within_gradients and strategy.num_replicas_in_sync > 1:
             raise UsageError(
                 "--xla cannot compile batch normalization over several devices",
-                todo="leave it out, or take one device or a --model without batch normalization",
+                todo="leave out --xla, or use one device or a --model without batch normalization",
             )
         self._scale: LossScale | None = None
         self._differentiated = (
@@ -74,7 +74,7 @@ class TrainStep:
             optimizer.build(model.training.trainable_variables)
             if settings.scale_loss:
                 self._scale = LossScale()
-        # Else Keras sums the gradients over the replicas again: ours are summed before they are clipped.
+        # Prevents Keras from summing gradients over the replicas again: they are summed before clipping.
         if not hasattr(optimizer, "_all_reduce_sum_gradients"):
             raise AttributeError("_all_reduce_sum_gradients")
         optimizer._all_reduce_sum_gradients = list
@@ -85,12 +85,12 @@ class TrainStep:
         return int(self.model.classes)
 
     def whole(self, rows: int) -> int:
-        """Return how much is computed at once if memory suffices: all of a replica's rows."""
+        """Return the number of rows computed at once if memory suffices: all rows of a replica."""
         return rows
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """Everything that training changes: weights, batch statistics, optimizer, loss scale."""
+        """All variables that training changes: weights, batch statistics, optimizer, loss scale."""
         scaling = self._scale.variables if self._scale is not None else []
         return [*self.model.training.variables, *self.optimizer.variables, *scaling]
 
@@ -105,10 +105,11 @@ class TrainStep:
         return bool(self.model.batch_norms)
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
-        """Compute the gradients of a batch with a part per replica, summed over micro-batches of `size` rows. Nothing changes.
+        """Compute the gradients of a batch, summed over micro-batches of `size` rows. Nothing changes.
 
-        The epoch's number is from `epoch_seed`; `rows` is the size of the largest part. Return the argument of `apply`, and by
-        micro-batch and replica (size, C + 2) float32: probabilities, loss, weight.
+        The batch has a part per replica; `rows` is the size of the largest. `epoch_number` comes from `epoch_seed`.
+        Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: probabilities, loss,
+        weight.
         """
         so_far, values = None, []
         for piece in self._pieces(rows, size):
@@ -117,7 +118,7 @@ class TrainStep:
         return so_far, values
 
     def predictions(self, batch: Any, rows: int, size: int) -> Any:
-        """Predict by the model as it is saved: by micro-batch and replica, (size, C + 2) float32: probabilities, loss, weight."""
+        """Predict with the serving model. Return by micro-batch and replica (size, C + 2) float32, as `gradients`."""
         parts = (self._predict_step(batch, *piece) for piece in self._pieces(rows, size))
         return [self.strategy.experimental_local_results(part) for part in parts]
 
@@ -128,7 +129,7 @@ class TrainStep:
 
     @tf.function(autograph=False)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def apply(self, gradients: Any, requests: tf.Tensor) -> tf.Tensor:
-        """Update the weights by the gradients of a step, summed over all replicas. Return the (2,) sum of their requests."""
+        """Update the weights by the gradients of a step, summed over replicas. Return the (2,) sum of all requests."""
         sums, state, weight = gradients
         means, finite, requests = self.strategy.run(self._reduce, args=(sums, weight, requests))
         if self._scale is None:
@@ -141,7 +142,7 @@ class TrainStep:
             )
         return self.strategy.experimental_local_results(requests)[0]
 
-    # Bags differ in length, and must not each be traced anew.
+    # Bags differ in length: without this option, each would be traced again.
     @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
     def _gradient_step(self, *arguments: Any) -> Any:
         return self.strategy.run(self._gradient_replica, args=arguments)
@@ -173,7 +174,7 @@ class TrainStep:
             total += weights
         return (gradients, state, total), results(probability, losses, weight)
 
-    def _differentiate(  # noqa: PLR0917 - a pure function of all it depends on
+    def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
         values: list[tf.Tensor],
         state: list[tf.Tensor],
@@ -183,14 +184,14 @@ class TrainStep:
         weight: tf.Tensor,
         scale: tf.Tensor | float,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Gradients of the weighted sum of losses, the new state, (B, C) probabilities and (B,) losses."""
+        """Return gradients of the weighted sum of losses, the new state, (B, C) probabilities and (B,) losses."""
         with tf.GradientTape() as tape:
             tape.watch(values)
             logits, state = self.model.training.stateless_call(
                 values, state, [images, seeds], training=True
             )
             losses = cross_entropy(label, logits, self.settings.label_smoothing)
-            # By the batch size, which is the same everywhere: float16 has no room for sums.
+            # Divide by the batch size, which is the same on all replicas: sums overflow in float16.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
             loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
         gradients = tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -203,10 +204,10 @@ class TrainStep:
         return results(probability, losses, self._weight(part))
 
     def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, requests: tf.Tensor) -> Any:
-        """The mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
+        """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
         values = [*sums, weight, tf.cast(requests, weight.dtype)]
         *sums, weight, requests = tf.distribute.get_replica_context().all_reduce(
-            # On this replica's device, or else they are reduced one by one.
+            # Copied to this replica's device; otherwise they are reduced one by one.
             tf.distribute.ReduceOp.SUM, [tf.identity(value) for value in values],
         )  # fmt: skip
         share = weight / self.settings.batch_size
@@ -246,7 +247,7 @@ def _assign(variable: tf.Variable, value: tf.Tensor) -> None:
 
 
 def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None) -> Any:
-    """Rows from `start` on. After the last row, rows from the first on with weight 0: every piece has the same shape."""
+    """Return `size` rows from `start` on. After the last row, pad with the first rows and weight 0."""
     if size is None:
         return part
     places = start + tf.range(size)

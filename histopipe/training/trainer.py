@@ -59,7 +59,7 @@ class Trainer:
     ) -> None:
         self._config, self._folder, self._problem = config, folder, problem
         self._cluster, self._report = cluster, report
-        # Raises before the long wait if there is no such class.
+        # Raises early if there is no such class.
         positive_class(problem.splits.classes, config.positive)
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
@@ -90,7 +90,7 @@ class Trainer:
         )  # fmt: skip
 
     def train(self, *, resume: bool) -> TrainResult:
-        """Train to the end; from the folder's saved state if resumed."""
+        """Train to the end. If resumed, start from the saved state in the folder."""
         try:
             if resume:
                 self._resume()
@@ -109,18 +109,18 @@ class Trainer:
     def _resume(self) -> None:
         self._state, problem = load_state(self._folder, self._step.variables)
         if problem:
-            message(f"warning: {problem}; going on from the state before it")
+            message(f"warning: {problem}; using the previous checkpoint")
         done = f"epoch {self._state.epoch}"
         if len(self._state.values):
             done += f" and {len(self._state.values)} steps of the next"
         message(f"resuming {self._folder} after {done}")
 
     def _agree(self) -> None:
-        """Wait for all workers, and check that they are about to do the same."""
+        """Wait for all workers, and check that their settings, splits and state are the same."""
         together = self._step.meets_within_gradients
         mine = run_folder.fingerprint(
             self._config, self._problem.splits, self._state.epoch, len(self._state.values),
-            # Where batch statistics are shared, all must take equally many pieces.
+            # With shared batch statistics, all workers need the same number of pieces.
             self._loop.micro_batch.first if together else 0,
         )  # fmt: skip
         check_same(self._cluster, self._step.strategy, mine)
@@ -130,11 +130,11 @@ class Trainer:
         return state.epoch >= self._config.epochs or bool(patience and state.waited >= patience)
 
     def _epoch(self) -> None:
-        """Train one epoch, validate, and write what came of it."""
+        """Train one epoch, validate, and write the results."""
         state, number = self._state, self._state.epoch + 1
         started = time.monotonic() - state.seconds
         trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
-        training = epoch_metrics(trained)  # of predictions before each step's update
+        training = epoch_metrics(trained)  # from predictions before each step's update
         metrics = epoch_metrics(self._predict("validation", saving=True))
         better = state.is_improved_by(metrics)
         row: dict[str, Any] = {
@@ -147,7 +147,7 @@ class Trainer:
             "val_auc": metrics.auc,
             "learning_rate": self._step.learning_rate,
             f"{self._config.unit}_per_s": training.count / state.seconds,
-            "input_wait": state.input_wait / state.seconds,  # share of the time of training
+            "input_wait": state.input_wait / state.seconds,  # share of the training time
             "seconds": time.monotonic() - started,
         }
         state.history.append(row)
@@ -161,7 +161,7 @@ class Trainer:
             self._write_epoch(losses, better=better)
 
     def _train_epoch(self, title: str) -> Predictions:
-        """Train one epoch, or the rest of it; the predictions before each update."""
+        """Train one epoch, or the rest of it. Return the predictions before each update."""
         state = self._state
         done = self._loop.own_rows(state.values)
         self._results = StepResults(done, state.seconds, state.input_wait)
@@ -172,7 +172,7 @@ class Trainer:
         )  # fmt: skip
         self._update_state()
         if not self._cluster.alone:
-            # Others may be stopped while they validate, and only the first worker saves.
+            # Other workers may be stopped during validation, but only the first worker saves.
             self._save()
         first_step = state.epoch * self._train_batches.steps_per_epoch
         found = predictions(self._train_batches, first_step, state.values)
@@ -186,7 +186,7 @@ class Trainer:
         run_folder.write_csv(self._folder / run_folder.HISTORY, self._state.history)
         if self._config.tensorboard:
             write_tensorboard(self._folder, row, losses)
-        # Last: the files that a resumed run finds are never older than the state says.
+        # Last, so that the other files are never older than the state.
         self._save()
         message(epoch_line(row, self._config.epochs, better=better))
         self._report("epoch", row)
@@ -199,7 +199,7 @@ class Trainer:
             raise self._interrupted()
 
     def _update_state(self) -> None:
-        """Take this epoch's results so far, of all workers, into the state, if all losses are finite."""
+        """Copy this epoch's results of all workers into the state, and check that all losses are finite."""
         self._state.values = self._loop.gathered(self._results)
         self._state.seconds = self._results.seconds
         self._state.input_wait = self._results.input_wait
@@ -216,13 +216,14 @@ class Trainer:
         return Interrupted(
             "interrupted", found=f"{self._folder} saved after epoch {self._state.epoch}"
             + (f" and {done} steps of the next" if done else ""),
-            todo=f"go on with `histopipe train --resume --out {self._folder}`",
+            todo=f"continue with `histopipe train --resume --out {self._folder}`",
         )  # fmt: skip
 
     def _predict(self, side: Side, *, saving: bool) -> Predictions:
         """Predict a side; stop if requested, without waiting for other workers.
 
-        `saving` while an epoch is validated: its training is complete. Later, the state is saved and the weights are the best.
+        With `saving`, during the validation after an epoch, save the state before stopping. Later the state is already
+        saved, and the network has the best weights.
         """
 
         def stop_if_requested() -> None:

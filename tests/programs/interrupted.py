@@ -1,8 +1,9 @@
 """Trains with a fault, then resumes, for each of several faults, in one process that has loaded TensorFlow.
 
-Usage: interrupted.py STORE OUT SETTINGS PLACE:CALL:KIND...    SETTINGS: of the training, as JSON. Run by conftest's `with_tensorflow`.
+Usage: interrupted.py STORE OUT SETTINGS PLACE:CALL:KIND...    SETTINGS: as JSON. Run by conftest's `with_tensorflow`.
 
-A fault raises an exception that nothing catches, which leaves files as a kill does, but for temporary ones. SIGTERM stops it.
+A fault raises an exception that the training does not catch, so the same files remain as after a kill, except temporary
+files. SIGTERM stops the training.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Trains one model on several numbers of replicas, or as one of several workers, and writes down every step's loss and the weights.
+"""Train models on some numbers of replicas, or as one of several workers, and write losses per step and weights.
 
-Usage: invariant.py STORE OUT.npz CASE,... REPLICAS...    (`workers` for REPLICAS: those of TF_CONFIG)
+Usage: invariant.py STORE OUT.npz CASE,... REPLICAS...    (REPLICAS `workers`: the workers of TF_CONFIG)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from histopipe.training.outputs import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
 
 BATCH, STEPS = 14, 24
-"""Four replicas do not divide the batch; of 101 patches the last step of an epoch has 3."""
+"""The batch size is not divisible by 4. With 101 patches, the last step of an epoch has 3."""
 
 CASES: dict[str, dict[str, Any]] = {
     "adagrad-clipped": {"optimizer": "adagrad", "learning_rate": 0.01, "clip_norm": 0.05},

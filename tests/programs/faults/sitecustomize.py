@@ -1,8 +1,8 @@
-"""Faults in the process of a training: put this folder on the PYTHONPATH of the fork server. The training's environment decides.
+"""Faults in the process of a training. This folder is on the PYTHONPATH of the fork server. Environment variables:
 
-HISTOPIPE_TEST_FAULT: where, at which call, which fault, and the file that marks it as done: PLACE:CALL:KIND:FILE.
-A plus after the place: after the call. "always" as the file: at every call, in every process.
-Several are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
+HISTOPIPE_TEST_FAULT: PLACE:CALL:KIND:FILE: place, number of the call, kind of fault, and a file that marks it as done.
+PLACE+ fails after the call. The file "always" fails at every call, in every process.
+Several faults are joined by semicolons. FOLDER=PLACE:... fails only in a run's folder of that name.
 HISTOPIPE_TEST_CHILD: Python code to run instead of the training; `fd` is its end of the pipe.
 HISTOPIPE_TEST_ARGUMENTS, HISTOPIPE_TEST_OUTPUT: its `sys.argv` as JSON, and the file for its standard output.
 """
@@ -37,14 +37,14 @@ PLACES = {
 
 
 def client() -> int:
-    """The process that made the pipe of this training."""
+    """Return the id of the process that created the pipe of this training."""
     with socket.socket(fileno=os.dup(pipe)) as end:
         credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("iii", credentials)[0])
 
 
 class Ended(BaseException):
-    """What ends a training at once, and is caught by the test only."""
+    """Ends a training at once. Only the test catches it."""
 
 
 def fail(kind: str) -> None:
@@ -53,7 +53,7 @@ def fail(kind: str) -> None:
     if kind == "exhausted":
         import tensorflow as tf
 
-        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating (made)")
+        raise tf.errors.ResourceExhaustedError(None, None, "OOM when allocating (injected)")
     if kind == "real":
         import tensorflow as tf
 
@@ -61,11 +61,11 @@ def fail(kind: str) -> None:
     if kind == "cuda":
         import tensorflow as tf
 
-        raise tf.errors.InternalError(None, None, "CUBLAS_STATUS_ALLOC_FAILED (made)")
+        raise tf.errors.InternalError(None, None, "CUBLAS_STATUS_ALLOC_FAILED (injected)")
     if kind == "slow-memory":
         time.sleep(2)
     if kind in ("memory", "slow-memory"):
-        raise MemoryError("made")
+        raise MemoryError("injected")
     if kind == "wait":
         time.sleep(2)
         return
@@ -76,17 +76,17 @@ def fail(kind: str) -> None:
     if kind == "diverge":
         from histopipe.errors import UsageError
 
-        raise UsageError("the loss of epoch 1 is not finite (made)")
+        raise UsageError("the loss of epoch 1 is not finite (injected)")
     if kind == "crash":
-        raise RuntimeError("made")
+        raise RuntimeError("injected")
     if kind == "parent":
-        os.kill(client(), signal.SIGKILL)  # and this process dies with it
+        os.kill(client(), signal.SIGKILL)  # this process ends with it
         time.sleep(60)
     os.kill(os.getpid(), getattr(signal, kind))
 
 
-def folder_of_the_run() -> str:
-    """The name of the folder that this process trains in."""
+def run_folder_name() -> str:
+    """Return the name of this process's run folder."""
     frame: Any = sys._getframe()
     while frame is not None:
         folder = frame.f_locals.get("folder")
@@ -109,7 +109,7 @@ def arm(only: str, place: str, at: int, kind: str, marker: Path) -> None:
         calls += 1
         always = marker.name == "always"
         due = always or (calls == at and not marker.exists())
-        due = due and (not only or folder_of_the_run() == only)
+        due = due and (not only or run_folder_name() == only)
         if due and not always:
             marker.touch()
         if due and not after:
@@ -150,10 +150,10 @@ def run(code: str) -> NoReturn:
             os.dup2(file.fileno(), 1)
     status: Any = 0
     try:
-        exec(code, {"fd": pipe, "__name__": "__main__"})  # noqa: S102 - a test's own
+        exec(code, {"fd": pipe, "__name__": "__main__"})  # noqa: S102 - code of a test
     except SystemExit as end:
         status = end.code
-    except BaseException:  # noqa: BLE001 - as the interpreter does
+    except BaseException:  # noqa: BLE001 - as in the interpreter
         traceback.print_exc()
         status = 1
     sys.stdout.flush()
