@@ -134,9 +134,8 @@ def test_slide_and_patient_predictions_are_means_of_patches(predicted: dict[str,
     assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
 
 
-@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_prediction_continues(
-    signal_number: int, trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
+def test_killed_prediction_continues(
+    trained: Path, made: Path, predicted: dict[str, Path], tmp_path: Path
 ) -> None:
     """Interrupts are tested with `embed`, which runs slides through a network in the same way."""
     out = tmp_path / "out"
@@ -146,13 +145,10 @@ def test_interrupted_prediction_continues(
     while not len(list(out.glob("patches/*.json"))) >= 3:
         assert time.monotonic() < until
         time.sleep(0.02)
-    process.send_signal(signal_number)
+    process.kill()
     _, errors = process.communicate(timeout=60)
     done = sorted(p.stem for p in out.glob("patches/*.json"))
     assert 3 <= len(done) < 12, errors
-    if signal_number == signal.SIGINT:
-        assert process.returncode == 130
-        assert "run the same command again to continue" in errors
     # A slide without its JSON file is incomplete and is predicted again.
     (out / "patches" / f"{done[0]}.json").unlink()
     again = predict(trained, made, out=out)

@@ -76,7 +76,7 @@ def findings(path: Path) -> Iterator[tuple[int, str, str, str]]:
 
 def main() -> int:
     """Print the findings, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", action="store_true")
     parser.add_argument("files", nargs="*", type=Path, help="default: all files that git tracks")
     options = parser.parse_args()

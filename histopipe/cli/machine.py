@@ -73,5 +73,5 @@ def bench(stores: tuple[Path, ...], as_json: bool, **options: Any) -> None:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before TensorFlow is loaded
     from histopipe.training.bench import bench
 
-    paths = list(stores) or ["patches.lmdb"]
+    paths = list(stores) or [Path("patches.lmdb")]
     show(bench(paths, **options), as_json=as_json, then=("train", *paths))

@@ -18,7 +18,7 @@ from histopipe.inference.predictions_folder import SETTINGS, SLIDES
 from histopipe.maintenance.info import StoreInfo, store_info
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
-from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.studies.study import STUDY_ID
 from histopipe.studies.tune_result import TRIALS_CSV
 from histopipe.system.files import read_json
@@ -105,9 +105,10 @@ def _training_facts(folder: Path) -> dict[str, Any]:
     """Return the settings that identify a training."""
     config = load_config(folder / run_folder.CONFIG)
     splits = _json(folder / run_folder.SPLITS)
+    facts: dict[str, Any] = {}
     if isinstance(config, BagTrainConfig):
         facts = {"model": f"{config.pooling} (bags)", "features": config.mil}
-    else:
+    elif isinstance(config, PatchTrainConfig):
         facts = {"model": config.model, "stores": config.stores}
     return facts | {
         "classes": splits.get("classes", ()),
