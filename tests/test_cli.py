@@ -22,7 +22,7 @@ def test_every_command_has_help_and_is_in_readme(run: Run) -> None:
     for name, (_, summary) in COMMANDS.items():
         assert name in shown
         assert summary in shown
-        assert f"histopipe {name}" in readme
+        assert f"`{name}`" in readme
         done = run(name, "--help")
         assert done.returncode == 0
         assert f"Example: histopipe {name}" in done.stdout
@@ -41,14 +41,14 @@ def test_every_option_has_help(run: Run) -> None:
 
 
 def test_exit_codes_are_documented() -> None:
-    text = (PROJECT / "docs" / "architecture.md").read_text()
+    text = (PROJECT / "docs" / "reference" / "exit-codes.md").read_text()
     for code in ExitCode:
         assert f"| {int(code)} |" in text
 
 
 def test_version_and_unknown_commands(run: Run) -> None:
     assert run("--version").stdout == f"histopipe, version {__version__}\n"
-    assert f"## {__version__}" in (PROJECT / "CHANGELOG.md").read_text()
+    assert f"## [{__version__}]" in (PROJECT / "CHANGELOG.md").read_text()
     done = run("nothing")
     assert done.returncode == 2
     assert "No such command 'nothing'" in done.stderr

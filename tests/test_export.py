@@ -218,7 +218,7 @@ def test_damaged_patches_are_skipped_and_reported(tmp_path: Path, run: Run) -> N
 def test_slide_ids_cannot_escape_output_folder(tmp_path: Path) -> None:
     store = a_store(tmp_path / "s.lmdb", {"n/../../../x": jpegs(0, 2)})
     for to in ("tfrecord", "webdataset", "folder"):
-        with pytest.raises(DamagedStore, match=r"slide 0: its id.*expected a name"):
+        with pytest.raises(DamagedStore, match=r"slide 0: its id.*expected a valid file name"):
             exported(store, out=tmp_path / to, to=to)
         assert not (tmp_path / to).exists()
 
