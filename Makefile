@@ -1,4 +1,4 @@
-# Python 3.11 to 3.13; another one: make PYTHON=python3.12 test
+# Python 3.11 to 3.13. To choose one: make PYTHON=python3.12 test
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,10 +7,10 @@ SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyprojec
 
 .PHONY: help demo test check format docs release lock image-check clean
 
-help: ## what there is to make
+help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-# Exact versions, each file checked by its hash; then the package itself, installed as a user would have it.
+# Exact versions, each file checked by its hash. The package is installed as for a user, not in editable mode.
 $(VENV)/.dependencies: requirements/dev.lock
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
@@ -21,20 +21,21 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
 	touch $@
 
-demo: $(VENV)/.installed ## make slides, tile them, train, predict; ends with the held-out AUC and reports
+demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with the test AUC and reports
 	rm -rf $(DEMO)
 	$(BIN)/histopipe demo --out $(DEMO)
 
-test: $(VENV)/.installed ## the tests, against the installed package
+test: $(VENV)/.installed ## run the tests against the installed package
 	$(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-check: $(VENV)/.installed ## format, lint, types and tests
+check: $(VENV)/.installed ## check format, lint, words and types, and run the tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -P tools/check_words.py
 	$(BIN)/mypy
 	$(MAKE) test
 
-format: $(VENV)/.dependencies ## write every file in the one format
+format: $(VENV)/.dependencies ## format all Python files
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
@@ -45,18 +46,18 @@ $(VENV)-docs/.installed: requirements/docs.lock $(SOURCES)
 	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .
 	touch $@
 
-docs: $(VENV)-docs/.installed ## build the documentation into site/, with the table of settings
+docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the settings page
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
 
 release: $(VENV)/.dependencies ## build wheel and sdist into dist/, and check them in new environments
 	$(BIN)/python -P tools/release.py
 
-image-check: ## build the container images without Docker, and use them: root, 10 minutes, 30 GB of disk
+image-check: ## build and check the container images without Docker: needs root, 10 minutes, 30 GB of disk
 	docker/check
 
-# pip-tools is not part of the lock that it writes. No address of an index may get into a lock.
-lock: ## resolve the dependencies anew
+# pip-tools is not part of the lock that it writes. Locks contain no addresses of package indexes.
+lock: ## resolve all dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
 	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask" "cpu --extra cpu --extra tune --extra onnx --extra dask" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
@@ -66,5 +67,5 @@ lock: ## resolve the dependencies anew
 	    --no-header --no-annotate "$$@" -o requirements/$$name.lock pyproject.toml; \
 	done
 
-clean: ## remove what was made here
+clean: ## remove environments, builds and the demo
 	rm -rf $(VENV) $(VENV)-docs $(VENV)-lock build dist site *.egg-info $(DEMO)

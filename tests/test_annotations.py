@@ -695,7 +695,7 @@ def test_unreadable_annotations_fail_only_their_slide(skin: Path, run: Run) -> N
     done = run("annotate", "patches.lmdb", "drawn")
     assert done.returncode == 3, done.stderr
     assert "slide-000: failed: drawn/slide-000.xml cannot be read" in done.stderr
-    assert "1 slides labelled" in done.stdout
+    assert "1 slide labelled" in done.stdout
     assert run("ingest", "slides", "--annotations", "drawn", "--out", "b.lmdb").returncode == 3
     (skin / "drawn" / "slide-000.xml").write_text(asap(("Polygon", "a", square(0, 0, 900))))
     assert run("ingest", "slides", "--annotations", "drawn", "--out", "b.lmdb").returncode == 0

@@ -325,10 +325,10 @@ def test_stains_command(tmp_path: Path, run: Run) -> None:
     path = a_store(tmp_path / "patches.lmdb", {"noise": jpegs(0, 30), "white": white, "xempty": []})
     first = run("stains")
     assert first.returncode == 3
-    assert first.stdout == "1 slides measured, 1 failed\n"
+    assert first.stdout == "1 slide measured, 1 failed\n"
     assert "slide white: pixels of stained tissue: found 0, expected at least 1,000" in first.stderr
     assert run("stains").stdout == "0 slides measured, 1 failed\n"
-    assert run("stains", "--force").stdout == "1 slides measured, 1 failed\n"
+    assert run("stains", "--force").stdout == "1 slide measured, 1 failed\n"
     assert run("stains", "none.lmdb").returncode == 4
     assert not (tmp_path / "none.lmdb").exists()
     with Store(path) as store:

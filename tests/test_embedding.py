@@ -251,7 +251,7 @@ def test_damaged_patch_fails_its_slide_or_is_skipped(
     failed = run(*arguments, "--out", "f")
     assert failed.returncode == 3
     assert "failed: t1: " in failed.stdout
-    assert "patch 3: the checksum is wrong" in failed.stdout
+    assert "patch 3: does not match its checksum" in failed.stdout
     assert set(feature_files(tmp_path / "f")) == {"n1", "t2"}
     skipped = run(*arguments, "--out", "f", "--on-error", "skip")
     assert skipped.returncode == 0, skipped.stderr
@@ -317,7 +317,7 @@ def test_flipped_byte_is_detected_when_features_are_read(tmp_path: Path, onnx_fi
         byte = file.read(1)
         file.seek(header.offset + 7)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(DamagedStore, match="the checksum of the features is wrong"):
+    with pytest.raises(DamagedStore, match="the features do not match their checksum"):
         read_features(header)
 
 

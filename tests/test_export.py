@@ -211,7 +211,7 @@ def test_damaged_patches_are_skipped_and_reported(tmp_path: Path, run: Run) -> N
     flip_a_byte(tmp_path / "s.lmdb", 1, 2)
     done = run("export", "s.lmdb", "--to", "folder", "--out", "out")
     assert done.returncode == 3
-    assert "skipped: t1: patch 2: checksum mismatch" in done.stdout
+    assert "skipped: t1: patch 2: does not match its checksum" in done.stdout
     assert len(list((tmp_path / "out").rglob("*.jpg"))) == 7
 
 

@@ -165,14 +165,14 @@ def test_pen_at_ingest_agrees_with_quality(marked: Path, run: Run) -> None:
     written = (marked / "data.mdb").stat().st_mtime_ns
     assert "0 slides measured, 1 already measured" in run("quality", "patches.lmdb").stdout
     assert (marked / "data.mdb").stat().st_mtime_ns == written
-    assert "1 slides measured" in run("quality", "patches.lmdb", "--force").stdout
+    assert "1 slide measured" in run("quality", "patches.lmdb", "--force").stdout
 
 
 def test_damaged_patch_has_no_values(marked: Path) -> None:
     flip_a_byte(marked, 0, 5)
     result = quality(marked, progress=SilentProgress())
     assert (result.damaged, list(result.done)) == (1, ["marked"])
-    assert "1 slides measured, 0 already measured, 0 failed" in repr(result)
+    assert "1 slide measured, 0 already measured, 0 failed" in repr(result)
     focus = columns(marked)["focus"]
     assert [i for i, value in enumerate(focus.tolist()) if math.isnan(value)] == [5]
 

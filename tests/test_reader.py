@@ -152,7 +152,7 @@ def test_changed_byte_is_reported_with_store_slide_and_patch(two: list[Path], at
         table = SampleTable(select([store]))
         batches = PatchBatches([store], table, batch_size=19, order=Sequential(19))
         with pytest.raises(
-            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: the checksum is wrong; ingest"
+            DamagedStore, match=r"a\.lmdb, slide t1: patch 3: does not match its checksum; ingest"
         ):
             batches.load(0)
         unchecked = PatchBatches([store], table, batch_size=5, order=Sequential(19), check=False)
@@ -185,7 +185,7 @@ def test_skipped_patches_have_weight_zero_and_are_counted(
     batches = all_of(dataset)
     bad = {5, 1 << 56 | 2}
     assert set(dataset.skipped) == bad
-    assert "slide n1: patch 5: the checksum is wrong" in dataset.skipped[5]
+    assert "slide n1: patch 5: does not match its checksum" in dataset.skipped[5]
     for batch, whole in zip(batches, clean, strict=False):
         assert (batch["key"] == whole["key"]).all()
         hit = np.isin(batch["key"], list(bad))
@@ -197,7 +197,7 @@ def test_skipped_patches_have_weight_zero_and_are_counted(
 
 def test_damaged_patch_ends_the_iteration_with_its_message(two: list[Path]) -> None:
     flip_a_byte(two[0], 0, 5)
-    with pytest.raises(Exception, match="slide n1: patch 5: the checksum is wrong"):
+    with pytest.raises(Exception, match="slide n1: patch 5: does not match its checksum"):
         list(histopipe.load_dataset(two, batch_size=8, seed=1))
 
 
@@ -306,7 +306,7 @@ def test_invalid_arguments_are_refused(two: list[Path]) -> None:
         ("does not exist", {"splits": two[0] / "none.json"}),
         ("columns: found .'slide'., expected none", {"columns": ["slide"], "as_supervised": True}),
         (
-            "as_supervised: found 1 slides without a label of the classes",
+            "as_supervised: found 1 slide without a label of the classes",
             {"classes": ["n"], "as_supervised": True},
         ),
     ]
@@ -853,7 +853,7 @@ def test_training_skips_damaged_patches(
     for row in (3, 4):
         flip_a_byte(path, 0, row)
     settings: dict[str, Any] = {"split_by": "patch", "batch_size": 16, "in_process": True}
-    with pytest.raises(DamagedStore, match=r"patch [34]: the checksum is wrong"):
+    with pytest.raises(DamagedStore, match=r"patch [34]: does not match its checksum"):
         histopipe.train(path, out=tmp_path / "r1", epochs=1, **settings)
     skipping = settings | {"on_error": "skip"}
     histopipe.train(

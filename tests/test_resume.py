@@ -151,7 +151,7 @@ def test_damaged_checkpoint_is_reported_and_the_previous_one_used(
     done = run("train", "--resume", "--out", "run")
     assert done.returncode == 0, done.stderr
     assert (
-        "warning: resume.npz: the checksum does not match; using the previous checkpoint"
+        "warning: resume.npz: does not match its checksum; using the previous checkpoint"
         in done.stderr
     )
     assert "after epoch 1 and 2 steps of the next" in done.stderr

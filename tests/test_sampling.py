@@ -243,7 +243,7 @@ def test_contradictory_settings_are_refused() -> None:
         ("shuffle is off", {"seed": None, "balance": "slide"}),
         ("shuffle is off", {"seed": None, "shuffle_block": 4}),
         ("use only one of the two", {"seed": 1, "balance": "slide", "shuffle_block": 4}),
-        ("found 1 slides without a label", {"seed": 1, "balance": "class"}),
+        ("found 1 slide without a label", {"seed": 1, "balance": "class"}),
         ("shuffle_block: found 0", {"seed": 1, "shuffle_block": 0}),
     ):
         with pytest.raises(UsageError, match=message):

@@ -1,4 +1,4 @@
-"""Find words that make a text hard to read, in Python comments and strings and in Markdown files.
+"""Find words that make a text hard to read: in Python comments and strings, Markdown, templates and configuration files.
 
     python tools/check_words.py              all files that git tracks; exit code 1 if a word is found
     python tools/check_words.py --count      print only the number of findings per word
@@ -42,21 +42,46 @@ WORDS = {
 ALLOWED: dict[tuple[str, str], str] = {}
 """Allowed lines, by file and text, with the reason."""
 
+FILES = (
+    "*.py",
+    "*.md",
+    "*.html",
+    "*.css",
+    "*.js",
+    "*.toml",
+    "*.yml",
+    "*.yaml",
+    "*.cff",
+    "*.svg",
+    "*.j2",
+    "*.sbatch",
+)
+FILES_BY_NAME = ("Makefile", ".ci/run", "docker/*")
+
 _PATTERN = re.compile(
     "|".join(rf"(?P<w{i}>\b(?:{p})\b)" for i, p in enumerate(WORDS)), re.IGNORECASE
 )
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the number and text of each line of prose of a file: comments and strings, or Markdown outside of code."""
+    """Yield number and text of each line: comments and strings of Python, Markdown outside of code, all of other files."""
     if path.suffix == ".py":
+        kinds = {
+            tokenize.COMMENT,
+            tokenize.STRING,
+            getattr(tokenize, "FSTRING_MIDDLE", -1),
+        }  # 3.12 and later
         with path.open("rb") as file:
             for token in tokenize.tokenize(file.readline):
-                if token.type in (tokenize.COMMENT, tokenize.STRING):
+                if token.type in kinds:
                     yield from enumerate(token.string.splitlines(), token.start[0])
         return
+    lines = enumerate(path.read_text("utf-8").splitlines(), 1)
+    if path.suffix != ".md":
+        yield from lines
+        return
     fenced = False
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+    for number, line in lines:
         if line.lstrip().startswith("```"):
             fenced = not fenced
         elif not fenced:
@@ -80,9 +105,9 @@ def main() -> int:
     parser.add_argument("--count", action="store_true")
     parser.add_argument("files", nargs="*", type=Path, help="default: all files that git tracks")
     options = parser.parse_args()
+    command = ["git", "ls-files", *FILES, *FILES_BY_NAME]
     files = options.files or [
-        Path(name)
-        for name in subprocess.check_output(["git", "ls-files", "*.py", "*.md"], text=True).split()  # noqa: S607
+        Path(name) for name in subprocess.check_output(command, text=True).split()
     ]
     counts: Counter[str] = Counter()
     for path in files:

@@ -20,9 +20,9 @@ Written by `make docs` from the declarations in `runs/` and `studies/settings.py
 
 The settings of `histopipe train`, of `histopipe train --folds` and of `histopipe tune`. Flags have
 their names with `-` for `_`. Python functions (`histopipe.train`, `cross_validate`, `tune`) and
-TOML files (`--config`, `config.toml`) use the names unchanged. Columns: "for": patches, bags
-(`--mil`), or both; "resume": may change with `--resume`; "search": `histopipe tune` may try
-different values.
+TOML files (`--config`, `config.toml`) use the names unchanged. Column "use": "patches" or "bags"
+(`--mil`) for settings of only one kind of training; "resume" if the setting may change with
+`--resume`; "search" if `histopipe tune` may search over it.
 """
 
 
@@ -32,15 +32,19 @@ def settings_page() -> str:
     training = declared_settings(PatchTrainConfig, BagTrainConfig)
     groups: dict[str, list[str]] = {}
     for name, declared in training.items():
-        scope = "both" if name in patches and name in bags else "patches"
-        scope = scope if name in patches else "bags"
         default = _default(declared)
-        if scope == "both" and _default(bags[name]) != default:
+        if name in patches and name in bags and _default(bags[name]) != default:
             default = f"{default}; bags: {_default(bags[name])}"
-        cells = [f"`{name}`", _values(declared), default, scope]
-        cells += ["yes" if yes else "" for yes in (declared.about.resume, declared.about.search)]
-        groups.setdefault(declared.about.group, []).append(_row([*cells, declared.about.help]))
-    head = ["setting", "values", "default", "for", "resume", "search", "description"]
+        uses = {
+            "patches": name not in bags,
+            "bags": name not in patches,
+            "resume": declared.about.resume,
+            "search": declared.about.search,
+        }
+        use = ", ".join(text for text, applies in uses.items() if applies)
+        cells = [f"`{name}`", _values(declared), default, use, declared.about.help]
+        groups.setdefault(declared.about.group, []).append(_row(cells))
+    head = ["setting", "values", "default", "use", "description"]
     parts = [_HEAD] + [_section(group, head, rows) for group, rows in groups.items()]
     for kind, title in ((FoldSettings, "Cross-validation"), (StudySettings, "Search")):
         rows = [

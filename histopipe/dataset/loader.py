@@ -29,6 +29,7 @@ from histopipe.dataset.splits import read_splits
 from histopipe.dataset.tf_data import BatchFeed
 from histopipe.errors import UsageError
 from histopipe.store.store import Store, check_patch_sizes
+from histopipe.system.result import counted
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -207,7 +208,7 @@ def _check_labelled(slides: Sequence[SampleRows]) -> None:
     unlabelled = sum(slide.label == UNLABELLED for slide in slides)
     if unlabelled:
         raise UsageError(
-            "as_supervised", found=f"{unlabelled} slides without a label of the classes",
+            "as_supervised", found=f"{counted(unlabelled, 'slide')} without a label of the classes",
             expected="a label for every patch", todo="exclude them with labelled_only=True, or label them",
         )  # fmt: skip
 

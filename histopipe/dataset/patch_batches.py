@@ -135,7 +135,7 @@ class PatchBatches(BatchSampler):
     ) -> None:
         value = reading.value(slide, row)
         if self._check and value_crc(patch_key(slide, row), value) != crc:
-            raise DamagedStore("the checksum is wrong")
+            raise DamagedStore("does not match its checksum")
         decode(value, out)
 
 

@@ -20,6 +20,7 @@ from histopipe.dataset.options import Balance, check_choice
 from histopipe.dataset.sample_table import SampleLocations, SampleRows, SampleTable
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine, permuted
+from histopipe.system.result import counted
 
 Numbers = NDArray[np.int64]
 
@@ -165,7 +166,7 @@ def _groups(slides: Sequence[SampleRows], balance: Balance) -> NDArray[np.int64]
     unlabelled = sum(slide.label < 0 for slide in slides)
     if balance == "class" and unlabelled:
         raise UsageError(
-            "balance='class'", found=f"{unlabelled} slides without a label of the classes",
+            "balance='class'", found=f"{counted(unlabelled, 'slide')} without a label of the classes",
             todo="exclude them with labelled_only=True, or label them",
         )  # fmt: skip
     if balance == "slide":

@@ -23,6 +23,7 @@ from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
 from histopipe.store.record import SlideRecord
+from histopipe.system.result import counted
 
 FRACTIONS = (0.7, 0.15, 0.15)
 REGION = Micrometres(250.0)
@@ -135,7 +136,7 @@ def _by_group(
         missing = [slide.id for slide in slides if slide.site is None]
         if missing:
             raise UsageError(
-                "--split-by site", found=f"{len(missing)} slides without a site, such as {missing[0]}",
+                "--split-by site", found=f"{counted(len(missing), 'slide')} without a site, such as {missing[0]}",
                 expected="a site for every slide", todo="add a column site to the labels file",
             )  # fmt: skip
         names = [str(slide.site) for slide in slides]

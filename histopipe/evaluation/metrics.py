@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import Statistics, Values, sensitivity, specificity
+from histopipe.system.result import counted
 
 FIGURES = (
     "auc", "balanced_accuracy", "accuracy", "f1", "sensitivity", "specificity", "brier", "log_loss",
@@ -191,7 +192,7 @@ def _notes(
     if scores.left_out:
         notes.append(f"{scores.left_out} excluded, because their patches have several labels")
     if patients is not None and patients < _MIN_PATIENTS:
-        notes.append(f"confidence intervals are unreliable: only {patients} patients")
+        notes.append(f"confidence intervals are unreliable: only {counted(patients, 'patient')}")
     if not missing and undefined > _MAX_UNDEFINED:
         notes.append(f"{undefined:.0%} of the resamples lack a class: excluded from the intervals")
     return notes

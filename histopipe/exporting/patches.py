@@ -218,7 +218,7 @@ class _Export:
                 try:
                     value = self._store.value(number, row)
                     if value_crc(patch_key(number, row), value) != crcs[row]:
-                        raise DamagedStore("checksum mismatch")  # noqa: TRY301 - handled below
+                        raise DamagedStore("does not match its checksum")  # noqa: TRY301 - handled below
                 except DamagedStore as error:
                     self._damaged.append(f"{record.id}: patch {row}: {error}")
                     self._progress.message(f"skipped: {self._damaged[-1]}")

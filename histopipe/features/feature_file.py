@@ -154,7 +154,7 @@ def read_features(
     """Read the (B, D) features of (B,) sorted rows, or of all rows. With all rows, verify the checksum if there is one.
 
     Raises:
-        DamagedStore: the checksum is wrong, or the file cannot be read.
+        DamagedStore: the features do not match their checksum, or the file cannot be read.
     """
     if rows is not None and header.offset is not None:
         return _read_rows(header, header.offset, rows)
@@ -177,7 +177,7 @@ def read_features(
     expected = header.facts.get(_CRC)
     if expected is not None and zlib.crc32(values.data) != int(expected):
         raise DamagedStore(
-            f"{header.path}: the checksum of the features is wrong",
+            f"{header.path}: the features do not match their checksum",
             todo="remove the file, and run `histopipe embed` again",
         )
     return values

@@ -19,7 +19,7 @@ from histopipe.dataset.sampling import replica_rows
 from histopipe.errors import DamagedStore, Interrupted, SlideError, UsageError
 from histopipe.system.files import Closing
 from histopipe.system.progress import Bar, Progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 
 _STARTED_BATCHES = 2
 """Maximum number of batches on the device. With one batch, the device would wait for the host."""
@@ -201,10 +201,10 @@ class SlideRunResult(Result):
 
     def summary(self, verb: str, patches: str) -> str:
         """Return a summary as text, with the reason for each slide that failed."""
-        lines = [f"{self.skipped} damaged patches left out"] if self.skipped else []
+        lines = [f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []
         waiting = self.input_wait / self.seconds if self.seconds else 0.0
         lines.append(
-            f"{len(self.done)} slides {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
+            f"{counted(len(self.done), 'slide')} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
             f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}"
         )
         lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
@@ -253,7 +253,7 @@ class SlideRun:
             Interrupted: by Ctrl-C or SIGTERM; completed slides are kept.
         """
         if self.kept:
-            self.progress.message(f"{len(self.kept)} slides are already done")
+            self.progress.message(f"already done: {counted(len(self.kept), 'slide')}")
         start = time.monotonic()
         with (
             closing(self.progress.bar(self.title, unit="steps", total=steps, detail=True)) as bar,
@@ -269,11 +269,11 @@ class SlideRun:
                         self.done.append(slide.id)
                         self.patches += patches
                         self.skipped += skipped
-                        self._report(slide.id, f"{patches:,} patches")
+                        self._report(slide.id, counted(patches, "patch"))
             except KeyboardInterrupt:
                 stop()  # before the stream is closed, which waits for the batches being loaded
                 raise Interrupted(
-                    "interrupted", found=f"{len(self.done)} slides done",
+                    "interrupted", found=f"{counted(len(self.done), 'slide')} done",
                     todo="run the same command again to continue",
                 ) from None  # fmt: skip
             finally:

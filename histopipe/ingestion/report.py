@@ -14,7 +14,7 @@ from histopipe.errors import ExitCode
 from histopipe.store.record import SlideRecord
 from histopipe.system.files import Closing, appearing
 from histopipe.system.progress import Bar, Progress, SilentProgress
-from histopipe.system.result import Result, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of
 
 LOG, SUMMARY = "ingest.log", "ingest.csv"
 """Files that an ingest writes into the store's folder; LMDB ignores them."""
@@ -64,7 +64,7 @@ class SlideOutcome:
         lost = f", {self.unreadable} unreadable" if self.unreadable else ""
         route = f", {self.route}" if self.route and self.patches else ""
         notes = "".join(f" ({note})" for note in self.notes)
-        return f"{self.status} {self.id}: {self.patches} patches{route}{lost}{notes}"
+        return f"{self.status} {self.id}: {counted(self.patches, 'patch')}{route}{lost}{notes}"
 
 
 def outcome_of(record: SlideRecord, status: Status) -> SlideOutcome:
@@ -170,14 +170,14 @@ class IngestProgress(Closing):
         self._count, self._shown, self._log = slides, shown, log or SilentProgress()
         self._slides: dict[str, tuple[Bar, int, int]] = {}
         self._ended = self._planned = self._stored = 0
-        self._log.message(f"start: {slides} slides")
+        self._log.message(f"start: {counted(slides, 'slide')}")
         self._run = shown.bar(self._title(), unit="patches", total=0)
 
     def planned(self, slide: str, patches: int) -> None:
         """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
         if slide in self._slides:
             return
-        self._log.message(f"planned {slide}: {patches} patches")
+        self._log.message(f"planned {slide}: {counted(patches, 'patch')}")
         if patches:
             bar = self._shown.bar(slide, unit="patches", total=patches, detail=True)
             self._slides[slide] = bar, patches, 0

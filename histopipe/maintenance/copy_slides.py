@@ -31,7 +31,7 @@ from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.filesystems import free_bytes
 from histopipe.system.progress import Bar, Progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 from histopipe.tiling.spec import differences
 
 _SPARE = 1.02
@@ -76,7 +76,7 @@ class CopyResult(Result):
 
     def __str__(self) -> str:
         already = f", {len(self.already)} already in the store" if self.already else ""
-        return f"{self.store}: {len(self.slides)} slides copied{already}; {self.patches:,} patches"
+        return f"{self.store}: {counted(len(self.slides), 'slide')} copied{already}; {counted(self.patches, 'patch')}"
 
 
 def open_stores(
@@ -171,7 +171,7 @@ def _check_space(
     free = free_bytes(disk) + reusable
     if free < size * _SPARE:
         raise MachineShort(
-            f"not enough disk space in {out} for {len(slides)} slides",
+            f"not enough disk space in {out} for {counted(len(slides), 'slide')}",
             found=f"{free >> 20} MB free",
             expected=f"about {int(size * _SPARE) >> 20} MB",
             todo="make room, or choose another --out",

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from histopipe.errors import ExitCode
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 
 _SHOWN = 8
 
@@ -95,7 +95,7 @@ class VerifyResult(Result):
 
     def __str__(self) -> str:
         checked = (
-            f"{self.slides:,} slides, {self.patches:,} patches, "
+            f"{counted(self.slides, 'slide')}, {counted(self.patches, 'patch')}, "
             f"{self.file_bytes / 1e6:,.1f} MB in {self.seconds:.1f} s"
         )
         if not self.findings:

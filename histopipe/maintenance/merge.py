@@ -18,6 +18,7 @@ from histopipe.store.catalog import read_catalog
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import counted
 
 _COMPARED = ("x_l0", "y_l0", "length")
 
@@ -146,7 +147,7 @@ def choose(
         f"{name} of {path} is not complete: skipped" for name, path in pending if name not in chosen
     ]
     notes += [
-        f"{len(ids)} slides are in {one} and in {other}, and copied from the first: {some(ids)}"
+        f"{counted(len(ids), 'slide')} in both {one} and {other}, copied from the first: {some(ids)}"
         for (one, other), ids in twice.items()
         if out is None or one != out.path  # usually copied by an earlier call
     ]

@@ -14,7 +14,7 @@ from histopipe.store.claims import Claims
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -35,7 +35,7 @@ class RemoveResult(Result):
 
     def __str__(self) -> str:
         return (
-            f"{self.store}: {len(self.slides)} slides with {self.patches:,} patches removed; "
+            f"{self.store}: {counted(len(self.slides), 'slide')} with {counted(self.patches, 'patch')} removed; "
             f"{self.reusable_bytes / 1e6:,.1f} MB of the file are free (`histopipe compact` returns them to the disk)"
         )
 

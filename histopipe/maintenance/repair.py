@@ -33,7 +33,7 @@ from histopipe.store.meta import read_record, read_records
 from histopipe.store.record import SlideRecord, SlideState, corrected_record
 from histopipe.system.files import locked
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,7 +67,7 @@ class RepairResult(Result):
         if not self.findings and not self.slides and not self.left:
             return f"{self.store} is intact: nothing to repair"
         names = f": {', '.join(self.slides)}" if self.slides else ""
-        return f"{self.store}: {self.findings} findings, {len(self.slides)} slides ingested again{names}"
+        return f"{self.store}: {counted(self.findings, 'finding')}, {counted(len(self.slides), 'slide')} ingested again{names}"
 
 
 def repair(

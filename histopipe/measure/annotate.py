@@ -18,7 +18,7 @@ from histopipe.slides.tables import SlideNames
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, SilentProgress, default_progress
-from histopipe.system.result import Result, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of
 
 _SECONDS = 3600.0
 
@@ -52,7 +52,7 @@ class AnnotateResult(Result):
         """Number of slides, and number of patches per class."""
         counts = ", ".join(f"{number:,} {name}" for name, number in sorted(self.patches.items()))
         return (
-            f"{len(self.done)} slides labelled, {len(self.same)} already labelled, "
+            f"{counted(len(self.done), 'slide')} labelled, {len(self.same)} already labelled, "
             f"{len(self.without)} without annotations, {len(self.failed)} failed\n"
             f"patches: {counts or 'none with a class'}"
         )

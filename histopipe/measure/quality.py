@@ -17,7 +17,7 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result, exit_code_of
+from histopipe.system.result import Result, counted, exit_code_of
 from histopipe.tiling.quality import (
     ALGORITHMS,
     COLOUR_MPP,
@@ -67,8 +67,8 @@ class QualityResult(Result):
             if focus is not None and pen is not None and dark is not None:
                 lines.append(f"{name:<40} {focus:>8.1f} {pen:>6.1%} {dark:>6.1%}")
         lines.append(
-            f"{len(self.done)} slides measured, {len(self.same)} already measured, "
-            f"{len(self.failed)} failed; {self.patches:,} patches, {self.damaged} of them damaged"
+            f"{counted(len(self.done), 'slide')} measured, {len(self.same)} already measured, "
+            f"{len(self.failed)} failed; {counted(self.patches, 'patch')}, {self.damaged} of them damaged"
         )
         return "\n".join(lines)
 

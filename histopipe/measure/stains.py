@@ -10,7 +10,7 @@ from histopipe.errors import DamagedStore, ExitCode
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -34,7 +34,7 @@ class StainsResult(Result):
 
     def __str__(self) -> str:
         """Number of slides."""
-        return f"{len(self.done)} slides measured, {len(self.failed)} failed"
+        return f"{counted(len(self.done), 'slide')} measured, {len(self.failed)} failed"
 
 
 def stains(

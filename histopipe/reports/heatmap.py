@@ -25,7 +25,7 @@ from histopipe.store.catalog import parts_of
 from histopipe.store.store import Store
 from histopipe.system.files import path_within
 from histopipe.system.progress import Progress, default_progress
-from histopipe.system.result import Result
+from histopipe.system.result import Result, counted
 
 Format = Literal["png", "tiff", "geojson"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -47,7 +47,7 @@ class HeatmapResult(Result):
 
     def __str__(self) -> str:
         count = sum(map(len, self.files.values()))
-        lines = [f"{count} files of {len(self.files)} slides: {self.folder}"]
+        lines = [f"{counted(count, 'file')} of {counted(len(self.files), 'slide')}: {self.folder}"]
         lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]
         return "\n".join(lines)
 

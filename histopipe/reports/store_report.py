@@ -35,6 +35,7 @@ from histopipe.store.reading import decode_picture
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import Store
 from histopipe.system.progress import Progress
+from histopipe.system.result import counted
 
 _PATCHES = 6
 _MAX_OUTLINES = 20_000
@@ -129,11 +130,13 @@ def _warnings(
         )
     estimated = summary.mpp_sources.get("objective-power", 0)
     if estimated:
-        notes.append(f"The scale of {estimated} slides was estimated from the objective power.")
+        notes.append(
+            f"The scale of {counted(estimated, 'slide')} was estimated from the objective power."
+        )
     empty = [it.id for it in complete if not it.stored]
     if empty:
         some = ", ".join(empty[:5]) + (", …" if empty[5:] else "")
-        notes.append(f"{len(empty)} slides have no patches: {some}")
+        notes.append(f"{counted(len(empty), 'slide')} without patches: {some}")
     return Notes(notes) if notes else None
 
 
@@ -195,7 +198,7 @@ def _pictures(
         corners = np.stack([index["x_l0"], index["y_l0"]], axis=1)
         frames = corners if len(corners) <= _MAX_OUTLINES else corners[:0]
         image = decode_picture(thumbnail, where, least=SIDE)
-        caption = f"{record.id}: {record.stored:,} patches"
+        caption = f"{record.id}: {counted(record.stored, 'patch')}"
         tissue = None
         if mask is not None:
             tissue = decode_picture(mask, f"{where}: tissue mask", mode="L")
@@ -211,7 +214,7 @@ def _pictures(
         except (DamagedStore, UsageError):
             continue  # `histopipe verify` reports damaged patches
     if patches:
-        caption = f"{len(patches)} patches of the slide"
+        caption = f"{counted(len(patches), 'patch')} of the slide"
         made.append(Picture.of(f"patches-{slide}", caption, strip(patches)))
     return made
 

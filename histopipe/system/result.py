@@ -23,6 +23,12 @@ class Result:
         return str(self)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in singular or plural: `1 patch`, `2,000 patches`."""
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 def exit_code_of(failed: int, others: int) -> ExitCode:
     """Return the exit code of a command from the number of failed slides and of slides with results."""
     if not failed:

@@ -116,7 +116,7 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
     whole = path.read_bytes()
     content, digest = whole[:-_DIGEST_BYTES], whole[-_DIGEST_BYTES:]
     if hashlib.new(_DIGEST, content).digest() != digest:
-        raise ValueError("the checksum does not match")
+        raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
         state = TrainState(**json.loads(str(saved["state"])), values=saved["values"])
         # All arrays except the two above.
