@@ -52,7 +52,8 @@ def test_this_machine(run: Run) -> None:
 def test_jpeg_is_measured_with_and_without_simd(monkeypatch: pytest.MonkeyPatch) -> None:
     check = machine.jpeg()
     assert check.facts is not None
-    assert 1 < check.facts["without_simd"] < 1.5 * check.facts["megapixels_per_second"]
+    # Other programs on the machine may slow down one of the two measurements.
+    assert 1 < check.facts["without_simd"] < 3 * check.facts["megapixels_per_second"]
     monkeypatch.setattr(machine, "_seconds", lambda _: 0.01)
     assert machine.jpeg().state is State.WARNING
 

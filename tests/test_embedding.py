@@ -154,7 +154,7 @@ def test_continued_run_equals_uninterrupted_run(
             if line.startswith("2/12"):
                 process.send_signal(signal.SIGINT)
                 break
-        assert "run the same command again to do the others" in process.stderr.read()
+        assert "run the same command again to continue" in process.stderr.read()
         assert process.wait(60) == 130
     assert 2 <= len(feature_files(tmp_path / "parts")) < 12
     again = histopipe.embed(small_store, out=tmp_path / "parts", **UNTRAINED)
@@ -255,7 +255,7 @@ def test_damaged_patch_fails_its_slide_or_is_skipped(
     assert set(feature_files(tmp_path / "f")) == {"n1", "t2"}
     skipped = run(*arguments, "--out", "f", "--on-error", "skip")
     assert skipped.returncode == 0, skipped.stderr
-    assert "1 damaged patches left out" in skipped.stdout
+    assert "1 damaged patch left out" in skipped.stdout
     again = run(*arguments, "--out", "f")
     assert again.returncode == 3  # a file with skipped patches is not complete
     assert "failed: t1" in again.stdout
@@ -287,7 +287,7 @@ def test_outdated_or_foreign_files_are_replaced_or_rejected(
     assert changed.done == ("n1",)
     assert "the patches in the store have changed" in capsys.readouterr().err
     # Another precision, and a file of another tool.
-    with pytest.raises(UsageError, match="holds features made with other settings"):
+    with pytest.raises(UsageError, match="contains features computed with other settings"):
         histopipe.embed(other, model=onnx_file, out=folder, precision="float16")
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:

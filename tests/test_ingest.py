@@ -544,7 +544,7 @@ def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--labels", "bad.csv"], 2, "bad.csv: wrong header"),
         (["in", "--labels", "extra.csv"], 2, "no slide matches 'nobody'"),
         (["in", "--mpp-csv", "extra.csv"], 2, "expected slide,mpp"),
-        (["in", "--out", "in"], 2, "a folder of something else"),
+        (["in", "--out", "in"], 2, "in is not a store, and not empty"),
         (["in", "--max-unreadable", "7"], 2, "is not a share"),
         (["in", "--default-mpp", "0"], 2, "--default-mpp: found 0.0"),
         (["in", "--slide-timeout", "inf"], 2, "is not in the range"),

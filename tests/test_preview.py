@@ -38,7 +38,7 @@ def test_plan_writes_nothing_and_matches_ingest(run: Run, data: Path, tmp_path: 
     preview = json.loads(done.stdout)
     slides = {slide["id"]: slide for slide in preview["slides"]}
     assert slides["broken"]["status"] == "failed"
-    assert "is not a slide" in slides["broken"]["reason"]
+    assert "has no slide format that OpenSlide supports" in slides["broken"]["reason"]
     assert preview["warnings"] == [
         "slide-000, twin are copies of one slide: all are stored, and stay on the same side of a split"
     ]

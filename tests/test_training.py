@@ -200,7 +200,7 @@ def test_config_file_repeats_a_run_and_flags_override_it(
         (["--resume", "--out", "out"], 2, "no run to resume in out"),
         (["--resume"], 2, "--resume needs --out"),
         (["--out", "full"], 2, "full exists and is not empty"),
-        (["--split-by", "site"], 2, "slides without one"),
+        (["--split-by", "site"], 2, "slides without a site"),
     ],
 )
 def test_wrong_settings_give_one_message_and_create_no_folder(
