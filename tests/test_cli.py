@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from io import BytesIO, TextIOWrapper
 
 import pytest
+from click import Context
 from conftest import PROJECT, Run
 
 from histopipe._version import __version__
 from histopipe.cli import COMMANDS
+from histopipe.cli import histopipe as cli
 from histopipe.cli.parameters import show_json, show_text
 from histopipe.errors import ExitCode
 
@@ -38,6 +41,26 @@ def test_every_option_has_help(run: Run) -> None:
         ]
         following = [text.splitlines()[text.splitlines().index(line) + 1] for line in options]
         assert all(line.startswith("      ") for line in following), name
+
+
+def test_documentation_uses_existing_commands_and_flags() -> None:
+    """Every `histopipe COMMAND --flag` of the pages and of the examples for clusters exists."""
+    pages = [PROJECT / "README.md", *(PROJECT / "docs").rglob("*.md")]
+    pages += [path for path in (PROJECT / "docs" / "clusters").iterdir() if path.suffix != ".md"]
+    pages += [path for path in (PROJECT / "docker").iterdir() if path.is_file()]
+    found = 0
+    for page in pages:
+        text = page.read_text().replace("\\\n", " ")
+        for name, rest in re.findall(r"\bhistopipe ([a-z][a-z-]+)((?: [^\n`|;#]*)?)", text):
+            if name not in COMMANDS:
+                continue  # a sentence
+            found += 1
+            command = cli.get_command(Context(cli), name)
+            assert command is not None
+            known = {flag for it in command.params for flag in (*it.opts, *it.secondary_opts)}
+            flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) - {"--help"}
+            assert flags <= known, f"{page.name}: histopipe {name}{rest}"
+    assert found > 100
 
 
 def test_exit_codes_are_documented() -> None:

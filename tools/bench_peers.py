@@ -1,9 +1,9 @@
 """Compare histopipe with other tools: tiling slides, and reading patches for training.
 
-    python tools/bench_peers.py FOLDER SLIDE... [--patch-size 256] [--mpp 0.5] [--rounds 5] [--tools NAME,NAME]
+    python tools/bench_peers.py FOLDER SLIDE... [--patches 256@0.5,224@0.5] [--rounds 5] [--tools NAME,NAME]
 
 Each tool runs in a separate virtual environment in FOLDER/environments. If a tool cannot be installed, pip's last error
-line is reported. Tools take turns, and medians are compared. Tools that accept coordinates get the coordinates of
+line is reported. `--patches` lists sizes in pixels with their mpp. Tools take turns, and medians are compared. Tools that accept coordinates get the coordinates of
 histopipe's patches. Other tools choose their patches, so rates per patch are compared.
 
 FOLDER/peers.json holds all results: versions, machine, command lines, and the output of each tool.
@@ -62,14 +62,33 @@ TOOLS = {
     ),
     "tiatoolbox": Tool(("tiatoolbox==2.1.3",), "tiatoolbox_points.py", "the same", "JPEG files"),
     "pyvips dzsave": Tool(("pyvips[binary]==3.2.0",), "pyvips_dzsave.py", "all of the slide", "JPEG files"),
-    # slideflow requires smac, whose dependency pyrfr does not compile with today's SWIG. Tiling does not need it.
+    # slideflow requires smac, whose dependency pyrfr does not compile with today's SWIG. Tiling does not need it. Its
+    # TensorFlow backend needs Keras 2, so TensorFlow 2.15. Its PyTorch backend needs several GB of CUDA libraries.
     "slideflow": Tool(
-        ("pyvips[binary]==3.2.0", "torch==2.13.0", "numpy", "scipy", "scikit-learn", "scikit-image", "matplotlib", "imageio",
-         "opencv-python-headless", "shapely", "pandas", "tqdm", "click", "crc32c", "tabulate", "rasterio", "rich", "pillow", "requests",
-         "parameterized", "zarr", "gdown", "pyarrow", "fpdf2", "seaborn", "protobuf<3.21", "tensorboard", "umap-learn"),
+        ("pyvips[binary]==3.2.0", "tensorflow-cpu==2.15.1", "numpy<2", "scipy", "scikit-learn", "scikit-image", "matplotlib",
+         "imageio", "opencv-python-headless<4.12", "shapely", "pandas", "tqdm", "click", "crc32c", "tabulate", "rasterio", "rich",
+         "pillow", "requests", "parameterized", "zarr<3", "gdown", "pyarrow", "fpdf2", "seaborn", "tensorboard", "umap-learn",
+         "tensorflow-datasets"),
         "slideflow_tiles.py", "its own tissue", "TFRecords", without_dependencies=("slideflow==3.0.2",),
     ),
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Patches:
+    """Patches to tile: side in pixels, and scale in µm per pixel."""
+
+    size: int
+    mpp: float
+
+    def __str__(self) -> str:
+        return f"{self.size} px at {self.mpp:g} mpp"
+
+    @classmethod
+    def parse(cls, text: str) -> list[Patches]:
+        """Parse a list such as `256@0.5,224@0.5`."""
+        parts = [part.split("@") for part in text.split(",")]
+        return [cls(int(size), float(mpp)) for size, mpp in parts]
 
 
 @dataclass(slots=True)
@@ -105,41 +124,52 @@ def main() -> None:
     folder: Path = options.folder
     folder.mkdir(parents=True, exist_ok=True)
     slides = [path.resolve() for path in options.slides]
-    job = _job(folder, slides, options)
-    measured = {name: Measured() for name in options.tools}
-    for name, found in measured.items():
-        _install(folder, name, found)
-    for number in range(options.rounds + 1):
-        for name, found in measured.items():
-            if found.error is None:
-                _run(folder, name, found, job, warm_up=number == 0)
-    reading = {} if options.skip_reading else _reading(folder)
+    environments = {name: _install(folder, name) for name in options.tools}
+    tiling = {}
+    for patches in options.patches:
+        job = _job(folder, slides, patches)
+        measured = {
+            name: Measured(found.error, found.versions) for name, found in environments.items()
+        }
+        for number in range(options.rounds + 1):
+            for name, found in measured.items():
+                if found.error is None:
+                    _run(folder, name, found, job, warm_up=number == 0)
+        tiling[patches] = measured
+    store = _store(folder, options.patches[0])
+    reading = {} if options.skip_reading else _reading(folder, store)
     results = {
-        "machine": f"{WORKERS} cores, {platform.processor() or platform.machine()}, Linux {platform.release()}",
+        "machine": f"{WORKERS} cores ({_processor()}), Linux {platform.release()}",
         "python": platform.python_version(),
         "histopipe": histopipe.__version__,
-        "slides": [path.name for path in slides],
-        "patch_size": options.patch_size,
-        "mpp": options.mpp,
+        "slides": [f"{path.name} ({path.stat().st_size / 1e6:,.0f} MB)" for path in slides],
         "rounds": options.rounds,
-        "tiling": {name: asdict(found) for name, found in measured.items()},
+        "tiling": {
+            str(patches): {name: asdict(found) for name, found in measured.items()}
+            for patches, measured in tiling.items()
+        },
         "reading": reading,
     }
     (folder / "peers.json").write_text(json.dumps(results, indent=1))
-    table = "\n".join([*tiling_table(measured), "", *reading_table(reading)])
-    print(table)
+    text = page(results, tiling, reading)
+    print(text)
     if options.page:
-        options.page.write_text(page(results, table))
+        options.page.write_text(text)
     if options.chart:
-        draw(measured, reading, options.chart)
+        draw(tiling, reading, options.chart)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare histopipe with other tools.")
     parser.add_argument("folder", type=Path, help="environments, outputs and results")
     parser.add_argument("slides", type=Path, nargs="+")
-    parser.add_argument("--patch-size", type=int, default=256)
-    parser.add_argument("--mpp", type=float, default=0.5)
+    parser.add_argument("--patches", type=Patches.parse, default="256@0.5,224@0.5")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up round")
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument("--skip-reading", action="store_true")
@@ -148,11 +178,15 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _job(folder: Path, slides: list[Path], options: argparse.Namespace) -> Path:
+def _store(folder: Path, patches: Patches) -> Path:
+    return folder / f"patches-{patches.size}-{patches.mpp:g}.lmdb"
+
+
+def _job(folder: Path, slides: list[Path], patches: Patches) -> Path:
     """Ingest once, and write the coordinates of the patches for the other tools."""
-    store = folder / "patches.lmdb"
+    store = _store(folder, patches)
     shutil.rmtree(store, ignore_errors=True)
-    histopipe.ingest(slides, store, patch_size=options.patch_size, mpp=options.mpp)
+    histopipe.ingest(slides, store, patch_size=patches.size, mpp=patches.mpp)
     entries = []
     with Store(store) as opened:
         for number, record in opened.complete.items():
@@ -174,8 +208,8 @@ def _job(folder: Path, slides: list[Path], options: argparse.Namespace) -> Path:
         json.dumps(
             {
                 "slides": entries,
-                "patch_size": options.patch_size,
-                "mpp": options.mpp,
+                "patch_size": patches.size,
+                "mpp": patches.mpp,
                 "workers": WORKERS,
             }
         )
@@ -183,12 +217,11 @@ def _job(folder: Path, slides: list[Path], options: argparse.Namespace) -> Path:
     return job
 
 
-def _install(folder: Path, name: str, found: Measured) -> None:
-    """Create the environment of a tool, unless it exists."""
+def _install(folder: Path, name: str) -> Measured:
+    """Create the environment of a tool, unless it exists. Return its versions, or the error."""
     tool = TOOLS[name]
     if not tool.requirements:
-        found.versions = [f"histopipe=={histopipe.__version__}"]
-        return
+        return Measured(versions=[f"histopipe=={histopipe.__version__}"])
     environment = folder / "environments" / name.split(maxsplit=1)[0]
     python = environment / "bin" / "python"
     if not python.exists():
@@ -206,12 +239,13 @@ def _install(folder: Path, name: str, found: Measured) -> None:
         )
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "ERROR" in line]
-            found.error = f"pip cannot install {step[-1]}: {(lines or ['no message'])[-1].strip()}"
-            return
+            return Measured(
+                f"pip cannot install {step[-1]}: {(lines or ['no message'])[-1].strip()}"
+            )
     pinned = [text for text in (*tool.requirements, *tool.without_dependencies) if "==" in text]
     wanted = {text.split("==")[0].split("[")[0].lower() for text in pinned}
     frozen = subprocess.check_output([python, "-m", "pip", "freeze"], text=True).splitlines()
-    found.versions = [line for line in frozen if line.split("==")[0].lower() in wanted]
+    return Measured(versions=[line for line in frozen if line.split("==")[0].lower() in wanted])
 
 
 def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) -> None:
@@ -256,9 +290,9 @@ def _count(name: str, settings: dict[str, Any], log: Path) -> int:
     return int(log.read_text().split()[-1])
 
 
-def _reading(folder: Path) -> dict[str, float]:
+def _reading(folder: Path, store: Path) -> dict[str, float]:
     """Measure the input rate of a training in patches per second, from three formats of the same patches."""
-    command = [sys.executable, str(PEERS / "read_formats.py"), str(folder)]
+    command = [sys.executable, str(PEERS / "read_formats.py"), str(store), str(folder)]
     text = subprocess.check_output(command, text=True)
     found: dict[str, float] = json.loads(text.splitlines()[-1])
     return found
@@ -292,49 +326,70 @@ def reading_table(reading: dict[str, float]) -> list[str]:
     return lines if reading else []
 
 
-def page(results: dict[str, Any], table: str) -> str:
+def page(
+    results: dict[str, Any],
+    tiling: dict[Patches, dict[str, Measured]],
+    reading: dict[str, float],
+) -> str:
     """Return the page of the documentation."""
-    versions = {n: ", ".join(t["versions"]) for n, t in results["tiling"].items() if t["versions"]}
+    first = next(iter(tiling.values()))
     lines = [
         "# Comparison with other tools",
         "",
-        f"Measured by `tools/bench_peers.py` with histopipe {results['histopipe']}, Python {results['python']}, on",
-        f"{results['machine']}. Slides: {', '.join(results['slides'])}. Patches of {results['patch_size']} pixels at",
-        f"{results['mpp']} mpp. Tools took turns in {results['rounds']} rounds after a warm-up; medians are shown.",
-        "A run is the whole command, from its start until its output is on the disk.",
+        "How fast histopipe and other tools tile the same slides, and how fast a training reads the",
+        f"patches. Measured by `tools/bench_peers.py` with histopipe {results['histopipe']} and Python",
+        f"{results['python']} on {results['machine']}.",
+        "",
+        f"Slides: {', '.join(results['slides'])}. Tools took turns in {results['rounds']} rounds after one",
+        "warm-up round. A run is the whole command, from its start until its output is on the disk.",
         "",
         "![Patches per second of each tool](../images/peers.png)",
-        "",
-        table,
-        "",
-        "*The same*: the tool gets the coordinates of histopipe's patches. The other tools choose patches themselves, so",
-        "compare patches per second.",
-        "",
-        "| tool | versions |",
-        "| --- | --- |",
-        *(f"| {name} | {text} |" for name, text in versions.items()),
     ]
+    for patches, measured in tiling.items():
+        lines += ["", f"## Tiling, {patches}", "", *tiling_table(measured)]
+    lines += [
+        "",
+        "*the same*: the tool gets the coordinates of histopipe's patches. The other tools choose their",
+        "patches, so compare patches per second. The last column is the peak memory of the main process.",
+        "",
+        "## Reading",
+        "",
+        "Shuffled batches of the same patches for a training, in one process each.",
+        "",
+        *reading_table(reading),
+        "",
+        "## Versions",
+        "",
+        "| tool | versions | command |",
+        "| --- | --- | --- |",
+    ]
+    for name, found in first.items():
+        program = (
+            f"`tools/peers/{TOOLS[name].program}`" if TOOLS[name].program else "`histopipe ingest`"
+        )
+        lines.append(f"| {name} | {', '.join(found.versions) or '-'} | {program} |")
     return "\n".join(lines) + "\n"
 
 
-def draw(measured: dict[str, Measured], reading: dict[str, float], path: Path) -> None:
-    """Draw both tables as bars."""
+def draw(tiling: dict[Patches, dict[str, Measured]], reading: dict[str, float], path: Path) -> None:
+    """Draw the tables as bars."""
     mpl.rcParams["font.size"] = 9
-    rates = {name: found.rate for name, found in measured.items() if not found.error}
-    figure = Figure(figsize=(7.2, 2.6), layout="constrained")
-    for number, (title, values) in enumerate(
-        (("Tiling: patches/s, whole command", rates), ("Reading for training: patches/s", reading))
-    ):
-        axes = figure.add_subplot(1, 2, number + 1)
+    panels = [
+        (f"Tiling, {patches}", {name: it.rate for name, it in measured.items() if not it.error})
+        for patches, measured in tiling.items()
+    ]
+    panels += [("Reading for training", reading)] if reading else []
+    figure = Figure(figsize=(3.6 * len(panels), 2.4), layout="constrained")
+    for number, (title, values) in enumerate(panels):
+        axes = figure.add_subplot(1, len(panels), number + 1)
         names = list(values)[::-1]
         colours = ["#2a6f97" if name == "histopipe" else "#b8c4cc" for name in names]
         bars = axes.barh(names, [values[name] for name in names], color=colours)
         axes.bar_label(bars, [f"{values[name]:,.0f}" for name in names], padding=3)
         axes.margins(x=0.22)
-        axes.set_title(title, loc="left", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(f"{title}: patches/s", loc="left", fontsize=9)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.xaxis.set_visible(False)
-        axes.spines["bottom"].set_visible(False)
     figure.savefig(path, dpi=150)
 
 

@@ -1,35 +1,36 @@
 """Run the commands and the Python code of Markdown pages, in order, and compare their output with the page.
 
-    python tools/check_pages.py README.md docs/tutorial.md docs/tutorial-python.md
+    python tools/check_pages.py docs/tutorial.md docs/tutorial-python.md     in a new folder, with this Python's commands
+    python tools/check_pages.py --setup --folder . README.md                 in a checkout, with the commands that install
 
-All pages run in one empty folder, in the given order. The folder of this Python's commands comes first in PATH.
+All commands run in one shell and one folder, in the given order.
 
 - A ```console block holds commands after `$ `, each followed by its output. Each line of the page must appear in the
   output, in this order. Numbers may differ, and `...` stands for any lines.
-- The ```python blocks of a page are one program. A ```text block after a ```python block holds its output.
+- The ```python blocks of a page are one program, which runs after the commands of the page. A ```text block after a
+  ```python block holds its output.
+- A ```sh block holds commands that install or build. They run with `--setup` only.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import re
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1]
+_END = "--- end of the command, exit code "
 
 
 @dataclass(slots=True)
 class Step:
-    """A command, or a block of Python code, with its output on the page."""
+    """A command, or the Python program of a page, with its output on the page."""
 
     kind: str
     code: str
@@ -38,21 +39,24 @@ class Step:
 
 
 def steps_of(text: str) -> Iterator[Step]:
-    """Yield the commands and Python blocks of a page."""
-    blocks = re.finditer(r"^```(\w+)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    python: Step | None = None
-    for block in blocks:
+    """Yield the commands of a page, then its Python program."""
+    python = Step("python", "", 0)
+    for block in re.finditer(r"^```(\w+)[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         kind, body = block.groups()
         line = text[: block.start()].count("\n") + 2
-        if python and kind == "text":
-            python.shown = body.splitlines()
-            continue
-        if python:
-            yield python
-        python = Step(kind, body, line) if kind == "python" else None
-        if kind == "console":
+        if kind == "python":
+            python.code += body
+            python.line = python.line or line
+        elif kind == "text" and python.code:
+            python.shown += body.splitlines()
+        elif kind == "console":
             yield from _commands(body, line)
-    if python:
+        elif kind == "sh":
+            yield from (
+                Step("sh", code, number) for number, code in enumerate(body.splitlines(), line)
+            )
+    if python.code:
+        python.code = f"cat > page.py <<'END'\n{python.code}END\npython page.py"
         yield python
 
 
@@ -87,27 +91,31 @@ def _normal(line: str) -> str:
     return " ".join(re.sub(r"[-─]{3,}", "---", line).split())
 
 
-def run(step: Step, folder: Path, names: dict[str, object]) -> tuple[bool, str]:
-    """Run a step. Return whether it succeeded, and its output."""
-    if step.kind == "python":
-        output = io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output), contextlib.chdir(folder):
-                exec(compile(step.code, "page", "exec"), names)  # noqa: S102 - our own documentation
-        except Exception:  # noqa: BLE001 - reported with its page and line
-            return False, output.getvalue() + traceback.format_exc()
-        return True, output.getvalue()
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "COLUMNS": "100",
-        "PROJECT": str(PROJECT),
-    }
-    done = subprocess.run(
-        ["/bin/bash", "-c", step.code], cwd=folder, env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
-    )  # fmt: skip
-    return done.returncode == 0, done.stdout
+class Shell:
+    """A bash process, so that `cd` and the activation of an environment affect the next commands."""
+
+    def __init__(self, folder: Path, *, setup: bool) -> None:
+        path = os.environ["PATH"]
+        environment = {**os.environ, "COLUMNS": "100", "PROJECT": str(PROJECT)}
+        if not setup:
+            environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
+        self._process = subprocess.Popen(
+            ["/bin/bash"], cwd=folder, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def run(self, code: str) -> tuple[bool, str]:
+        """Run a command. Return whether it succeeded, and its output."""
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the shell has no pipes")
+        self._process.stdin.write(f"{{ {code}\n}} </dev/null; printf '\\n{_END}%d\\n' $?\n")
+        self._process.stdin.flush()
+        lines: list[str] = []
+        for line in self._process.stdout:
+            if line.startswith(_END):
+                return line.strip() == f"{_END}0", "".join(lines)
+            lines.append(line)
+        raise RuntimeError(f"the shell ended: {code}")
 
 
 def main() -> int:
@@ -115,6 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the commands of Markdown pages.")
     parser.add_argument("pages", nargs="+", type=Path)
     parser.add_argument("--folder", type=Path, help="empty folder for the run; default: a new one")
+    parser.add_argument("--setup", action="store_true", help="run the ```sh blocks too")
     parser.add_argument("--verbose", action="store_true", help="print all output")
     options = parser.parse_args()
     pages = [(page, page.read_text("utf-8")) for page in options.pages]
@@ -122,12 +131,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
+        shell = Shell(folder, setup=options.setup)
         for page, text in pages:
-            names: dict[str, object] = {"__name__": "__main__"}
             for step in steps_of(text):
-                title = step.code if step.kind == "console" else step.code.splitlines()[0]
-                print(f"{page}:{step.line}: {title}", flush=True)
-                succeeded, printed = run(step, folder, names)
+                if step.kind == "sh" and not options.setup:
+                    continue
+                print(f"{page}:{step.line}: {step.code.splitlines()[0]}", flush=True)
+                succeeded, printed = shell.run(step.code)
                 missing = missing_line(step.shown, printed)
                 if options.verbose or not succeeded or missing:
                     print(printed, flush=True)

@@ -27,14 +27,14 @@ STEPS = 40
 
 def main() -> None:
     """Write the formats, read them in turns, and print patches per second as JSON."""
-    where = Path(sys.argv[1])
-    values = values_of(where / "patches.lmdb")
+    path, where = Path(sys.argv[1]), Path(sys.argv[2])
+    values = values_of(path)
     record, files = where / "patches.tfrecord", where / "patches-folder"
     if not record.exists():
         write_tfrecord(values, record)
     if not files.exists():
         write_folder(values, files)
-    with Store(where / "patches.lmdb") as store:
+    with Store(path) as store:
         ways = {
             "histopipe": functools.partial(ours, batches_of(store)),
             "TFRecord, shuffle(2048)": functools.partial(tfrecord, record, 2048),

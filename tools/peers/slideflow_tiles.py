@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 os.environ["SF_SLIDE_BACKEND"] = "libvips"
+os.environ["SF_BACKEND"] = "tensorflow"
 
 import slideflow as sf
 
