@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test check format docs release lock image-check clean
+.PHONY: help demo test check format docs pages release lock image-check container-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -49,6 +49,12 @@ $(VENV)-docs/.installed: requirements/docs.lock $(SOURCES)
 docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the settings page
 	$(VENV)-docs/bin/python -P tools/settings_table.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --strict --quiet
+
+pages: $(VENV)/.installed ## run the commands of the tutorials, and compare their output
+	$(BIN)/python -P tools/check_pages.py docs/tutorial.md docs/tutorial-python.md
+
+container-check: ## run all commands of README and tutorials in a new Debian: needs root, 30 minutes, 12 GB of disk
+	tools/check_container
 
 release: $(VENV)/.dependencies ## build wheel and sdist into dist/, and check them in new environments
 	$(BIN)/python -P tools/release.py

@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn import metrics as sk
 
+import histopipe
 from histopipe.dataset.assignment import AssignByFolds
 from histopipe.dataset.labelling import Labelling
 from histopipe.dataset.options import SplitBy
@@ -31,6 +32,7 @@ from histopipe.dataset.sample_table import pack_keys
 from histopipe.dataset.splitting import make_folds, make_splits
 from histopipe.errors import HistopipeError, NothingToDo, OutOfMemory, OutOfTime, UsageError
 from histopipe.geometry import Micrometres
+from histopipe.reports.info import FolderInfo
 from histopipe.runs.supervision import Supervision, supervise
 from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.slides.tables import SlideLabel
@@ -205,6 +207,9 @@ def test_folder_holds_a_run_per_fold_and_a_summary(whole: Path) -> None:
         ).read_text()
     assert float(rows[3]["slide_mean_brier"]) == pytest.approx(np.mean(each), abs=1e-12)
     assert float(rows[4]["slide_mean_brier"]) == pytest.approx(np.std(each, ddof=1), abs=1e-12)
+    found = histopipe.info(whole)
+    assert isinstance(found, FolderInfo)
+    assert (found.kind, found.facts["folds"]) == ("cross-validation", "3, 3 finished")
 
 
 def test_pooled_metrics_cover_all_predictions(whole: Path) -> None:

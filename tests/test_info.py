@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from conftest import Run
 import histopipe
 from histopipe.cli import GROUPS
 from histopipe.errors import NothingToDo
+from histopipe.maintenance.info import StoreInfo
 from histopipe.reports.info import FolderInfo
 
 
@@ -60,8 +62,21 @@ def test_a_store_and_an_empty_folder(made_store: Path, tmp_path: Path, run: Run)
     shown = run("info", made_store)
     assert "slides    12 complete" in shown.stdout
     assert f"next: histopipe train {made_store}" in shown.stderr
-    with pytest.raises(NothingToDo, match="no store at"):
+    with pytest.raises(NothingToDo, match="expected a store, a run, a cross-validation"):
         histopipe.info(tmp_path)
+
+
+def test_next_command_of_a_store_uses_the_labels_that_exist(made_store: Path) -> None:
+    labelled = histopipe.info(made_store)
+    assert isinstance(labelled, StoreInfo)
+    path = str(made_store)
+    assert labelled.then == ("train", path)
+    unlabelled = dataclasses.replace(labelled, labels={"unlabelled": 12}, patch_labels={})
+    assert unlabelled.then == ("train", path, "--labels", "labels.csv")
+    annotated = dataclasses.replace(unlabelled, patch_labels={"tumour": 5})
+    assert annotated.then == ("train", path, "--labels-from", "annotation")
+    empty = dataclasses.replace(unlabelled, patches=0)
+    assert empty.then == ("ingest", "SLIDES", "--out", path)
 
 
 def test_commands_are_listed_in_groups(run: Run) -> None:

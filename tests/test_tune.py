@@ -23,7 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_folds import faulty, processes_in
 
+import histopipe
 from histopipe.errors import MachineShort, UsageError
+from histopipe.reports.info import FolderInfo
 from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
 from histopipe.studies.settings import StudySettings
 from histopipe.studies.study import JOURNAL, Study, open_storage
@@ -443,3 +445,7 @@ def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["2", "True", "True", "False"]
+    found = histopipe.info(tmp_path / "search")
+    assert isinstance(found, FolderInfo)
+    assert (found.kind, found.facts["trials"]) == ("search", 2)
+    assert found.then == ("train", "--config", str(tmp_path / "search" / "best.toml"))

@@ -38,11 +38,10 @@ def info(path: Path, as_json: bool) -> None:
     Example: histopipe info patches.lmdb
     Example: histopipe info runs/first
     """
-    from histopipe.reports.info import FolderInfo, info
+    from histopipe.reports.info import info
 
     found = info(path)
-    then = found.then if isinstance(found, FolderInfo) else ("train", path)
-    show(found, as_json=as_json, then=then)
+    show(found, as_json=as_json, then=found.then)
 
 
 @click.command()
@@ -67,7 +66,7 @@ def verify(store: Path, as_json: bool, **options: Any) -> int:
     from histopipe.maintenance.verify import verify
 
     found = verify(store, **options)
-    then = ("repair", store, "SLIDES") if found.findings else ("train", store)
+    then = ("repair", store, "SLIDES") if found.findings else ("info", store)
     show(found, as_json=as_json, then=then)
     return found.exit_code
 

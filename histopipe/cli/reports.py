@@ -87,11 +87,15 @@ def report(path: Path, no_pictures: bool, **options: Any) -> None:
     \b
     Example: histopipe report runs/first
     """
+    from histopipe.maintenance.info import store_info
     from histopipe.reports.report import report
 
+    result = report(path, pictures=not no_pictures, **options)
     is_store = (path / "data.mdb").exists()
-    then = ("train", path) if is_store else ("predict", path, "SLIDES", "--out", "predictions")
-    show(report(path, pictures=not no_pictures, **options), then=then)
+    then = (
+        store_info(path).then if is_store else ("predict", path, "SLIDES", "--out", "predictions")
+    )
+    show(result, then=then)
 
 
 @click.command()

@@ -48,6 +48,17 @@ class StoreInfo(Result):
     routes: dict[str, int]
     slides: list[dict[str, Any]]
 
+    @property
+    def then(self) -> tuple[str, ...]:
+        """The next useful command: ingest slides, or train on the labels that exist."""
+        if not self.patches:
+            return "ingest", "SLIDES", "--out", self.path
+        if set(self.labels) != {"unlabelled"}:
+            return "train", self.path
+        if self.patch_labels:
+            return "train", self.path, "--labels-from", "annotation"
+        return "train", self.path, "--labels", "labels.csv"
+
     def __str__(self) -> str:
         spec = self.spec
         scale = f"{spec['mpp']:g} mpp" if spec["mpp"] else f"level {spec['level']}"

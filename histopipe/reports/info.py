@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import SIDES
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, NothingToDo
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, split_lines
 from histopipe.features.feature_file import ENCODER, feature_files, read_header
@@ -85,6 +85,13 @@ def info(
         if untrusted:
             check_features(folder)
         return _features(folder)
+    if not (folder / "data.mdb").exists():
+        raise NothingToDo(
+            f"nothing to show in {folder}",
+            found="a folder" if folder.is_dir() else "no folder",
+            expected="a store, a run, a cross-validation, a search, predictions or features",
+            todo="check the path",
+        )
     return store_info(folder, untrusted=untrusted, progress=progress)
 
 
@@ -145,7 +152,8 @@ def _search(folder: Path) -> FolderInfo:
     values = [float(row["value"]) for row in trials if row["value"]]
     if values:
         facts["values"] = f"{min(values):.4f} to {max(values):.4f}"
-    todo = ("train", "--config", str(folder / "best.toml"))
+    best = folder / "best.toml"
+    todo = ("train", "--config", str(best)) if best.exists() else ()
     return FolderInfo(str(folder), "search", bool(trials), facts, (), todo)
 
 
