@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
+from pathlib import Path
 
 import pytest
 from click import Context
@@ -61,6 +63,17 @@ def test_documentation_uses_existing_commands_and_flags() -> None:
             flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest)) - {"--help"}
             assert flags <= known, f"{page.name}: histopipe {name}{rest}"
     assert found > 100
+
+
+def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('told = "the disk is told"  # at hand\n')
+    (tmp_path / "b.md").write_text("A stranger.\n\n```\nsaid\n```\n`whatever`\n")
+    (tmp_path / "c.html").write_text("<p>as it is</p>\n")
+    files = [tmp_path / name for name in ("a.py", "b.md", "c.html")]
+    command = [sys.executable, str(PROJECT / "tools" / "check_words.py"), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = re.findall(r": '(.+?)'; write:", done.stdout)
+    assert (done.returncode, words) == (1, ["told", "at hand", "stranger", "as it is"])
 
 
 def test_exit_codes_are_documented() -> None:
