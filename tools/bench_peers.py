@@ -7,7 +7,8 @@ line is reported. `--patches` lists sizes in pixels with their mpp. Tools take t
 histopipe's patches. Other tools choose their patches, so rates per patch are compared.
 
 FOLDER/peers.json holds all results: versions, machine, command lines, and the output of each tool.
-`--page docs/design/peers.md` and `--chart docs/images/peers.png` write the table and the chart for the documentation.
+`--page docs/design/peers.md` and `--chart docs/images/peers.png` write the tables and the chart for the documentation.
+Without slides, they are written from the existing FOLDER/peers.json.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class Measured:
         versions: versions of the required packages in its environment.
         command: command line of one run.
         patches, output_bytes: number of patches and bytes that a run wrote.
+        start_seconds: median duration of a run without slides: the start of Python, and imports.
         seconds: duration of each run, from the start of the command until its output is on the disk.
         peak_mb: peak memory of a process, over all runs.
     """
@@ -109,6 +111,7 @@ class Measured:
     command: list[str] = field(default_factory=list)
     patches: int = 0
     output_bytes: int = 0
+    start_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
 
@@ -119,44 +122,50 @@ class Measured:
 
 
 def main() -> None:
-    """Install the tools, measure them, and write the results."""
+    """Measure the tools, and write the results."""
     options = _parse()
+    file: Path = options.folder / "peers.json"
+    if options.slides:
+        options.folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(measure(options), indent=1))
+    results = json.loads(file.read_text())
+    print(page(results))
+    if options.page:
+        options.page.write_text(page(results))
+    if options.chart:
+        draw(results, options.chart)
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Install the tools, run them in turns, and return all results."""
     folder: Path = options.folder
-    folder.mkdir(parents=True, exist_ok=True)
     slides = [path.resolve() for path in options.slides]
     environments = {name: _install(folder, name) for name in options.tools}
-    tiling = {}
+    for name, found in environments.items():
+        if found.error is None:
+            found.start_seconds = _start_seconds(folder, name)
+    tiling: dict[str, dict[str, Any]] = {}
     for patches in options.patches:
         job = _job(folder, slides, patches)
         measured = {
-            name: Measured(found.error, found.versions) for name, found in environments.items()
+            name: Measured(it.error, it.versions, start_seconds=it.start_seconds)
+            for name, it in environments.items()
         }
         for number in range(options.rounds + 1):
             for name, found in measured.items():
                 if found.error is None:
                     _run(folder, name, found, job, warm_up=number == 0)
-        tiling[patches] = measured
+        tiling[str(patches)] = {name: asdict(found) for name, found in measured.items()}
     store = _store(folder, options.patches[0])
-    reading = {} if options.skip_reading else _reading(folder, store)
-    results = {
+    return {
         "machine": f"{WORKERS} cores ({_processor()}), Linux {platform.release()}",
         "python": platform.python_version(),
         "histopipe": histopipe.__version__,
         "slides": [f"{path.name} ({path.stat().st_size / 1e6:,.0f} MB)" for path in slides],
         "rounds": options.rounds,
-        "tiling": {
-            str(patches): {name: asdict(found) for name, found in measured.items()}
-            for patches, measured in tiling.items()
-        },
-        "reading": reading,
+        "tiling": tiling,
+        "reading": {} if options.skip_reading else _reading(folder, store),
     }
-    (folder / "peers.json").write_text(json.dumps(results, indent=1))
-    text = page(results, tiling, reading)
-    print(text)
-    if options.page:
-        options.page.write_text(text)
-    if options.chart:
-        draw(tiling, reading, options.chart)
 
 
 def _processor() -> str:
@@ -167,8 +176,10 @@ def _processor() -> str:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare histopipe with other tools.")
-    parser.add_argument("folder", type=Path, help="environments, outputs and results")
-    parser.add_argument("slides", type=Path, nargs="+")
+    parser.add_argument(
+        "folder", type=lambda text: Path(text).resolve(), help="environments, outputs and results"
+    )
+    parser.add_argument("slides", type=Path, nargs="*")
     parser.add_argument("--patches", type=Patches.parse, default="256@0.5,224@0.5")
     parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up round")
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
@@ -248,25 +259,45 @@ def _install(folder: Path, name: str) -> Measured:
     return Measured(versions=[line for line in frozen if line.split("==")[0].lower() in wanted])
 
 
+def _command(folder: Path, name: str, job: Path, out: Path) -> list[str]:
+    """Return the command line that tiles the slides of a job."""
+    if name != "histopipe":
+        python = folder / "environments" / name.split(maxsplit=1)[0] / "bin" / "python"
+        return [str(python), str(PEERS / TOOLS[name].program), str(job), str(out)]
+    settings = json.loads(job.read_text())
+    paths = [slide["path"] for slide in settings["slides"]] or [str(out)]
+    return [
+        str(Path(sys.executable).with_name("histopipe")), "ingest", *paths, "--out", str(out / "patches.lmdb"),
+        "--patch-size", str(settings["patch_size"]), "--mpp", str(settings["mpp"]),
+    ]  # fmt: skip
+
+
+def _start_seconds(folder: Path, name: str) -> float:
+    """Measure the duration of a run without slides."""
+    job, out = folder / "empty.json", folder / "output"
+    job.write_text(json.dumps({"slides": [], "patch_size": 256, "mpp": 0.5, "workers": WORKERS}))
+    out.mkdir(exist_ok=True)
+    seconds = []
+    for _ in range(4):
+        begun = time.perf_counter()
+        subprocess.run(
+            _command(folder, name, job, out), capture_output=True, check=False, cwd=folder
+        )
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds[1:])
+
+
 def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) -> None:
     """Run a tool once, as a command with an empty output folder."""
     out = folder / "output"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    settings = json.loads(job.read_text())
-    if name == "histopipe":
-        found.command = [
-            str(Path(sys.executable).with_name("histopipe")), "ingest", *(s["path"] for s in settings["slides"]),
-            "--out", str(out / "patches.lmdb"), "--patch-size", str(settings["patch_size"]), "--mpp", str(settings["mpp"]),
-        ]  # fmt: skip
-    else:
-        python = folder / "environments" / name.split(maxsplit=1)[0] / "bin" / "python"
-        found.command = [str(python), str(PEERS / TOOLS[name].program), str(job), str(out)]
+    found.command = _command(folder, name, job, out)
     log = folder / f"{name.split(maxsplit=1)[0]}.log"
     os.sync()
     begun = time.perf_counter()
     with log.open("w") as file:
-        process = subprocess.Popen(found.command, stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(found.command, stdout=file, stderr=subprocess.STDOUT, cwd=folder)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     os.sync()  # the time includes writing the output to the disk
@@ -280,13 +311,13 @@ def _run(folder: Path, name: str, found: Measured, job: Path, *, warm_up: bool) 
     found.seconds.append(seconds)
     found.peak_mb = max(found.peak_mb, usage.ru_maxrss / 1024)
     found.output_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    found.patches = _count(name, settings, log)
+    found.patches = _count(name, job, log)
 
 
-def _count(name: str, settings: dict[str, Any], log: Path) -> int:
+def _count(name: str, job: Path, log: Path) -> int:
     """Return the number of patches that a run has written. The programs print it last."""
     if name == "histopipe":
-        return sum(len(slide["x_l0"]) for slide in settings["slides"])
+        return sum(len(slide["x_l0"]) for slide in json.loads(job.read_text())["slides"])
     return int(log.read_text().split()[-1])
 
 
@@ -302,18 +333,19 @@ def tiling_table(measured: dict[str, Measured]) -> list[str]:
     """Return a Markdown table. The ratio is histopipe's rate divided by the rate of the tool."""
     ours = measured["histopipe"].rate
     lines = [
-        "| tool | patches | output | seconds, median (min to max) | patches/s | histopipe is | peak MB of a process |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| tool | patches | output | seconds, median (min to max) | of these, start | patches/s | histopipe is | peak MB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, found in measured.items():
         tool = TOOLS[name]
         if found.error:
-            lines.append(f"| {name} | not measured: {found.error} | | | | | |")
+            lines.append(f"| {name} | not measured: {found.error} | | | | | | |")
             continue
         middle, low, high = statistics.median(found.seconds), min(found.seconds), max(found.seconds)
         lines.append(
             f"| {name} | {found.patches:,}, {tool.patches} | {tool.output}, {found.output_bytes / 1e6:,.0f} MB "
-            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {found.rate:,.0f} | {ours / found.rate:.1f}× | {found.peak_mb:,.0f} |"
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}) | {found.start_seconds:.2f} | {found.rate:,.0f} "
+            f"| {ours / found.rate:.1f}× | {found.peak_mb:,.0f} |"
         )
     return lines
 
@@ -323,73 +355,84 @@ def reading_table(reading: dict[str, float]) -> list[str]:
     lines = ["| reader | patches/s | histopipe is |", "| --- | --- | --- |"]
     for name, rate in reading.items():
         lines.append(f"| {name} | {rate:,.0f} | {reading['histopipe'] / rate:.2f}× |")
-    return lines if reading else []
+    return lines if reading else ["Not measured."]
 
 
-def page(
-    results: dict[str, Any],
-    tiling: dict[Patches, dict[str, Measured]],
-    reading: dict[str, float],
-) -> str:
+def _measured(results: dict[str, Any]) -> dict[str, dict[str, Measured]]:
+    """Return the measurements by patches and tool."""
+    return {
+        patches: {name: Measured(**values) for name, values in tools.items()}
+        for patches, tools in results["tiling"].items()
+    }
+
+
+def page(results: dict[str, Any]) -> str:
     """Return the page of the documentation."""
-    first = next(iter(tiling.values()))
+    tiling = _measured(results)
     lines = [
         "# Comparison with other tools",
         "",
-        "How fast histopipe and other tools tile the same slides, and how fast a training reads the",
-        f"patches. Measured by `tools/bench_peers.py` with histopipe {results['histopipe']} and Python",
-        f"{results['python']} on {results['machine']}.",
-        "",
-        f"Slides: {', '.join(results['slides'])}. Tools took turns in {results['rounds']} rounds after one",
-        "warm-up round. A run is the whole command, from its start until its output is on the disk.",
+        "How fast histopipe and other tools tile the same slides, and how fast a training reads the patches.",
         "",
         "![Patches per second of each tool](../images/peers.png)",
+        "",
+        "| | |",
+        "| --- | --- |",
+        f"| measured by | `tools/bench_peers.py`, histopipe {results['histopipe']}, Python {results['python']} |",
+        f"| machine | {results['machine']} |",
+        f"| slides | {', '.join(results['slides'])} |",
+        f"| runs | tools took turns in {results['rounds']} rounds after a warm-up round |",
+        "| seconds | a whole command, until its output is on the disk; *start* is a run without slides |",
+        "| peak MB | peak memory of the main process, without its workers |",
+        "| the same | the tool gets the coordinates of histopipe's patches |",
+        "",
+        "The other tools choose their patches, so compare patches per second.",
     ]
     for patches, measured in tiling.items():
         lines += ["", f"## Tiling, {patches}", "", *tiling_table(measured)]
     lines += [
         "",
-        "*the same*: the tool gets the coordinates of histopipe's patches. The other tools choose their",
-        "patches, so compare patches per second. The last column is the peak memory of the main process.",
-        "",
         "## Reading",
         "",
-        "Shuffled batches of the same patches for a training, in one process each.",
+        "Shuffled batches of the same patches for a training. The readers took turns in one process.",
         "",
-        *reading_table(reading),
+        *reading_table(results["reading"]),
         "",
         "## Versions",
         "",
         "| tool | versions | command |",
         "| --- | --- | --- |",
     ]
-    for name, found in first.items():
+    for name, found in next(iter(tiling.values())).items():
         program = (
-            f"`tools/peers/{TOOLS[name].program}`" if TOOLS[name].program else "`histopipe ingest`"
+            f"tools/peers/{TOOLS[name].program}" if TOOLS[name].program else "histopipe ingest"
         )
-        lines.append(f"| {name} | {', '.join(found.versions) or '-'} | {program} |")
+        lines.append(f"| {name} | {', '.join(found.versions) or '-'} | `{program}` |")
     return "\n".join(lines) + "\n"
 
 
-def draw(tiling: dict[Patches, dict[str, Measured]], reading: dict[str, float], path: Path) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the tables as bars."""
     mpl.rcParams["font.size"] = 9
     panels = [
-        (f"Tiling, {patches}", {name: it.rate for name, it in measured.items() if not it.error})
-        for patches, measured in tiling.items()
+        (f"tiling, {patches}", {name: it.rate for name, it in tools.items() if not it.error})
+        for patches, tools in _measured(results).items()
     ]
-    panels += [("Reading for training", reading)] if reading else []
-    figure = Figure(figsize=(3.6 * len(panels), 2.4), layout="constrained")
+    if results["reading"]:
+        panels.append(("reading for training", results["reading"]))
+    figure = Figure(figsize=(3.7 * len(panels), 2.1), layout="constrained")
+    figure.suptitle("patches per second", x=0.004, ha="left", fontsize=9)
     for number, (title, values) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), number + 1)
         names = list(values)[::-1]
         colours = ["#2a6f97" if name == "histopipe" else "#b8c4cc" for name in names]
         bars = axes.barh(names, [values[name] for name in names], color=colours)
         axes.bar_label(bars, [f"{values[name]:,.0f}" for name in names], padding=3)
-        axes.margins(x=0.22)
-        axes.set_title(f"{title}: patches/s", loc="left", fontsize=9)
+        axes.margins(x=0.25)
+        axes.set_title(title, fontsize=9, fontweight="bold")
         axes.spines[["top", "right", "bottom"]].set_visible(False)
         axes.xaxis.set_visible(False)
+        axes.tick_params(left=False)
     figure.savefig(path, dpi=150)
 
 
