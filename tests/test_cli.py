@@ -76,6 +76,30 @@ def test_word_check_reads_comments_strings_and_prose(tmp_path: Path) -> None:
     assert (done.returncode, words) == (1, ["told", "at hand", "stranger", "as it is"])
 
 
+@pytest.mark.parametrize(
+    ("page", "code", "message"),
+    [
+        ("```console\n$ cd /; pwd\n/\n$ pwd\n/\n```\n", 0, "the output matches"),
+        ("```console\n$ echo slides 12\nslides 9\n```\n", 0, "the output matches"),
+        ("```console\n$ printf 'a\\nb\\n'\nb\na\n```\n", 1, "not printed: a"),
+        ("```console\n$ false\n```\n", 1, "FAILED: exit code"),
+        ("```sh\nfalse\n```\n", 0, "the output matches"),
+        (
+            "```python\nx = 'one'\n```\n\n```python\nprint(x)\n```\n```text\none\n```\n",
+            0,
+            "matches",
+        ),
+        ("```python\nprint('one')\n```\n```text\ntwo\n```\n", 1, "not printed: two"),
+    ],
+)
+def test_page_check_compares_output(tmp_path: Path, page: str, code: int, message: str) -> None:
+    (tmp_path / "page.md").write_text(page)
+    command = [sys.executable, str(PROJECT / "tools" / "check_pages.py"), str(tmp_path / "page.md")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout
+    assert message in done.stdout
+
+
 def test_exit_codes_are_documented() -> None:
     text = (PROJECT / "docs" / "reference" / "exit-codes.md").read_text()
     for code in ExitCode:
