@@ -162,6 +162,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "python": platform.python_version(),
         "histopipe": histopipe.__version__,
         "slides": [f"{path.name} ({path.stat().st_size / 1e6:,.0f} MB)" for path in slides],
+        "note": options.note,
         "rounds": options.rounds,
         "tiling": tiling,
         "reading": {} if options.skip_reading else _reading(folder, store),
@@ -184,6 +185,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up round")
     parser.add_argument("--tools", type=lambda text: text.split(","), default=list(TOOLS))
     parser.add_argument("--skip-reading", action="store_true")
+    parser.add_argument("--note", default="", help="remark on the slides, for the page")
     parser.add_argument("--page", type=Path)
     parser.add_argument("--chart", type=Path)
     return parser.parse_args()
@@ -380,13 +382,14 @@ def page(results: dict[str, Any]) -> str:
         "| --- | --- |",
         f"| measured by | `tools/bench_peers.py`, histopipe {results['histopipe']}, Python {results['python']} |",
         f"| machine | {results['machine']} |",
-        f"| slides | {', '.join(results['slides'])} |",
+        f"| slides | {', '.join(results['slides'])}. {results['note']} |",
         f"| runs | tools took turns in {results['rounds']} rounds after a warm-up round |",
         "| seconds | a whole command, until its output is on the disk; *start* is a run without slides |",
         "| peak MB | peak memory of the main process, without its workers |",
         "| the same | the tool gets the coordinates of histopipe's patches |",
         "",
-        "The other tools choose their patches, so compare patches per second.",
+        "The other tools choose their patches, so compare patches per second. histopipe also finds the tissue,",
+        "compares samples with OpenSlide, and stores a checksum of each patch. The script does none of these.",
     ]
     for patches, measured in tiling.items():
         lines += ["", f"## Tiling, {patches}", "", *tiling_table(measured)]
