@@ -94,11 +94,10 @@ def open_stores(
     first = stores[0]
     for other in stores[1:]:
         if other.spec != first.spec:
-            texts = "; ".join(differences(other.spec, first.spec))
-            texts = texts.replace("in the store", f"in {other.path}")
+            places = f"in {other.path}", f"in {first.path}"
             raise SpecMismatch(
                 f"{other.path} was created with other settings than {first.path}",
-                found=texts.replace("asked for", f"in {first.path}"),
+                found="; ".join(differences(other.spec, first.spec, places)),
                 expected="equal settings",
             )
     return stores

@@ -124,11 +124,15 @@ def magnification_to_mpp(magnification: float) -> Mpp:
     return Mpp(MAGNIFICATION_MPP / magnification)
 
 
-def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def differences(
+    found: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    places: tuple[str, str] = ("in the store", "asked for"),
+) -> list[str]:
     """Return the differences of two specs, each as a text: `mpp: 0.5 in the store, 0.25 asked for`."""
     keys = sorted(found.keys() | wanted.keys())
     return [
-        f"{key}: {found.get(key)} in the store, {wanted.get(key)} asked for"
+        f"{key}: {found.get(key)} {places[0]}, {wanted.get(key)} {places[1]}"
         for key in keys
         if found.get(key) != wanted.get(key)
     ]
