@@ -171,7 +171,7 @@ def test_errors_of_compare(run: Run, runs: Path, tmp_path: Path) -> None:
     for arguments, message in {
         (runs / "a",): "expected two or more different runs",
         (runs / "a", runs / "a"): "expected two or more different runs",
-        (runs / "a", tmp_path): "holds no finished run",
+        (runs / "a", tmp_path): "no finished run in",
     }.items():
         done = run("compare", *arguments)
         assert done.returncode == 2 and message in done.stderr

@@ -198,7 +198,8 @@ def test_errors_of_predict(
             predict(folder, sources, out=tmp_path / options.pop("out", "a"), **options)
         assert (error.value.exit_code, message in str(error.value)) == (code, True), error.value
 
-    refused(2, "holds no finished run", tmp_path, made)
+    refused(2, "expected a metrics.json in it; finish it with", tmp_path, made)
+    refused(2, "expected a metrics.json in it; check the path", tmp_path / "none", made)
     refused(4, "nowhere does not exist", trained, tmp_path / "nowhere")
     refused(2, "slides and stores are mixed", trained, made, made_store)
     (tmp_path / "empty").mkdir()

@@ -268,7 +268,7 @@ def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
     (folder / "history.csv").write_text("epoch\nx\n")
     refused(5, "history.csv cannot be read", folder)
     (folder / "metrics.json").unlink()
-    refused(2, "holds no finished run", folder)
+    refused(2, "no finished run in", folder)
     (folder / "splits").mkdir()
     refused(2, "is a cross-validation", folder)
     assert not list(tmp_path.rglob("report.html"))

@@ -80,8 +80,8 @@ def read_result(folder: Path) -> TrainResult:
         return TrainResult(folder=folder, metrics=metrics, **{name: value[name] for name in names})
     except FileNotFoundError as error:
         raise UsageError(
-            f"{folder} holds no finished run", expected=f"a {METRICS} in it",
-            todo=f"finish it with `histopipe train --resume --out {folder}`",
+            f"no finished run in {folder}", expected=f"a {METRICS} in it",
+            todo=f"finish it with `histopipe train --resume --out {folder}`" if folder.is_dir() else "check the path",
         ) from error  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedStore(
