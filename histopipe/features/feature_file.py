@@ -106,7 +106,7 @@ def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iter
         if is_full_disk(error):
             raise MachineShort(
                 f"the disk that holds {path.parent} is full",
-                todo="make room, and run the same command again to embed the missing slides",
+                todo="free disk space, and run the same command again to embed the missing slides",
             ) from error
         raise
 

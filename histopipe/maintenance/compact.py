@@ -88,7 +88,7 @@ def compact(
                 f"not enough disk space in {target.parent} for a copy of {store}",
                 found=f"{free >> 20} MB free",
                 expected=f"{size >> 20} MB",
-                todo="make room, or pass --out with a path on another disk",
+                todo="free disk space, or pass --out with a path on another disk",
             )
         with (
             in_place_of(store) if out is None else _new_folder(out) as part,
@@ -126,7 +126,7 @@ def _file_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if is_full_disk(error):
             raise MachineShort(
-                f"the disk that holds {path.parent} is full", todo="make room"
+                f"the disk that holds {path.parent} is full", todo="free disk space"
             ) from error
         raise UsageError(f"{path} cannot be written", found=error.strerror or str(error)) from error
 

@@ -173,7 +173,7 @@ def _check_space(
             f"not enough disk space in {out} for {counted(len(slides), 'slide')}",
             found=f"{free >> 20} MB free",
             expected=f"about {int(size * _SPARE) >> 20} MB",
-            todo="make room, or choose another --out",
+            todo="free disk space, or choose another --out",
         )
 
 

@@ -124,7 +124,7 @@ def roomy(folder: Path) -> Iterator[None]:
             raise
         raise MachineShort(
             f"the disk that holds {folder} is full",
-            todo="make room, and run the same command again",
+            todo="free disk space, and run the same command again",
         ) from error
 
 

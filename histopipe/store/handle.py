@@ -117,7 +117,9 @@ def _allocate_lock(path: Path) -> None:
             os.close(lock)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise MachineShort(f"the disk that holds {path} is full", todo="make room") from error
+            raise MachineShort(
+                f"the disk that holds {path} is full", todo="free disk space"
+            ) from error
         # LMDB reports all other errors.
 
 
@@ -179,7 +181,7 @@ def _mapped(error: lmdb.Error, path: Path) -> HistopipeError:
         return MachineShort(
             f"the disk that holds {path} is full",
             found=full,
-            todo="make room and run the same command again: complete slides are kept",
+            todo="free disk space and run the same command again: complete slides are kept",
         )
     causes: tuple[tuple[int, type[HistopipeError], str], ...] = (
         (errno.EACCES, UsageError, "cannot be written or locked"),

@@ -87,6 +87,6 @@ def _explained(cluster: Cluster, folder: Path) -> Iterator[None]:
             ) from error  # fmt: skip
         if is_full_disk(error):
             raise MachineShort(
-                f"the disk that holds {folder} is full", todo=f"make room and run {resume}"
+                f"the disk that holds {folder} is full", todo=f"free disk space and run {resume}"
             ) from error
         raise
