@@ -60,7 +60,7 @@ def _section(title: str, head: list[str], rows: list[str]) -> str:
 
 
 def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    return f"|{'|'.join(cells)}|"
 
 
 def _values(declared: DeclaredSetting) -> str:
