@@ -66,6 +66,20 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a filesystem of `size` on a new folder, or skip the test: most containers do not permit it."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a small filesystem cannot be mounted: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """Folder with the real slides. Without it, tests that need it are skipped with a reason; CI requires it."""

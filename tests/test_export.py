@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
 import tarfile
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import Run
+from conftest import Run, small_disk
 from test_reader import a_store, flip_a_byte, jpegs
 from test_store import RECORD, SPEC
 
@@ -234,13 +233,9 @@ def test_nested_slide_ids_use_separate_files(tmp_path: Path) -> None:
         exported(same, out=tmp_path / "x", to="folder")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
 def test_full_disk_leaves_no_partial_files(tmp_path: Path, run: Run) -> None:
     a_store(tmp_path / "s.lmdb", {f"n{i}": jpegs(40 * i, 40, 64) for i in range(4)}, patch_size=64)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "700k") as disk:
         for to in ("webdataset", "tfrecord", "folder"):
             arguments = ["export", "s.lmdb", "--to", to, "--out", disk / to, "--shard-patches", 40]
             done = run(*arguments)
@@ -248,8 +243,6 @@ def test_full_disk_leaves_no_partial_files(tmp_path: Path, run: Run) -> None:
             assert "is full" in done.stderr
             assert not list((disk / to).rglob("*part-*"))
             subprocess.run(["rm", "-r", str(disk / to)], check=True)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_wrong_flags_are_errors(store: Path, run: Run) -> None:

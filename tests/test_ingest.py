@@ -20,7 +20,7 @@ import numpy as np
 import openslide
 import pytest
 import tifffile
-from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides
+from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides, small_disk
 from inline import in_process
 from PIL import Image
 
@@ -449,15 +449,8 @@ def test_slide_changed_during_ingest_fails(
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 30 MB."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small filesystem needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(folder)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "30m") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_slide_too_large_for_disk_is_not_started(command: Run, tmp_path: Path, disk: Path) -> None:
@@ -679,20 +672,13 @@ def test_damaged_tile_in_thumbnail_level_loses_one_patch(run: Run, tmp_path: Pat
 
 
 def test_full_disk_at_start_leaves_no_files(command: Run, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("mounting a small filesystem needs root")
     make_slides(tmp_path / "in", "--size", "600x600")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "1m") as disk:
         (disk / "fill").write_bytes(bytes((1 << 20) - 8192))
         done = command("ingest", "in", "--out", disk / "s.lmdb")
         assert done.returncode == 6, done.stderr
         assert "is full" in done.stderr
         assert [path.name for path in disk.iterdir()] == ["fill"]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_unreadable_folder_is_reported(run: Run, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, TOOLS, Run
+from conftest import COMMAND, TOOLS, Run, small_disk
 from test_reader import a_store, flip_a_byte, jpegs
 from test_store import SPEC
 from test_verify import edited
@@ -279,10 +279,7 @@ def test_readers_continue_during_compact(parts: list[Path]) -> None:
 
 
 def test_not_enough_disk_space_for_copy(tmp_path: Path, run: Run) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "24m") as disk:
         path = a_store(disk / "s.lmdb", {"a": [bytes(9000)] * 1000})
         before = contents(path)
         for command in (
@@ -295,8 +292,6 @@ def test_not_enough_disk_space_for_copy(tmp_path: Path, run: Run) -> None:
             )
             assert [p.name for p in disk.iterdir()] == ["s.lmdb"]
         assert contents(path) == before
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_split_follows_splits_of_run(

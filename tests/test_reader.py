@@ -656,16 +656,23 @@ def test_blocks_are_requested_by_window(large: Store) -> None:
 
 def test_only_a_store_outside_the_page_cache_is_requested(large: Store) -> None:
     order = make_order(SampleTable(select([large])), seed=1)
-    (large.path / "data.mdb").read_bytes()  # into the page cache
-    assert requested_steps(recorder(large, order), None, range(45)) == []
-    copy = shutil.copytree(large.path, large.path.parent / "cold.lmdb")
-    descriptor = os.open(copy / "data.mdb", os.O_RDONLY)
-    os.fsync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-    with Store(copy) as cold:
-        found = requested_steps(recorder(cold, order), None, range(45))
-    assert len(found) > 45 - STEPS_AHEAD - 10
+
+    def warm() -> int:
+        (large.path / "data.mdb").read_bytes()  # into the page cache
+        return len(requested_steps(recorder(large, order), None, range(45)))
+
+    def cold(attempt: int) -> int:
+        copy = shutil.copytree(large.path, large.path.parent / f"cold-{attempt}.lmdb")
+        descriptor = os.open(copy / "data.mdb", os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        with Store(copy) as store:
+            return len(requested_steps(recorder(store, order), None, range(45)))
+
+    # The system may evict or load pages at any time, so each case has three attempts.
+    assert any(warm() == 0 for _ in range(3))
+    assert any(cold(attempt) > 45 - STEPS_AHEAD - 10 for attempt in range(3))
 
 
 def test_deleted_datasets_keep_no_store_open(two: list[Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import COMMAND, INTERRUPTIBLE, Run, run_program, succeed
+from conftest import COMMAND, INTERRUPTIBLE, Run, run_program, small_disk, succeed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_memory import faulty
@@ -208,20 +207,14 @@ def test_two_damaged_checkpoints_are_reported(tmp_path: Path) -> None:
         load_state(tmp_path, variables(0))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
 def test_full_disk_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "256k") as disk:
         saved_twice(disk)
         large = [Variable(np.zeros(100_000, np.float32))]
         with pytest.raises(OSError, match="No space left"):
             save_state(disk, TrainState(epoch=3), large)
         assert {path.name for path in disk.iterdir()} == {"resume.npz", "resume-older.npz"}
         assert load_state(disk, variables(0))[0].epoch == 2
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_folder_of_a_running_training_is_refused(

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import lmdb
 import numpy as np
 import pytest
+from conftest import small_disk
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -384,12 +386,8 @@ def test_map_grows_with_limited_address_space(tmp_path: Path) -> None:
     assert (4 << 20) <= int(done.stdout) < (64 << 20)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
 def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "4m") as disk:
         with one_slide(disk / "s.lmdb", [b"x" * 1000] * 3) as writer:
             with pytest.raises(MachineShort, match=r"the disk that holds .* is full"):
                 for first in range(0, 1000, 10):
@@ -398,23 +396,16 @@ def test_full_disk_is_reported_without_data_loss(tmp_path: Path) -> None:
                 assert store.value(0, 2) == b"x" * 1000
         with Store(disk / "s.lmdb") as store:
             assert len(store) == 3
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting read-only needs root")
 def test_store_on_read_only_mount(tmp_path: Path, golden: Path) -> None:
-    mount = tmp_path / "mount"
-    mount.mkdir()
-    subprocess.run(["mount", "--bind", str(golden), str(mount)], check=True)
-    try:
-        subprocess.run(["mount", "-o", "remount,ro,bind", str(mount)], check=True)
-        with Store(mount) as store:
+    with small_disk(tmp_path / "mount", "8m") as mount:
+        store_path = shutil.copytree(golden, mount / "s.lmdb")
+        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+        with Store(store_path) as store:
             assert len(store) == 7
         with pytest.raises(UsageError, match=r"read-only|cannot be written"):
-            StoreWriter(mount, SPEC)
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
+            StoreWriter(store_path, SPEC)
 
 
 KILLED = """

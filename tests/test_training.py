@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import INTERRUPTIBLE, Run, succeed, with_tensorflow
+from conftest import INTERRUPTIBLE, Run, small_disk, succeed, with_tensorflow
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.runs.task_config import PatchTrainConfig, read_config
@@ -288,19 +288,13 @@ def test_damaged_patch_ends_training_and_is_named(
         assert "Traceback" not in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
 def test_full_disk_during_training_is_reported(run: Run, made_store: Path, tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], check=True)
-    try:
+    with small_disk(tmp_path / "disk", "100k") as disk:
         done = run("train", made_store, "--epochs", 1, "--out", disk / "run")
         assert done.returncode == 6, done.stderr
         assert "is full" in done.stderr
         assert "Traceback" not in done.stderr
         assert not [path for path in (disk / "run").iterdir() if path.name.startswith("part-")]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_leaks_stop_training(run: Run, made_store: Path, tmp_path: Path) -> None:

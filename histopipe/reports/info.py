@@ -19,6 +19,7 @@ from histopipe.maintenance.info import StoreInfo, store_info
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
+from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
 from histopipe.studies.tune_result import TRIALS_CSV
 from histopipe.system.files import read_json
@@ -85,7 +86,7 @@ def info(
         if untrusted:
             check_features(folder)
         return _features(folder)
-    if not (folder / "data.mdb").exists():
+    if not (folder / "data.mdb").exists() and read_catalog(folder) is None:
         raise NothingToDo(
             f"nothing to show in {folder}",
             found="a folder" if folder.is_dir() else "no folder",
