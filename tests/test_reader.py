@@ -661,18 +661,28 @@ def test_only_a_store_outside_the_page_cache_is_requested(large: Store) -> None:
         (large.path / "data.mdb").read_bytes()  # into the page cache
         return len(requested_steps(recorder(large, order), None, range(45)))
 
-    def cold(attempt: int) -> int:
+    def cold(attempt: int) -> int | None:
         copy = shutil.copytree(large.path, large.path.parent / f"cold-{attempt}.lmdb")
         descriptor = os.open(copy / "data.mdb", os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
+        try:
+            os.preadv(descriptor, [bytearray(1)], os.fstat(descriptor).st_size // 2, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass  # the page is not cached
+        else:
+            return None
+        finally:
+            os.close(descriptor)
         with Store(copy) as store:
             return len(requested_steps(recorder(store, order), None, range(45)))
 
     # The system may evict or load pages at any time, so each case has three attempts.
     assert any(warm() == 0 for _ in range(3))
-    assert any(cold(attempt) > 45 - STEPS_AHEAD - 10 for attempt in range(3))
+    found = [count for attempt in range(3) if (count := cold(attempt)) is not None]
+    if not found:
+        pytest.skip("files of this filesystem stay in the page cache, as those of overlayfs do")
+    assert max(found) > 45 - STEPS_AHEAD - 10
 
 
 def test_deleted_datasets_keep_no_store_open(two: list[Path]) -> None:
