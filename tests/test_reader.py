@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import multiprocessing
@@ -670,6 +671,10 @@ def test_only_a_store_outside_the_page_cache_is_requested(large: Store) -> None:
             os.preadv(descriptor, [bytearray(1)], os.fstat(descriptor).st_size // 2, os.RWF_NOWAIT)
         except BlockingIOError:
             pass  # the page is not cached
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:  # as on overlayfs
+                raise
+            return None
         else:
             return None
         finally:
@@ -804,7 +809,7 @@ def growth(store, leaking):
         feed, steps = BatchFeed(batches), min(8, batches.steps_per_epoch)
         first = epoch * batches.steps_per_epoch
         for batch in feed.dataset(first, first + steps):
-            if leaking and len(kept) <= epoch:
+            if leaking:
                 kept.append(batch)
         feed.settle()
         gc.collect()
@@ -820,7 +825,7 @@ next(unfinished)
 
 
 def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: Path) -> None:
-    """Compare anonymous memory of epochs 6 to 10 with that of the last five, in MB. Ten batches take 16 MB.
+    """Compare anonymous memory of epochs 6 to 10 with that of the last five, in MB. Eighty batches take 126 MB.
 
     The program then exits during an iteration, which must not hang.
     """
@@ -829,7 +834,7 @@ def test_epochs_do_not_leak_and_exit_during_iteration_does_not_hang(made_store: 
         check=True, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     normal, leaking = map(float, done.stdout.split())
-    assert leaking > 8
+    assert leaking > 40
     assert normal < 6
 
 
