@@ -1,0 +1,162 @@
+"""Names and shapes of the weights in published checkpoints: timm, DINOv2, and Hugging Face ViT and Dinov2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from histopipe.encoders.architecture import Architecture
+from histopipe.encoders.tensors import Tensor
+from histopipe.errors import UsageError
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """Names of the weights of one library. `{}` is the number of a block.
+
+    Attributes:
+        qkv: one packed layer, or the layers of query, key and value.
+        gated: names of the packed input and the output of SwiGLU.
+        unused: names that are in files but not in the network.
+        antialiased: method to resize positions, see `histopipe.encoders.positions`.
+    """
+
+    class_token: str
+    registers: str
+    positions: str
+    patch: str
+    norm1: str
+    qkv: tuple[str, ...]
+    projection: str
+    scale1: str
+    norm2: str
+    plain: tuple[str, str]
+    gated: tuple[str, str]
+    scale2: str
+    norm: str
+    unused: tuple[str, ...]
+    antialiased: bool
+
+
+_TIMM = Naming(
+    class_token="cls_token", registers="reg_token", positions="pos_embed", patch="patch_embed.proj",
+    norm1="blocks.{}.norm1", qkv=("blocks.{}.attn.qkv",), projection="blocks.{}.attn.proj",
+    scale1="blocks.{}.ls1.gamma", norm2="blocks.{}.norm2",
+    plain=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"), gated=("blocks.{}.mlp.fc1", "blocks.{}.mlp.fc2"),
+    scale2="blocks.{}.ls2.gamma", norm="norm", unused=("mask_token", "head.weight", "head.bias"), antialiased=True,
+)  # fmt: skip
+NAMINGS: Mapping[str, Naming] = MappingProxyType({
+    "timm": _TIMM,
+    "dinov2": Naming(
+        class_token="cls_token", registers="register_tokens", positions="pos_embed", patch="patch_embed.proj",
+        norm1=_TIMM.norm1, qkv=_TIMM.qkv, projection=_TIMM.projection, scale1=_TIMM.scale1, norm2=_TIMM.norm2,
+        plain=_TIMM.plain, gated=("blocks.{}.mlp.w12", "blocks.{}.mlp.w3"), scale2=_TIMM.scale2, norm="norm",
+        unused=("mask_token",), antialiased=False,
+    ),
+    "hf-vit": Naming(
+        class_token="embeddings.cls_token", registers="", positions="embeddings.position_embeddings",
+        patch="embeddings.patch_embeddings.projection", norm1="encoder.layer.{}.layernorm_before",
+        qkv=tuple(f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")),
+        projection="encoder.layer.{}.attention.output.dense", scale1="", norm2="encoder.layer.{}.layernorm_after",
+        plain=("encoder.layer.{}.intermediate.dense", "encoder.layer.{}.output.dense"), gated=("", ""), scale2="",
+        norm="layernorm", unused=("embeddings.mask_token", "pooler.dense.weight", "pooler.dense.bias"),
+        antialiased=False,
+    ),
+    "hf-dinov2": Naming(
+        class_token="embeddings.cls_token", registers="embeddings.register_tokens",
+        positions="embeddings.position_embeddings", patch="embeddings.patch_embeddings.projection",
+        norm1="encoder.layer.{}.norm1",
+        qkv=tuple(f"encoder.layer.{{}}.attention.attention.{n}" for n in ("query", "key", "value")),
+        projection="encoder.layer.{}.attention.output.dense", scale1="encoder.layer.{}.layer_scale1.lambda1",
+        norm2="encoder.layer.{}.norm2", plain=("encoder.layer.{}.mlp.fc1", "encoder.layer.{}.mlp.fc2"),
+        gated=("encoder.layer.{}.mlp.weights_in", "encoder.layer.{}.mlp.weights_out"),
+        scale2="encoder.layer.{}.layer_scale2.lambda1", norm="layernorm", unused=("embeddings.mask_token",),
+        antialiased=False,
+    ),
+})  # fmt: skip
+
+
+def expected_shapes(network: Architecture, naming: Naming, size: int) -> dict[str, tuple[int, ...]]:
+    """Return name and shape of every weight of a checkpoint that was trained at an input size in pixels."""
+    width, hidden = network.width, network.hidden
+    patches = (size // network.patch) ** 2
+    positions = patches + {"patches": 0, "class": 1, "all": network.prefix}[network.positions]
+    shapes: dict[str, tuple[int, ...]] = {
+        naming.class_token: (1, 1, width),
+        naming.positions: (1, positions, width),
+        **_linear(naming.patch, (width, 3, network.patch, network.patch)),
+        **_linear(naming.norm, (width,)),
+    }
+    if network.registers:
+        shapes[naming.registers] = (1, network.registers, width)
+    first, second = naming.gated if network.gated else naming.plain
+    for number in range(network.depth):
+        block: dict[str, tuple[int, ...]] = {
+            **_linear(naming.norm1, (width,)),
+            **_linear(naming.norm2, (width,)),
+            **_linear(naming.projection, (width, width)),
+            **_linear(first, (hidden * (2 if network.gated else 1), width)),
+            **_linear(second, (width, hidden)),
+        }
+        for name in naming.qkv:
+            block |= _linear(name, (width * 3 // len(naming.qkv), width))
+        if network.layer_scale:
+            block |= {naming.scale1: (width,), naming.scale2: (width,)}
+        shapes |= {name.format(number): shape for name, shape in block.items()}
+    return shapes
+
+
+def parameter_count(network: Architecture, naming: Naming, size: int) -> int:
+    """Return the number of weights of a checkpoint, without class and mask heads."""
+    return sum(math.prod(shape) for shape in expected_shapes(network, naming, size).values())
+
+
+def select(
+    tensors: Mapping[str, Tensor], network: Architecture, naming: Naming, size: int, path: Path
+) -> dict[str, Tensor]:
+    """Return the tensors of the network by their names in `naming`, without the prefixes of wrappers.
+
+    Raises:
+        UsageError: tensors are missing, surplus or misshapen.
+    """
+    expected = expected_shapes(network, naming, size)
+    prefix = _prefix(tensors, naming)
+    found = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+    found = {name: it for name, it in found.items() if name not in naming.unused}
+    problems = {
+        "missing": sorted(expected.keys() - found.keys()),
+        "surplus": sorted(found.keys() - expected.keys()),
+        "misshapen": [
+            f"{name} {found[name].shape} for {shape}"
+            for name, shape in expected.items()
+            if name in found and found[name].shape != shape
+        ],
+    }
+    texts = [f"{len(names)} {kind}: {_some(names)}" for kind, names in problems.items() if names]
+    if texts:
+        raise UsageError(
+            f"{path} has the weights of another network", found="; ".join(texts),
+            expected=f"{len(expected)} weights such as {next(iter(expected))}",
+            todo="check that file and --model belong together",
+        )  # fmt: skip
+    return found
+
+
+def _prefix(tensors: Mapping[str, Tensor], naming: Naming) -> str:
+    """Return the prefix of all names, which training programs add."""
+    ends = [name for name in tensors if name.endswith(naming.class_token)]
+    return min(ends, key=len).removesuffix(naming.class_token) if ends else ""
+
+
+def _linear(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,216 @@
+"""Read tensors of PyTorch's zip files (`.bin`, `.pt`, `.pth`) without PyTorch, and without running anything in them.
+
+A file of `torch.save` is a zip archive with a pickle, `data.pkl`, and one uncompressed member per storage. Pickles can
+run any code, so the pickle is never loaded by Python's unpickler. `_Machine` interprets the few instructions that a
+state dict needs, and knows only the names in `_Names`.
+
+Source: torch/serialization.py and torch/_utils.py of PyTorch 2, and the documentation of `pickletools`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickletools
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.encoders.tensors import Tensor, unusable
+from histopipe.errors import UsageError
+
+_MOST_PICKLE_BYTES = 64 << 20
+_MOST_DIMENSIONS = 8
+_STORAGES = {
+    "FloatStorage": np.dtype(np.float32),
+    "DoubleStorage": np.dtype(np.float64),
+    "HalfStorage": np.dtype(np.float16),
+    "BFloat16Storage": np.dtype(ml_dtypes.bfloat16),
+    "LongStorage": np.dtype(np.int64),
+    "IntStorage": np.dtype(np.int32),
+    "ShortStorage": np.dtype(np.int16),
+    "CharStorage": np.dtype(np.int8),
+    "ByteStorage": np.dtype(np.uint8),
+    "BoolStorage": np.dtype(np.bool_),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """A member of the archive with `count` numbers."""
+
+    member: str
+    dtype: np.dtype[Any]
+    count: int
+
+
+def read_torch_file(path: Path) -> Mapping[str, Any]:
+    """Return the content of a file of `torch.save`: nested dictionaries and lists with `Tensor` values, read on demand.
+
+    Raises:
+        UsageError: the file is damaged, or contains anything else than a state dict.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = {item.filename: item for item in archive.infolist()}
+            names = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
+            if len(names) != 1:
+                raise unusable(path, "an archive without data.pkl")
+            if members[names[0]].file_size > _MOST_PICKLE_BYTES:
+                raise unusable(path, f"a data.pkl of {members[names[0]].file_size} bytes")
+            order = names[0].removesuffix("data.pkl") + "byteorder"
+            if order in members and archive.read(order) != b"little":
+                raise unusable(path, "numbers in big-endian order")
+            content = _Machine(path, names[0].removesuffix("data.pkl"), members).run(
+                archive.read(names[0])
+            )
+    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+        raise unusable(path, str(error)) from error
+    if not isinstance(content, dict):
+        raise unusable(path, f"a {type(content).__name__}")
+    return content
+
+
+class _Machine:
+    """Interpreter of the instructions that occur in pickles of state dicts."""
+
+    def __init__(self, path: Path, prefix: str, members: Mapping[str, zipfile.ZipInfo]) -> None:
+        self._path, self._prefix, self._members = path, prefix, members
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._names: dict[str, Callable[..., Any] | np.dtype[Any]] = {
+            "collections OrderedDict": self._dictionary,
+            "torch Size": lambda sizes: tuple(sizes),
+            "torch._utils _rebuild_tensor_v2": self._tensor,
+            "torch._utils _rebuild_parameter": lambda data, *_: data,
+            "torch._utils _rebuild_parameter_with_state": lambda data, *_: data,
+            **{f"torch {name}": dtype for name, dtype in _STORAGES.items()},
+        }
+
+    def run(self, pickle: bytes) -> Any:
+        """Return the object that a pickle describes."""
+        try:
+            for opcode, argument, _ in pickletools.genops(io.BytesIO(pickle)):
+                if opcode.name == "STOP":
+                    return self._stack.pop()
+                self._step(opcode.name, argument)
+        except UsageError:
+            raise
+        except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise unusable(self._path, f"a damaged data.pkl ({error})") from error
+        raise unusable(self._path, "a truncated data.pkl")
+
+    def _step(self, name: str, argument: Any) -> None:
+        stack = self._stack
+        if name in _LITERALS:
+            stack.append(_LITERALS[name]() if argument is None else argument)
+        elif name == "MARK":
+            self._marks.append(len(stack))
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = stack[-1]
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(self._memo[argument])
+        elif name == "GLOBAL":
+            stack.append(self._named(argument))
+        elif name == "STACK_GLOBAL":
+            attribute, module = stack.pop(), stack.pop()
+            stack.append(self._named(f"{module} {attribute}"))
+        elif name in ("TUPLE", "LIST"):
+            values = self._since_mark()
+            stack.append(tuple(values) if name == "TUPLE" else values)
+        elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
+            count = int(name[-1])
+            values = [stack.pop() for _ in range(count)][::-1]
+            stack.append(tuple(values))
+        elif name in ("APPEND", "APPENDS"):
+            values = self._since_mark() if name == "APPENDS" else [stack.pop()]
+            self._top(list).extend(values)
+        elif name in ("SETITEM", "SETITEMS"):
+            values = self._since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
+            self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+        elif name == "REDUCE":
+            arguments, function = stack.pop(), stack.pop()
+            if not callable(function) or not isinstance(arguments, tuple):
+                raise unusable(self._path, "a call of something that is no function")
+            stack.append(function(*arguments))
+        elif name == "BUILD":  # attributes of an OrderedDict, which a state dict does not need
+            stack.pop()
+            self._top(dict)
+        elif name == "BINPERSID":
+            stack.append(self._storage(stack.pop()))
+        elif name not in ("PROTO", "FRAME"):
+            raise unusable(self._path, f"the pickle instruction {name}")
+
+    def _named(self, name: str) -> Any:
+        if name not in self._names:
+            raise unusable(
+                self._path,
+                f"the name {name.replace(' ', '.')[:80]!r} in its pickle",
+                "Files with other objects than tensors could run code when they are loaded with PyTorch.",
+            )
+        return self._names[name]
+
+    def _since_mark(self) -> list[Any]:
+        mark = self._marks.pop()
+        values = self._stack[mark:]
+        del self._stack[mark:]
+        return values
+
+    def _top(self, kind: type) -> Any:
+        if type(self._stack[-1]) is not kind:
+            raise TypeError(f"expected a {kind.__name__}")
+        return self._stack[-1]
+
+    def _dictionary(self, items: Any = ()) -> dict[Any, Any]:
+        return dict(items)
+
+    def _storage(self, persistent: Any) -> _Storage:
+        kind, dtype, key, _, count = persistent
+        member = f"{self._prefix}data/{key}"
+        if kind != "storage" or not isinstance(dtype, np.dtype) or type(count) is not int:
+            raise ValueError("a persistent id that is no storage")
+        item = self._members[member]
+        if item.file_size < count * dtype.itemsize or count < 0:
+            raise ValueError(f"{member} has {item.file_size} bytes for {count} numbers")
+        return _Storage(member, dtype, count)
+
+    def _tensor(
+        self, storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+    ) -> Tensor:
+        whole = (offset, *size, *stride)
+        if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in whole):
+            raise ValueError("a tensor with negative numbers")
+        if len(size) != len(stride) or len(size) > _MOST_DIMENSIONS:
+            raise ValueError("a tensor with a wrong number of dimensions")
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if math.prod(size) and last >= storage.count:
+            raise ValueError("a tensor that is larger than its storage")
+        if math.prod(size) > storage.count:
+            raise ValueError("a tensor with more numbers than its storage")
+
+        def load() -> NDArray[Any]:
+            with zipfile.ZipFile(self._path) as archive:  # compares the CRC of the member
+                data = archive.read(storage.member)
+            values = np.frombuffer(data, storage.dtype, storage.count)[offset:]
+            steps = [step * storage.dtype.itemsize for step in stride]
+            return np.lib.stride_tricks.as_strided(values, size, steps, writeable=False)
+
+        return Tensor(tuple(size), storage.dtype, self._path, load)
+
+
+_LITERALS: Mapping[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_DICT": dict, "EMPTY_LIST": list,
+    "EMPTY_TUPLE": tuple, "BINUNICODE": str, "SHORT_BINUNICODE": str, "BININT": int, "BININT1": int, "BININT2": int,
+    "LONG1": int, "BINFLOAT": float,
+}  # fmt: skip
+"""Instructions that push a value: their argument, or what the function returns."""
