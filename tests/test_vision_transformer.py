@@ -1,0 +1,86 @@
+"""Vision Transformers: equal to tiny twins of timm and transformers (tools/make_encoder_twins.py), and their weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+
+from histopipe.encoders.architecture import Architecture
+from histopipe.encoders.naming import NAMINGS, expected_shapes, parameter_count, select
+from histopipe.encoders.presets import load_preset, preset_names
+from histopipe.encoders.tensors import Tensor, read_tensors
+from histopipe.errors import UsageError
+from histopipe.training.vision_transformer import vision_transformer
+from histopipe.training.vision_transformer_weights import assign_weights
+
+TWINS = sorted((Path(__file__).parent / "encoders").glob("*.json"))
+
+
+def twin(path: Path, pooling: str) -> tuple[Architecture, dict[str, Tensor], str]:
+    about = json.loads(path.read_text())
+    network = Architecture(**about["architecture"], pooling=pooling)  # type: ignore[arg-type]
+    weights = path.with_suffix(".safetensors")
+    naming = NAMINGS[about["naming"]]
+    return network, select(read_tensors(weights), network, naming, about["size"], weights), about["naming"]
+
+
+@pytest.mark.parametrize("path", TWINS, ids=lambda path: path.stem)
+def test_tokens_equal_those_of_timm_or_transformers(path: Path) -> None:
+    network, tensors, naming = twin(path, "tokens")
+    outputs = np.load(path.with_suffix(".npz"))
+    for size in (28, 42):  # the size of the training, and another one
+        model = vision_transformer(network, size)
+        assign_weights(model, network, NAMINGS[naming], tensors)
+        found = model.predict(outputs[f"pixels_{size}"], verbose=0)
+        assert np.abs(found - outputs[f"tokens_{size}"]).max() < 1e-5
+
+
+@pytest.mark.parametrize("pooling", ["class", "class+mean"])
+def test_pooling_and_saved_model(pooling: str, tmp_path: Path) -> None:
+    path = next(it for it in TWINS if it.stem == "timm-all-positions")
+    network, tensors, naming = twin(path, pooling)
+    outputs = np.load(path.with_suffix(".npz"))
+    model = vision_transformer(network, 28)
+    assign_weights(model, network, NAMINGS[naming], tensors)
+    tokens = outputs["tokens_28"]
+    wanted = tokens[:, 0]
+    if pooling == "class+mean":
+        wanted = np.concatenate([wanted, tokens[:, network.prefix :].mean(axis=1)], axis=1)
+    assert model.output_shape == (None, network.dimension)
+    model.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras", safe_mode=True)  # stock layers only
+    for it in (model, plain):
+        assert np.abs(it.predict(outputs["pixels_28"], verbose=0) - wanted).max() < 1e-5
+
+
+PUBLISHED = {
+    "uni": 303_350_784, "uni2-h": 681_394_176, "virchow": 631_229_184, "virchow2": 631_239_424,
+    "h-optimus-0": 1_134_774_272, "h-optimus-1": 1_134_774_272, "gigapath": 1_134_953_984, "phikon": 85_798_656,
+}  # fmt: skip
+"""Parameters of timm's and transformers' networks with the flags of the model cards, without mask tokens."""
+
+
+def test_presets_have_the_published_number_of_parameters() -> None:
+    assert set(PUBLISHED) < set(preset_names())
+    for name in preset_names():
+        preset = load_preset(name)
+        size = preset.preprocessing.trained_size
+        count = parameter_count(preset.architecture, NAMINGS[preset.naming], size)
+        assert count == preset.parameters == PUBLISHED.get(name, count), name
+
+
+def test_other_weights_are_listed() -> None:
+    path = next(it for it in TWINS if it.stem == "timm")
+    network, tensors, naming = twin(path, "class")
+    shapes = expected_shapes(network, NAMINGS[naming], 28)
+    assert {name: it.shape for name, it in tensors.items()} == shapes
+    other = Architecture(patch=7, width=12, depth=3, heads=3, hidden=24)
+    with pytest.raises(UsageError) as error:
+        select({**tensors, "more": tensors["cls_token"]}, other, NAMINGS[naming], 28, path)
+    assert "14 missing: blocks.2.attn.proj.bias" in str(error.value)
+    assert "1 surplus: more" in str(error.value)
+    assert "6 misshapen: blocks.0.mlp.fc1.weight (48, 12) for (24, 12)" in str(error.value)
