@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from histopipe.measure.annotate import annotate
     from histopipe.measure.quality import quality
     from histopipe.measure.stains import stains
+    from histopipe.pretrained.encoders import encoders
     from histopipe.reports.heatmap import heatmap
     from histopipe.reports.info import info
     from histopipe.reports.report import report
@@ -56,6 +57,7 @@ __all__ = [
     "cross_validate",
     "doctor",
     "embed",
+    "encoders",
     "export",
     "heatmap",
     "import_coords",
@@ -87,6 +89,7 @@ _MODULES = {
     "cross_validate": "histopipe.studies.cross_validation",
     "doctor": "histopipe.diagnostics.doctor",
     "embed": "histopipe.inference.embed",
+    "encoders": "histopipe.pretrained.encoders",
     "export": "histopipe.exporting.export",
     "heatmap": "histopipe.reports.heatmap",
     "import_coords": "histopipe.ingestion.ingest",

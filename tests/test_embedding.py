@@ -95,12 +95,14 @@ def a_run(small_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_features_equal_those_of_keras(small_store: Path, a_run: Path, tmp_path: Path) -> None:
     import keras
 
-    from histopipe.training.models import build_encoder
+    from histopipe.training.backbones import build_backbone
 
     trained = keras.models.load_model(a_run / "model.keras")
     inside = keras.Model(trained.input, trained.get_layer("logits").input)
     keras.utils.set_random_seed(1)
-    named = build_encoder("mobilenet", patch_size=32, weights="none")
+    image = keras.Input((32, 32, 3), dtype="uint8")
+    backbone = build_backbone("mobilenet", patch_size=32, weights="none", training=False)
+    named = keras.Model(image, backbone(image))
     given: dict[str, tuple[dict[str, Any], Any]] = {
         "run": ({"model": a_run}, inside),
         "named": ({"model": "MobileNet", "weights": "none"}, named),
@@ -176,7 +178,7 @@ def test_onnx_input_is_preprocessed_as_the_json_file_defines(
         "batch_size": 8,
     }
     result = histopipe.embed(small_store, out=tmp_path / "f", **arguments)
-    half = histopipe.embed(small_store, out=tmp_path / "h", precision="float16", **arguments)
+    half = histopipe.embed(small_store, out=tmp_path / "h", dtype="float16", **arguments)
     assert (result.dimension, result.patches, half.patches) == (8, 120, 120)
     found, halves = features_of(tmp_path / "f"), features_of(tmp_path / "h")
     for slide, pixels in pixels_of(small_store).items():
@@ -288,7 +290,7 @@ def test_outdated_or_foreign_files_are_replaced_or_rejected(
     assert "the patches in the store have changed" in capsys.readouterr().err
     # Another precision, and a file of another tool.
     with pytest.raises(UsageError, match="contains features computed with other settings"):
-        histopipe.embed(other, model=onnx_file, out=folder, precision="float16")
+        histopipe.embed(other, model=onnx_file, out=folder, dtype="float16")
     (tmp_path / "g").mkdir()
     with h5py.File(feature_path(tmp_path / "g", "n1"), "w") as file:
         file["features"] = np.zeros((9, 8), np.float32)
@@ -406,7 +408,7 @@ def test_errors_are_raised_before_anything_is_written(
 
 def test_float16_overflow_is_an_error(tmp_path: Path) -> None:
     with (
-        pytest.raises(UsageError, match="--precision float16: found a feature of 70000"),
+        pytest.raises(UsageError, match="--dtype float16: found a feature of 70000"),
         writing(tmp_path / "x.h5", 2, 3, "float16") as writer,
     ):
         writer.append(np.full((2, 3), 7e4, np.float32), np.zeros((2, 2), np.int64))

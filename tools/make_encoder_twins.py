@@ -74,9 +74,11 @@ def tokens_of(network: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     """Return the (B, T, D) tokens after the last norm."""
     if hasattr(network, "forward_features"):
         return network.forward_features(pixels)
-    return network(pixels, interpolate_pos_encoding=True).last_hidden_state if isinstance(
-        network, ViTModel
-    ) else network(pixels).last_hidden_state
+    return (
+        network(pixels, interpolate_pos_encoding=True).last_hidden_state
+        if isinstance(network, ViTModel)
+        else network(pixels).last_hidden_state
+    )
 
 
 def main() -> None:
@@ -102,7 +104,11 @@ def main() -> None:
             (out / name / "config.json").unlink()
             (out / name).rmdir()
         np.savez_compressed(out / f"{name}.npz", **outputs)
-        naming = "timm" if name.startswith("timm") else name.replace("-gated", "").replace("-registers", "")
+        naming = (
+            "timm"
+            if name.startswith("timm")
+            else name.replace("-gated", "").replace("-registers", "")
+        )
         about = {"naming": naming, "size": SIZE, "architecture": {**SHAPE, **fields}}
         (out / f"{name}.json").write_text(json.dumps(about, indent=1))
         print(name, sum(p.numel() for p in network.parameters()))

@@ -32,6 +32,7 @@ GROUPS = MappingProxyType(
         "Training": {
             "train": ("training", "Train a model on a store or on features."),
             "tune": ("training", "Search for settings with a better validation metric."),
+            "encoders": ("inference", "List foundation models, and where to get their weights."),
             "embed": ("inference", "Compute features of every patch of a store."),
             "bench": ("machine", "Measure input speed and find the bottleneck of a training."),
         },

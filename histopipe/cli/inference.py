@@ -1,4 +1,4 @@
-"""Commands that apply a network to patches: `predict`, `embed`."""
+"""Commands that apply a network to patches: `predict`, `embed`, `encoders`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from histopipe.cli.parameters import (
     PATH,
+    BatchSize,
     batch_size_option,
     devices_option,
     extra_rows_option,
@@ -97,21 +98,40 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
 @click.option(
     "--model",
     required=True,
-    help="Encoder: folder of a run, ONNX file, or keras.applications name such as resnet50.",
+    help="Encoder: a name (`histopipe encoders`), a run's folder, a keras.applications name, an ONNX or .keras file, "
+    "a SavedModel folder, or module.py:function.",
 )
 @click.option(
-    "--weights", help="Weights of a named network: none, imagenet, or a file.  [default: imagenet]"
+    "--weights",
+    help="Weights of a named encoder: a file or folder; for keras.applications also imagenet (default) or none.",
+)
+@click.option(
+    "--allow-mismatch",
+    is_flag=True,
+    help="Embed even if the patches have another size or scale than the encoder was trained on.",
 )
 @click.option(
     "--out", type=click.Path(), required=True, help="Folder for the feature files, one per slide."
 )
 @click.option(
     "--precision",
+    type=click.Choice(["float32", "mixed_bfloat16", "mixed_float16"]),
+    default="float32",
+    help="Precision of the network.",
+)
+@click.option("--xla", is_flag=True, help="Compile the network with XLA; the first batch is slow.")
+@click.option(
+    "--dtype",
     type=click.Choice(["float32", "float16"]),
     default="float32",
-    help="Precision of the stored features; float16 needs half the space.",
+    help="Type of the stored features; float16 needs half the space.",
 )
-@batch_size_option
+@click.option(
+    "--batch-size",
+    type=BatchSize(),
+    default="64",
+    help="Patches per batch, over all devices; auto: the fastest that fits into memory.",
+)
 @devices_option
 @click.option(
     "--stain-norm",
@@ -125,19 +145,36 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
     help="Damaged patch: fail its slide (raise), or leave the patch out (skip).",
 )
 @json_option()
-@untrusted_option("stores")
+@untrusted_option("stores", model="model")
 def embed(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
     """Compute features of every patch of STORES (default: patches.lmdb) for slide-level models.
 
     Writes one HDF5 file per slide in the format of CLAM and TRIDENT: features (N, D), and coords (N, 2) in level-0
-    pixels. Run the same command again to embed missing slides. An ONNX file needs a JSON file with the same name and
-    with mean, std and size.
+    pixels. Run the same command again to embed missing slides. `histopipe encoders` lists foundation models. An ONNX
+    file needs a JSON file with the same name and with mean, std and size.
 
     \b
-    Example: histopipe embed patches.lmdb --model resnet50 --out features
+    Example: histopipe embed patches.lmdb --model uni --weights uni/ --out features
     """
     from histopipe.inference.embed import embed
 
     result = embed(stores or "patches.lmdb", **options)
     show(result, as_json=as_json, then=("train", "--mil", options["out"]))
     return exit_code_of(len(result.failed), len(result.done) + len(result.kept))
+
+
+@click.command()
+@click.argument("name", required=False)
+@json_option()
+def encoders(name: str | None, as_json: bool) -> None:
+    """List the encoders (foundation models) for --model of embed and train, or show NAME in detail.
+
+    The details are the expected patches, the licence, and the commands that download the weights. histopipe does not
+    download them itself.
+
+    \b
+    Example: histopipe encoders uni
+    """
+    from histopipe.pretrained.encoders import encoders
+
+    show(encoders(name), as_json=as_json, then=() if name else ("encoders", "NAME"))

@@ -81,6 +81,23 @@ stores_argument = click.argument("stores", nargs=-1, type=PATH)
 workers_option = click.option(
     "--workers", type=click.IntRange(1), help="Number of processes.  [default: one per core]"
 )
+
+
+class BatchSize(click.ParamType[int | str]):
+    """A number of patches, or "auto"."""
+
+    name = "integer|auto"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        """Return the number or "auto"."""
+        if value == "auto":
+            return str(value)
+        number: int = click.INT.convert(value, param, ctx)
+        return number
+
+
 batch_size_option = click.option(
     "--batch-size", type=int, default=64, help="Patches per batch, over all devices."
 )
@@ -153,11 +170,11 @@ def _can_print(text: str) -> bool:
 
 
 def untrusted_option(
-    *stores: str, features: str = "", coords: str = "", passed: bool = False
+    *stores: str, features: str = "", coords: str = "", model: str = "", passed: bool = False
 ) -> Callable[[F], F]:
     """Return a decorator that adds `--untrusted`, which verifies the input before the command runs.
 
-    `stores`, `features` and `coords` are parameter names of the command. With `passed`, the command also gets the flag.
+    `stores`, `features`, `coords` and `model` are parameter names of the command. With `passed`, the command also gets the flag.
     """
 
     def decorate(command: F) -> F:
@@ -167,6 +184,10 @@ def untrusted_option(
                 for name in stores:
                     _check_stores(name, values[name])
                 _check_hdf5(values.get(features), values.get(coords))
+                if values.get(model):
+                    from histopipe.pretrained.presets import check_untrusted_model
+
+                    check_untrusted_model(str(values[model]), values.get("weights"))
             if passed:
                 values["untrusted"] = untrusted
             return command(*args, **values)

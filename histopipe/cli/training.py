@@ -42,7 +42,7 @@ _stores_argument = click.argument("stores", nargs=-1, type=click.Path())
 @click.option("--resume", is_flag=True, help="Continue the run in --out with its settings.")
 @json_option("the metrics")
 @setting_options(*_CLASSES, skip=("stores",))
-@untrusted_option("stores", features="mil")
+@untrusted_option("stores", features="mil", model="model")
 def train(
     stores: tuple[str, ...],
     config: Path | None,
@@ -140,7 +140,7 @@ def _folds_exit_code(result: CrossValidationResult) -> ExitCode:
 @click.option("--devices", help="Devices of this process: auto, cpu, cpu:N, gpu or gpu:0,1.")
 @json_option("all trials")
 @setting_options(StudySettings)
-@untrusted_option("stores")
+@untrusted_option("stores", model="model")
 def tune(
     *,
     stores: tuple[str, ...],

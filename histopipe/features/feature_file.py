@@ -28,7 +28,8 @@ FEATURES, COORDS = "features", "coords"
 SUFFIX = ".h5"
 ENCODER = "features.json"
 """Describes the encoder that computed all features of a folder."""
-Precision = Literal["float32", "float16"]
+StoredType = Literal["float32", "float16"]
+_IGNORED = ("encoder", "weights", "file", "libraries")
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
@@ -54,10 +55,10 @@ class FeatureHeader:
 class FeatureWriter:
     """Writer of the features and coordinates of at most `rows` patches to a file."""
 
-    def __init__(self, file: h5py.File, rows: int, dimension: int, precision: Precision) -> None:
+    def __init__(self, file: h5py.File, rows: int, dimension: int, dtype: StoredType) -> None:
         self._file, self._next, self._crc = file, 0, 0
         # Contiguous, so that reading is as fast as the disk, and single rows can be read.
-        self._features = file.create_dataset(FEATURES, (rows, dimension), precision)
+        self._features = file.create_dataset(FEATURES, (rows, dimension), dtype)
         self._coords = file.create_dataset(COORDS, (rows, 2), np.int64)
 
     def append(self, features: NDArray[np.floating], coords: NDArray[np.integer]) -> None:
@@ -67,7 +68,7 @@ class FeatureWriter:
             values = np.ascontiguousarray(features, self._features.dtype)
         if np.isinf(values).any() and np.isfinite(features).all():
             raise UsageError(
-                "--precision float16", found=f"a feature of {np.abs(features).max():g}",
+                "--dtype float16", found=f"a feature of {np.abs(features).max():g}",
                 expected="at most 65504", todo="use float32",
             )  # fmt: skip
         self._features[rows], self._coords[rows] = values, coords
@@ -89,7 +90,7 @@ class FeatureWriter:
 
 
 @contextmanager
-def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iterator[FeatureWriter]:
+def writing(path: Path, rows: int, dimension: int, dtype: StoredType) -> Iterator[FeatureWriter]:
     """Write a feature file that becomes visible when it is complete.
 
     Raises:
@@ -99,7 +100,7 @@ def writing(path: Path, rows: int, dimension: int, precision: Precision) -> Iter
         path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path, hidden=True) as part:
             with h5py.File(part, "w") as file:
-                yield FeatureWriter(file, rows, dimension, precision)
+                yield FeatureWriter(file, rows, dimension, dtype)
             with part.open("rb") as written:
                 os.fsync(written.fileno())
     except (OSError, RuntimeError) as error:
@@ -278,5 +279,5 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
             f"{folder} contains files that were not written by `histopipe embed`",
             found=", ".join(list(unknown_files)[:3]), todo="choose another --out",
         )  # fmt: skip
-    # The file name of an encoder may change, since the weights are compared.
-    record_or_check(folder / ENCODER, encoder, ignored=("encoder",), contents="features")
+    # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
+    record_or_check(folder / ENCODER, encoder, ignored=_IGNORED, contents="features")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -24,6 +25,21 @@ if TYPE_CHECKING:
     from histopipe.dataset.options import Augmentation
 
 Pooling = Literal["gated", "attention", "mean", "max"]
+_TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
+
+
+def parse_trainable(trainable: str) -> tuple[str, int]:
+    """Return the kind and the number of a value of `--trainable`; 0 without a number.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _TRAINABLE.fullmatch(trainable)
+    if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
+        raise UsageError(
+            "--trainable", found=repr(trainable), expected="all, head, last:N or lora:R"
+        )
+    return match["kind"], int(match["number"] or 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +75,28 @@ class PatchTrainConfig(TrainConfig):
         group=SPLITS, above=0, search=False,
     )  # fmt: skip
     model: str = setting(
-        "small-cnn", "small-cnn, or the name of a keras.applications model such as resnet50.",
+        "small-cnn",
+        "small-cnn, a keras.applications name (resnet50), an encoder (`histopipe encoders`), a .keras file, or "
+        "module.py:function.",
         group=MODEL,
     )  # fmt: skip
     weights: str = setting(
-        "none", "Initial weights: none, imagenet, or a weights file of the backbone.",
+        "none", "Initial weights: none, imagenet, or a weights file or folder of the backbone.",
         group=MODEL, per_worker=True,
+    )  # fmt: skip
+    trainable: str = setting(
+        "all",
+        "Trained weights: all, head (the last layer), last:N (and the last N blocks), or lora:R (low-rank updates of "
+        "rank R).",
+        group=MODEL,
+    )  # fmt: skip
+    layer_decay: float = setting(
+        1.0, "Factor of the learning rate from each block to the one before it, such as 0.75.",
+        group=OPTIMIZATION, above=0, at_most=1,
+    )  # fmt: skip
+    allow_mismatch: bool = setting(
+        False, "Train even if the patches have another size or scale than the encoder was trained on.",
+        group=MODEL, search=False,
     )  # fmt: skip
     augment: tuple[Literal["none", "flips", "crop", "stain", "colour"], ...] = setting(
         ("flips",), "Augmentation: none, or a list of flips (and rotations), crop, stain, colour.",
@@ -84,6 +116,7 @@ class PatchTrainConfig(TrainConfig):
     def _check_together(self) -> None:
         # With slots, `super()` without arguments finds another class.
         super(PatchTrainConfig, self)._check_together()
+        parse_trainable(self.trainable)
         if len(set(self.augment)) < len(self.augment) or (
             "none" in self.augment and len(self.augment) > 1
         ):

@@ -20,7 +20,7 @@ from PIL import Image
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Level, PointL0, RegionL0, Size
-from histopipe.system.files import Closing
+from histopipe.system.files import Closing, describe_file
 
 WHITE = (255, 255, 255)
 
@@ -109,31 +109,13 @@ def _open(path: Path) -> openslide.OpenSlide:
     except openslide.OpenSlideUnsupportedFormatError as error:
         raise SlideUnreadable(
             f"{path} has no slide format that OpenSlide supports",
-            found=_first_bytes(path),
+            found=describe_file(path),
             todo="check that the copy is complete, and that OpenSlide supports its format",
         ) from error
     except openslide.OpenSlideError as error:
         raise SlideUnreadable(f"{path} cannot be opened", found=str(error)) from error
     except OSError as error:
         raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
-
-
-def _first_bytes(path: Path) -> str:
-    """Describe a file that is not a slide, by its first bytes."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(200)
-    except OSError as error:
-        return str(error)
-    if not head:
-        return "an empty file"
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer (fetch the file itself with `git lfs pull`)"
-    if head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
-        return "a TIFF that is not a tiled slide"
-    if b"\0" not in head and head.isascii():
-        return "a text file"
-    return "unknown data"
 
 
 def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:

@@ -196,3 +196,24 @@ def _lock_if_free(fd: int) -> bool:
     except OSError as error:
         return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN)
     return True
+
+
+_GIT_LFS = b"version https://git-lfs"
+
+
+def describe_file(path: Path) -> str:
+    """Describe a file of an unknown format by its first bytes, for messages."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(200)
+    except OSError as error:
+        return str(error)
+    tiff = head[:4] in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+    signs = {
+        "an empty file": not head,
+        "a Git LFS pointer (fetch the file itself with `git lfs pull`)": head.startswith(_GIT_LFS),
+        "a TIFF that is not a tiled slide": tiff,
+        "an HTML or XML page": head.lstrip().startswith(b"<"),
+        "a text file": b"\0" not in head and head.isascii(),
+    }
+    return next((text for text, found in signs.items() if found), "unknown data")

@@ -59,7 +59,7 @@ class BagTrainStep(TrainStep):
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
             total += sum_of_weights
         # The state of the stock dropout layer, which training does not use.
-        state = values_of(model.training.non_trainable_variables)
+        state = values_of(self._state)
         return (gradients, state, total), results(tf.nn.softmax(logits), losses, bag["weight"])
 
     def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:

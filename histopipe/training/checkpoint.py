@@ -49,6 +49,8 @@ class TrainState:
     skipped: list[int] = field(default_factory=list)
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
+    frozen: str = ""
+    """Digest of the frozen weights, which are not in the checkpoint."""
 
     def is_improved_by(self, metrics: EpochMetrics) -> bool:
         """Return whether validation metrics are better than in the best epoch so far."""

@@ -1,25 +1,22 @@
-"""The models: a small convolutional network, and every network of `keras.applications`."""
+"""Patch classifiers: a backbone, dropout, and a last layer."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import hash31
-from histopipe.errors import UsageError
 from histopipe.runs.config import Precision
-from histopipe.training.memory import is_out_of_memory
+from histopipe.training.backbones import build_backbone
+from histopipe.training.fine_tuning import rate_factors, set_trainable
 
-SMALL_CNN = "small-cnn"
 _HASHES = 1 << 31
 LOGITS = "logits"
 """Name of the last layer with weights, in training and in saved models."""
@@ -32,7 +29,11 @@ class PatchModel:
     training: keras.Model
     """(image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout per sample."""
     serving: keras.Model
-    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C), with only stock layers. Saved in `model.keras`."""
+    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C). Saved in `model.keras`."""
+    rate_factors: Sequence[float] = ()
+    """Factor of the learning rate for each trainable weight; empty: 1."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Origin and preprocessing of the backbone, as JSON values."""
 
     @property
     def classes(self) -> int:
@@ -67,17 +68,37 @@ def build_model(
     dropout: float,
     weights: str = "none",
     precision: Precision = "float32",
+    trainable: str = "all",
+    layer_decay: float = 1.0,
 ) -> PatchModel:
-    """Build a patch classifier.
+    """Build a patch classifier from a backbone, dropout, and a last layer of at least float32.
 
-    The name is "small-cnn", or a model of `keras.applications` in any spelling (resnet50, EfficientNetB0). Weights are
-    "none", "imagenet", or a weights file of the backbone. Dropout is before the last layer, which is at least float32.
+    Name and weights as for `build_backbone`; `trainable` as for `set_trainable`; `layer_decay` as for `rate_factors`.
 
     Raises:
         UsageError: there is no such model, its weights are missing or do not fit, or patches are too small.
     """
     with dtype_policy(precision):  # `keras.applications` has no argument for it
-        return _build(name, patch_size, classes, dropout, weights)
+        image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
+        seed = keras.Input((), dtype="int64", name="seed")
+        backbone = build_backbone(name, patch_size=patch_size, weights=weights, training=True)
+        frozen = set_trainable(backbone.core, trainable)
+        features = backbone(image, **({"training": False} if frozen else {}))
+        # At least 32 bits, also with 16-bit precision: sums and probabilities need it.
+        last = keras.config.dtype_policy().variable_dtype
+        head = keras.layers.Dense(classes, dtype=last, name=LOGITS)
+        training = head(SampleDropout(dropout)(features, seed))
+        serving = keras.layers.Softmax(dtype=last, name="probability")(
+            head(keras.layers.Dropout(dropout)(features))
+        )
+        trained = keras.Model([image, seed], training, name="training")
+        factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
+        saved_name = re.sub(r"\W", "_", Path(name).stem)
+        model = PatchModel(
+            trained, keras.Model(image, serving, name=saved_name), factors, backbone.facts
+        )
+        model.synchronize(True)
+        return model
 
 
 @contextlib.contextmanager
@@ -89,118 +110,6 @@ def dtype_policy(precision: Precision) -> Iterator[None]:
         yield
     finally:
         keras.config.set_dtype_policy(usual)
-
-
-def build_encoder(name: str, *, patch_size: int, weights: str) -> keras.Model:
-    """Build a network of `keras.applications` without its last layer: (B, H, H, 3) uint8 RGB to (B, D) features.
-
-    Name and weights as for `build_model`.
-
-    Raises:
-        UsageError: there is no such network, its weights are missing or do not fit, or patches are too small.
-    """
-    image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
-    others = "a run's folder", "an ONNX file"
-    return keras.Model(image, _application(name, image, weights, *others), name="encoder")
-
-
-def _build(name: str, patch_size: int, classes: int, dropout: float, weights: str) -> PatchModel:
-    image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
-    seed = keras.Input((), dtype="int64", name="seed")
-    features = (
-        _small_cnn(image, weights)
-        if name == SMALL_CNN
-        else _application(name, image, weights, SMALL_CNN)
-    )
-    # At least 32 bits, also with 16-bit precision: sums and probabilities need it.
-    last = keras.config.dtype_policy().variable_dtype
-    head = keras.layers.Dense(classes, dtype=last, name=LOGITS)
-    training = head(SampleDropout(dropout)(features, seed))
-    serving = keras.layers.Softmax(dtype=last, name="probability")(
-        head(keras.layers.Dropout(dropout)(features))
-    )
-    model = PatchModel(
-        keras.Model([image, seed], training, name="training"),
-        keras.Model(image, serving, name=name.replace("-", "_")),
-    )
-    model.synchronize(True)
-    return model
-
-
-def _small_cnn(image: keras.KerasTensor, weights: str) -> keras.KerasTensor:
-    """One convolution block and one dense layer: enough to test a pipeline."""
-    if weights != "none":
-        raise UsageError(
-            f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
-        )
-    x = keras.layers.Rescaling(1 / 127.5, offset=-1)(image)
-    x = keras.layers.Conv2D(32, 7, strides=2, padding="same", activation="relu")(x)
-    x = keras.layers.MaxPooling2D(2)(x)
-    x = keras.layers.GlobalAveragePooling2D()(x)
-    return keras.layers.Dense(64, activation="relu")(x)
-
-
-def _application(
-    name: str, image: keras.KerasTensor, weights: str, *others: str
-) -> keras.KerasTensor:
-    build = _find_application(name, others)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # Keras prints downloads
-            backbone = build(
-                include_top=False,
-                weights="imagenet" if weights == "imagenet" else None,
-                input_shape=tuple(image.shape[1:]),
-                pooling="avg",
-            )
-        if weights not in ("none", "imagenet"):
-            backbone.load_weights(weights)
-    except Exception as error:  # Keras raises a bare Exception if a download fails
-        if is_out_of_memory(error):
-            raise
-        todo = None
-        if weights == "imagenet":
-            # As documented by Keras, which has no public function for it.
-            home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
-            todo = (
-                "imagenet weights are downloaded once; without a network, copy the file named above to "
-                f"{home / 'models'}, or pass it as --weights FILE"
-            )
-        raise UsageError(
-            f"--model {name} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
-        ) from error
-    preprocess = sys.modules[build.__module__].preprocess_input
-    features = backbone(_preprocessed(image, preprocess))
-    return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
-
-
-def _find_application(name: str, others: Sequence[str]) -> Callable[..., keras.Model]:
-    plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
-    found = plain.get(name.lower().replace("-", "").replace("_", ""))
-    if found is None:
-        raise UsageError(
-            f"--model {name}", found="no such model",
-            expected=", ".join([*others, *sorted(plain.values())]),
-        )  # fmt: skip
-    build: Callable[..., keras.Model] = getattr(keras.applications, found)
-    return build
-
-
-def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:
-    """Return the preprocessing of a network as stock layers, so that a saved model takes uint8 RGB.
-
-    Every `preprocess_input` of Keras is a scale, an offset and an optional change from RGB to BGR. They are measured on
-    four colours.
-    """
-    colours = np.concatenate([np.zeros((1, 3)), 255 * np.eye(3)]).reshape(4, 1, 1, 3)
-    seen = np.asarray(preprocess(colours.astype(np.float32))).reshape(4, 3)
-    offset, matrix = seen[0], (seen[1:] - seen[0]) / 255  # row: channel in, column: channel out
-    swapped = matrix[0, 0] == 0 and matrix[0, 2] != 0
-    scale = np.diag(matrix[::-1] if swapped else matrix)
-    if not np.allclose(matrix, np.diag(scale)[::-1] if swapped else np.diag(scale), atol=1e-6):
-        raise UsageError("--model", found="preprocessing other than a scale and an offset")
-    if swapped:
-        image = keras.ops.flip(image, axis=-1)
-    return keras.layers.Rescaling(scale.tolist(), offset=offset.tolist())(image)
 
 
 class SampleDropout(keras.layers.Layer):  # type: ignore[misc]  # keras has no types

@@ -19,6 +19,7 @@ from histopipe.dataset.splits import Splits, site_by_label
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.evaluation.predictions import Level, PatchScores
 from histopipe.features.bags import BagBatches, BagSet
+from histopipe.pretrained.presets import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
@@ -116,6 +117,16 @@ class PatchProblem(Problem):
     def __init__(self, config: PatchTrainConfig, stores: Sequence[Store], splits: Splits) -> None:
         super().__init__(config, stores, splits, max_per_slide=config.max_per_slide)
         self._config, self._stores = config, stores
+        preset = named_preset(config.model)
+        if preset is not None:
+            mpps = [r.patch_mpp for store in stores for r in store.complete.values()]
+            mismatch = preset.check_patches(
+                stores[0].patch_size, mpps, allowed=config.allow_mismatch
+            )
+            if mismatch:
+                message(f"warning: {mismatch}; continuing because of --allow-mismatch")
+            if preset.licence:
+                message(f"the trained model contains weights of {preset.title}: {preset.licence}")
         scales = [r.patch_mpp for store in stores for r in store.complete.values() if r.patch_mpp]
         patch_mpp = statistics.median(scales) if scales else None
         self.facts = {"spec": dict(stores[0].spec), "patch_mpp": patch_mpp}
@@ -135,9 +146,11 @@ class PatchProblem(Problem):
             model = build_model(
                 config.model, patch_size=self._stores[0].patch_size,
                 classes=len(self.splits.classes), dropout=config.dropout, weights=config.weights,
-                precision=config.precision,
+                precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
+        if model.facts:
+            self.facts = {**self.facts, "backbone": dict(model.facts)}
         normalize = None
         if config.stain_norm != "none":
             normalize = StainNormalizer(self._stores, config.stain_norm)

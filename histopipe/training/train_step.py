@@ -20,6 +20,7 @@ from histopipe.dataset.options import Augmentation
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
+from histopipe.training.fine_tuning import changing_state, digest, frozen_weights
 from histopipe.training.models import PatchModel
 from histopipe.training.optimizer import LossScale
 
@@ -64,6 +65,7 @@ class TrainStep:
                 "--xla cannot compile batch normalization over several devices",
                 todo="leave out --xla, or use one device or a --model without batch normalization",
             )
+        self._state = changing_state(model.training)
         self._scale: LossScale | None = None
         self._differentiated = (
             tf.function(self._differentiate, autograph=False, jit_compile=True)
@@ -92,7 +94,13 @@ class TrainStep:
     def variables(self) -> list[keras.Variable]:
         """All variables that training changes: weights, batch statistics, optimizer, loss scale."""
         scaling = self._scale.variables if self._scale is not None else []
-        return [*self.model.training.variables, *self.optimizer.variables, *scaling]
+        model = self.model.training
+        return [*model.trainable_variables, *self._state, *self.optimizer.variables, *scaling]
+
+    @property
+    def frozen_digest(self) -> str:
+        """Digest of the weights that training does not change, which are not part of checkpoints."""
+        return digest(frozen_weights(self.model.training))
 
     @property
     def learning_rate(self) -> float:
@@ -102,7 +110,7 @@ class TrainStep:
     @property
     def meets_within_gradients(self) -> bool:
         """Whether replicas exchange batch statistics while they compute gradients."""
-        return bool(self.model.batch_norms)
+        return any(layer.trainable for layer in self.model.batch_norms)
 
     def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
         """Compute the gradients of a batch, summed over micro-batches of `size` rows. Nothing changes.
@@ -160,13 +168,14 @@ class TrainStep:
         weight = self._weight(part)
         model = self.model.training
         if so_far is None:
-            state = values_of(model.non_trainable_variables)
+            state = values_of(self._state)
         else:
             sums, state, weights = so_far
         values = values_of(model.trainable_variables)
+        others = values_of(model.non_trainable_variables)
         scale = 1.0 if self._scale is None else self._scale.value
         gradients, state, probability, losses = self._differentiated(
-            values, state, images, seeds, part["label"], weight, scale
+            values, state, others, images, seeds, part["label"], weight, scale
         )
         total = tf.reduce_sum(tf.cast(weight, gradients[0].dtype))
         if so_far is not None:
@@ -178,18 +187,30 @@ class TrainStep:
         self,
         values: list[tf.Tensor],
         state: list[tf.Tensor],
+        others: list[tf.Tensor],
         images: tf.Tensor,
         seeds: tf.Tensor,
         label: tf.Tensor,
         weight: tf.Tensor,
         scale: tf.Tensor | float,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Return gradients of the weighted sum of losses, the new state, (B, C) probabilities and (B,) losses."""
+        """Return gradients of the weighted sum of losses, the new state, (B, C) probabilities and (B,) losses.
+
+        `others` are all variables without a gradient. Those of `state` replace them; the rest is frozen, and not part of
+        the result: a copy of each would need as much memory as the network.
+        """
+        model = self.model.training
+        places = {
+            id(variable): place for place, variable in enumerate(model.non_trainable_variables)
+        }
+        own = [places[id(variable)] for variable in self._state]
+        others = list(others)
+        for place, value in zip(own, state, strict=True):
+            others[place] = value
         with tf.GradientTape() as tape:
             tape.watch(values)
-            logits, state = self.model.training.stateless_call(
-                values, state, [images, seeds], training=True
-            )
+            logits, others = model.stateless_call(values, others, [images, seeds], training=True)
+            state = [others[place] for place in own]
             losses = cross_entropy(label, logits, self.settings.label_smoothing)
             # Divide by the batch size, which is the same on all replicas: sums overflow in float16.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
@@ -223,8 +244,18 @@ class TrainStep:
 
     def _update(self, means: list[Any], state: list[Any]) -> None:
         model = self.model.training
+        factors = getattr(self.model, "rate_factors", ())
+        slow = [
+            (v, f)
+            for v, f in zip(model.trainable_variables, factors, strict=bool(factors))
+            if f < 1
+        ]
+        before = values_of([variable for variable, _ in slow])
         self.strategy.run(self.optimizer.apply, args=(means, model.trainable_variables))
-        for variable, value in zip(model.non_trainable_variables, state, strict=True):
+        # Equal to a lower learning rate: no state of the optimizers depends on it, and the change is in proportion.
+        for (variable, factor), value in zip(slow, before, strict=True):
+            self.strategy.extended.update(variable.value, _shorten, args=(value, factor))
+        for variable, value in zip(self._state, state, strict=True):
             self.strategy.extended.update(variable.value, _assign, args=(value,))
 
     def _normalized(self, part: dict[str, tf.Tensor]) -> tf.Tensor:
@@ -240,6 +271,11 @@ class TrainStep:
 def values_of(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """Return the values of variables."""
     return [tf.convert_to_tensor(variable.value) for variable in variables]
+
+
+def _shorten(variable: tf.Variable, before: tf.Tensor, factor: float) -> None:
+    """Shorten the last change of a variable."""
+    variable.assign(before + factor * (variable - before))
 
 
 def _assign(variable: tf.Variable, value: tf.Tensor) -> None:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
-from histopipe.errors import DamagedStore, Interrupted, OutOfMemory
+from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import judge, positive_class
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
@@ -81,7 +81,7 @@ class Trainer:
             self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state, self._results = TrainState(), StepResults()
+        self._state, self._results = TrainState(frozen=self._step.frozen_digest), StepResults()
 
     def _micro_batch(self, rows: int) -> MicroBatch:
         return remembered_micro_batch(
@@ -107,7 +107,14 @@ class Trainer:
             raise out_of_memory(error, self._folder, first, self._report) from error
 
     def _resume(self) -> None:
+        frozen = self._state.frozen
         self._state, problem = load_state(self._folder, self._step.variables)
+        if self._state.frozen not in ("", frozen):
+            raise UsageError(
+                "the frozen weights of the model have changed since the start of the run",
+                found=f"--weights {getattr(self._config, 'weights', 'none')}", todo="restore the file of the weights",
+            )  # fmt: skip
+        self._state.frozen = frozen
         if problem:
             message(f"warning: {problem}; using the previous checkpoint")
         done = f"epoch {self._state.epoch}"

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.encoders.architecture import Architecture
-from histopipe.encoders.naming import Naming
-from histopipe.encoders.positions import resize_positions
-from histopipe.encoders.tensors import Tensor
+from histopipe.pretrained.architecture import Architecture
+from histopipe.pretrained.naming import Naming
+from histopipe.pretrained.resampling import resize_positions
+from histopipe.pretrained.tensors import Tensor
 
 _Values = NDArray[np.float32]
 
@@ -28,8 +28,7 @@ def assign_weights(
             model.get_layer(f"block_{number}_{name}").set_weights(
                 read.linear(getattr(naming, name), number, transposed=False)
             )
-        model.get_layer(f"block_{number}_attention").set_weights(list(read.attention(number)))
-        for name, weights in read.feed_forward(number):
+        for name, weights in (*read.attention(number), *read.feed_forward(number)):
             model.get_layer(f"block_{number}_{name}").set_weights(weights)
     model.get_layer("norm").set_weights(read.linear(naming.norm, 0, transposed=False))
 
@@ -65,19 +64,17 @@ class _Reader:
         patches = resize_positions(positions[own:], side, antialiased=antialiased)
         yield np.concatenate([prefix, patches + bias])
 
-    def attention(self, number: int) -> Iterator[_Values]:
-        """Yield the weights of a `MultiHeadAttention`: kernels (D, heads, D / heads), last (heads, D / heads, D)."""
-        network, heads = self._network, (self._network.heads, -1)
+    def attention(self, number: int) -> Iterator[tuple[str, list[_Values]]]:
+        """Yield the layers of the attention. Heads are one after the other in the columns of their kernels."""
+        width = self._network.width
         pairs = [self.linear(name, number) for name in self._naming.qkv]
         kernel, bias = (np.concatenate(parts, axis=-1) for parts in zip(*pairs, strict=True))
-        for part in range(3):
-            columns = slice(part * network.width, (part + 1) * network.width)
-            yield kernel[:, columns].reshape(network.width, *heads)
-            yield bias[columns].reshape(heads)
+        for place, part in enumerate(("query", "key", "value")):
+            columns = slice(place * width, (place + 1) * width)
+            yield part, [kernel[:, columns], bias[columns]]
         kernel, bias = self.linear(self._naming.projection, number)
         scale = self._scale(self._naming.scale1, number)
-        yield (kernel * scale).reshape(*heads, network.width)
-        yield bias * scale
+        yield "projection", [kernel * scale, bias * scale]
 
     def feed_forward(self, number: int) -> Iterator[tuple[str, list[_Values]]]:
         """Yield the layers of the feed-forward network. The first half of a packed SwiGLU is the activated one."""
@@ -93,5 +90,7 @@ class _Reader:
 
     def _scale(self, name: str, number: int) -> _Values | np.float32:
         return (
-            self._tensors[name.format(number)].read() if self._network.layer_scale else np.float32(1)
+            self._tensors[name.format(number)].read()
+            if self._network.layer_scale
+            else np.float32(1)
         )

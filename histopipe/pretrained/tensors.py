@@ -68,7 +68,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         return _safetensors(path)
     if head[:2] == b"PK":
-        from histopipe.encoders.torch_file import read_torch_file
+        from histopipe.pretrained.torch_file import read_torch_file
 
         return _flat(path, read_torch_file(path))
     raise unusable(path, describe_file(path))
@@ -89,7 +89,11 @@ def _flat(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
     waiting: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
     while waiting:
         prefix, values = waiting.pop()
-        if len(found) > _MOST_TENSORS or prefix.count(".") > _MOST_LEVELS or len(waiting) > _MOST_TENSORS:
+        if (
+            len(found) > _MOST_TENSORS
+            or prefix.count(".") > _MOST_LEVELS
+            or len(waiting) > _MOST_TENSORS
+        ):
             raise unusable(path, "dictionaries nested too deep, or too many tensors")
         for name, value in values.items():
             if isinstance(value, Tensor):

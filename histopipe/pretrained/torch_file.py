@@ -23,8 +23,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.encoders.tensors import Tensor, unusable
 from histopipe.errors import UsageError
+from histopipe.pretrained.tensors import Tensor, unusable
 
 _MOST_PICKLE_BYTES = 64 << 20
 _MOST_DIMENSIONS = 8
@@ -60,7 +60,9 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {item.filename: item for item in archive.infolist()}
-            names = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
+            names = [
+                name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")
+            ]
             if len(names) != 1:
                 raise unusable(path, "an archive without data.pkl")
             if members[names[0]].file_size > _MOST_PICKLE_BYTES:
@@ -71,7 +73,14 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
             content = _Machine(path, names[0].removesuffix("data.pkl"), members).run(
                 archive.read(names[0])
             )
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        EOFError,
+        NotImplementedError,
+        RuntimeError,
+        zlib.error,
+    ) as error:
         raise unusable(path, str(error)) from error
     if not isinstance(content, dict):
         raise unusable(path, f"a {type(content).__name__}")
@@ -88,7 +97,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
         self._names: dict[str, Callable[..., Any] | np.dtype[Any]] = {
             "collections OrderedDict": self._dictionary,
-            "torch Size": lambda sizes: tuple(sizes),
+            "torch Size": tuple,
             "torch._utils _rebuild_tensor_v2": self._tensor,
             "torch._utils _rebuild_parameter": lambda data, *_: data,
             "torch._utils _rebuild_parameter_with_state": lambda data, *_: data,
@@ -104,11 +113,23 @@ class _Machine:
                 self._step(opcode.name, argument)
         except UsageError:
             raise
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (
+            ValueError,
+            IndexError,
+            KeyError,
+            TypeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise unusable(self._path, f"a damaged data.pkl ({error})") from error
         raise unusable(self._path, "a truncated data.pkl")
 
     def _step(self, name: str, argument: Any) -> None:
+        if not (self._push(name, argument) or self._collect(name) or self._apply(name)):
+            raise unusable(self._path, f"the pickle instruction {name}")
+
+    def _push(self, name: str, argument: Any) -> bool:
+        """Carry out an instruction that pushes or remembers a value. Return whether it is one."""
         stack = self._stack
         if name in _LITERALS:
             stack.append(_LITERALS[name]() if argument is None else argument)
@@ -122,22 +143,34 @@ class _Machine:
             stack.append(self._memo[argument])
         elif name == "GLOBAL":
             stack.append(self._named(argument))
-        elif name == "STACK_GLOBAL":
-            attribute, module = stack.pop(), stack.pop()
-            stack.append(self._named(f"{module} {attribute}"))
-        elif name in ("TUPLE", "LIST"):
+        else:
+            return name in ("PROTO", "FRAME")
+        return True
+
+    def _collect(self, name: str) -> bool:
+        """Carry out an instruction that puts values into a tuple, list or dictionary. Return whether it is one."""
+        stack = self._stack
+        if name in ("TUPLE", "LIST"):
             values = self._since_mark()
             stack.append(tuple(values) if name == "TUPLE" else values)
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
-            count = int(name[-1])
-            values = [stack.pop() for _ in range(count)][::-1]
-            stack.append(tuple(values))
+            stack.append(tuple([stack.pop() for _ in range(int(name[-1]))][::-1]))
         elif name in ("APPEND", "APPENDS"):
             values = self._since_mark() if name == "APPENDS" else [stack.pop()]
             self._top(list).extend(values)
         elif name in ("SETITEM", "SETITEMS"):
             values = self._since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
             self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+        else:
+            return False
+        return True
+
+    def _apply(self, name: str) -> bool:
+        """Carry out an instruction that makes an object. Return whether it is one."""
+        stack = self._stack
+        if name == "STACK_GLOBAL":
+            attribute, module = stack.pop(), stack.pop()
+            stack.append(self._named(f"{module} {attribute}"))
         elif name == "REDUCE":
             arguments, function = stack.pop(), stack.pop()
             if not callable(function) or not isinstance(arguments, tuple):
@@ -148,8 +181,9 @@ class _Machine:
             self._top(dict)
         elif name == "BINPERSID":
             stack.append(self._storage(stack.pop()))
-        elif name not in ("PROTO", "FRAME"):
-            raise unusable(self._path, f"the pickle instruction {name}")
+        else:
+            return False
+        return True
 
     def _named(self, name: str) -> Any:
         if name not in self._names:
@@ -185,7 +219,12 @@ class _Machine:
         return _Storage(member, dtype, count)
 
     def _tensor(
-        self, storage: _Storage, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+        self,
+        storage: _Storage,
+        offset: int,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        *_: Any,
     ) -> Tensor:
         whole = (offset, *size, *stride)
         if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in whole):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from histopipe.encoders.architecture import Architecture
-from histopipe.encoders.tensors import Tensor
 from histopipe.errors import UsageError
+from histopipe.pretrained.architecture import Architecture
+from histopipe.pretrained.tensors import Tensor
 
 _SHOWN = 5
 
@@ -23,7 +23,7 @@ class Naming:
         qkv: one packed layer, or the layers of query, key and value.
         gated: names of the packed input and the output of SwiGLU.
         unused: names that are in files but not in the network.
-        antialiased: method to resize positions, see `histopipe.encoders.positions`.
+        antialiased: method to resize positions, see `histopipe.pretrained.resampling`.
     """
 
     class_token: str
@@ -126,7 +126,9 @@ def select(
     """
     expected = expected_shapes(network, naming, size)
     prefix = _prefix(tensors, naming)
-    found = {name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)
+    }
     found = {name: it for name, it in found.items() if name not in naming.unused}
     problems = {
         "missing": sorted(expected.keys() - found.keys()),

@@ -1,0 +1,291 @@
+"""Backbones: networks from patches to features, from every source that `--model` names."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import os
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from histopipe.errors import HistopipeError, UsageError
+from histopipe.pretrained.naming import NAMINGS, select
+from histopipe.pretrained.presets import (
+    KERAS,
+    SAVED_MODEL,
+    Preprocessing,
+    Preset,
+    find_weights,
+    named_preset,
+    own_file,
+    preset_names,
+    with_published_settings,
+)
+from histopipe.pretrained.tensors import read_tensors
+from histopipe.system.progress import message
+from histopipe.training.memory import is_out_of_memory
+from histopipe.training.preprocessing import as_float, prepare
+from histopipe.training.vision_transformer import vision_transformer
+from histopipe.training.vision_transformer_weights import assign_weights
+
+SMALL_CNN = "small-cnn"
+_ENDPOINT = "serving_default"
+
+
+@dataclass(frozen=True, slots=True)
+class Backbone:
+    """A network from patches to features.
+
+    Attributes:
+        core: network from prepared images to (B, D) features.
+        prepare: stock layers from (B, H, H, 3) uint8 RGB to the input of `core`.
+        preset: None for networks that take patches of any size and scale.
+        facts: what the features depend on besides the weights, as JSON values.
+    """
+
+    core: keras.Model
+    prepare: Callable[[keras.KerasTensor], keras.KerasTensor]
+    preset: Preset | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, image: keras.KerasTensor, **options: Any) -> keras.KerasTensor:
+        """Return the (B, D) features of (B, H, H, 3) uint8 RGB images."""
+        features = self.core(self.prepare(image), **options)
+        return keras.layers.Flatten()(features) if len(features.shape) > 2 else features
+
+
+def build_backbone(model: str, *, patch_size: int, weights: str, training: bool) -> Backbone:
+    """Build the network that `--model` and `--weights` name, with its weights.
+
+    Args:
+        model: "small-cnn" (training only); a network of `keras.applications` in any spelling; a preset, or a TOML file
+            of one; a file `.keras`; `module.py:function`; a SavedModel folder (embedding only).
+        patch_size: side of the patches in pixels.
+        weights: "none", "imagenet", or a path.
+        training: the network is to be trained.
+
+    Raises:
+        UsageError: there is no such model, its weights are missing or do not fit, or patches are too small.
+    """
+    preset = named_preset(model)
+    own = own_file(model)
+    if own is not None:
+        return _own(model, own, preset, patch_size, weights, training=training)
+    if preset is not None:
+        return _preset(preset, weights, training=training)
+    if model == SMALL_CNN and training:
+        if weights != "none":
+            raise UsageError(
+                f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
+            )
+        return Backbone(_small_cnn(patch_size), keras.layers.Rescaling(1 / 127.5, offset=-1))
+    return _application(model, patch_size, weights, training=training)
+
+
+def _preset(preset: Preset, weights: str, *, training: bool) -> Backbone:
+    if weights in ("none", "imagenet"):
+        raise UsageError(
+            f"--model {preset.name} --weights {weights}", expected="--weights with the file of the weights",
+            todo=f"see `histopipe encoders {preset.name}`" if preset.repository else None,
+        )  # fmt: skip
+    path, network = Path(weights), preset.architecture
+    if network is None:
+        if not (path / SAVED_MODEL).is_file():
+            raise UsageError(
+                f"--weights {weights}", found=f"no {SAVED_MODEL}", expected="a SavedModel folder"
+            )
+        return _saved_model(path, preset, training=training)
+    path = find_weights(preset, path)
+    preset, notes = with_published_settings(preset, path)
+    for note in notes:
+        message(note)
+    naming, settings = NAMINGS[preset.naming], preset.preprocessing
+    tensors = select(read_tensors(path), network, naming, settings.trained, path)
+    core = vision_transformer(network, settings.size)
+    assign_weights(core, network, naming, tensors)
+    return _prepared(core, preset, {"weights": path.name, "weights_sha256": _sha256(path)})
+
+
+def _prepared(core: keras.Model, preset: Preset, facts: Mapping[str, Any]) -> Backbone:
+    settings = preset.preprocessing
+    shape = core.input_shape[1:]
+    if shape not in ((settings.size, settings.size, 3), (None, None, 3)):
+        raise UsageError(
+            f"the input of {preset.name}", found=f"shape {shape}",
+            expected=f"({settings.size}, {settings.size}, 3), as in its preset",
+        )  # fmt: skip
+    facts = {"preset": preset.name, "preprocessing": _facts(settings), **facts}
+    return Backbone(core, lambda image: prepare(image, settings), preset, facts)
+
+
+def _own(
+    model: str, path: Path, preset: Preset | None, patch_size: int, weights: str, *, training: bool
+) -> Backbone:
+    if preset is not None and path.is_dir():
+        return _saved_model(path, preset, training=training)
+    if not path.is_file():
+        raise UsageError(f"--model {model}", found=f"no file {path}")
+    try:
+        if path.suffix == KERAS:
+            core = keras.models.load_model(path, safe_mode=True, compile=False)  # runs no code
+        else:
+            core = _call(model, path, preset.preprocessing.size if preset else patch_size)
+        if weights not in ("none", "imagenet"):
+            core.load_weights(weights)
+        shapes = core.input_shape, core.output_shape
+    except HistopipeError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        if is_out_of_memory(error):
+            raise
+        found = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        raise UsageError(f"--model {model} cannot be used", found=found) from error
+    if list(map(len, shapes)) != [4, 2]:
+        raise UsageError(
+            f"--model {model}", found=f"input {shapes[0]}, output {shapes[1]}",
+            expected="input (None, size, size, 3) and output (None, features)",
+        )  # fmt: skip
+    facts = {"file": path.name, "file_sha256": _sha256(path)}
+    if preset is not None:
+        return _prepared(core, preset, facts)
+    return Backbone(core, as_float, None, facts)
+
+
+def _call(model: str, path: Path, size: int) -> keras.Model:
+    """Call the user's function with the side of its input in pixels."""
+    name = model.rpartition(":")[2]
+    module = types.ModuleType(path.stem)
+    sys.modules.setdefault(path.stem, module)  # where Keras looks for the classes in it
+    SourceFileLoader(path.stem, str(path)).exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"--model {model}", found=f"no function {name!r} in {path}",
+            expected=" or ".join(functions) or "a function",
+        )  # fmt: skip
+    core = function(size)
+    if not isinstance(core, keras.Model):
+        raise UsageError(
+            f"--model {model}", found=f"a {type(core).__name__}",
+            expected="a function that returns a keras.Model",
+        )  # fmt: skip
+    return core
+
+
+def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
+    if training:
+        raise UsageError(
+            f"{path} is a SavedModel, which cannot be trained",
+            todo="compute features with `histopipe embed`, and train a slide model on them with --mil",
+        )
+    size = preset.preprocessing.size
+    image = keras.Input((size, size, 3), name="pixels")
+    try:
+        found = keras.layers.TFSMLayer(str(path), call_endpoint=_ENDPOINT)(image)
+    except Exception as error:  # TensorFlow raises errors of many classes
+        if is_out_of_memory(error):
+            raise
+        raise UsageError(
+            f"{path} cannot be used", found=str(error).splitlines()[0][:200],
+            expected=f"a SavedModel with the signature {_ENDPOINT}, from (patches, {size}, {size}, 3) to features",
+        ) from error  # fmt: skip
+    outputs = list(found.values()) if isinstance(found, dict) else [found]
+    if len(outputs) != 1:
+        raise UsageError(
+            f"{path}: outputs", found=", ".join(found), expected="one output, the features"
+        )
+    return _prepared(keras.Model(image, outputs[0]), preset, {"file": path.name})
+
+
+def _small_cnn(patch_size: int) -> keras.Model:
+    """One convolution block and one dense layer: enough to test a pipeline."""
+    image = keras.Input((patch_size, patch_size, 3))
+    x = keras.layers.Conv2D(32, 7, strides=2, padding="same", activation="relu")(image)
+    x = keras.layers.MaxPooling2D(2)(x)
+    x = keras.layers.GlobalAveragePooling2D()(x)
+    return keras.Model(image, keras.layers.Dense(64, activation="relu")(x), name="small_cnn")
+
+
+def _application(model: str, patch_size: int, weights: str, *, training: bool) -> Backbone:
+    build = _find_application(model, training=training)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Keras prints downloads
+            core = build(
+                include_top=False,
+                weights="imagenet" if weights == "imagenet" else None,
+                input_shape=(patch_size, patch_size, 3),
+                pooling="avg",
+            )
+        if weights not in ("none", "imagenet"):
+            core.load_weights(weights)
+    except Exception as error:  # Keras raises a bare Exception if a download fails
+        if is_out_of_memory(error):
+            raise
+        todo = None
+        if weights == "imagenet":
+            # As documented by Keras, which has no public function for it.
+            home = Path(os.environ.get("KERAS_HOME") or Path.home() / ".keras")
+            todo = (
+                "imagenet weights are downloaded once; without a network, copy the file named above to "
+                f"{home / 'models'}, or pass it as --weights FILE"
+            )
+        raise UsageError(
+            f"--model {model} --weights {weights}", found=str(error).split("\n")[0][:300], todo=todo
+        ) from error
+    preprocess = sys.modules[build.__module__].preprocess_input
+    return Backbone(core, lambda image: _preprocessed(image, preprocess))
+
+
+def _find_application(model: str, *, training: bool) -> Callable[..., keras.Model]:
+    plain = {n.lower(): n for n in dir(keras.applications) if n[0].isupper()}
+    found = plain.get(model.lower().replace("-", "").replace("_", ""))
+    if found is None:
+        others = (
+            [SMALL_CNN] if training else ["a run's folder", "an ONNX file", "a SavedModel folder"]
+        )
+        others += ["a .keras file", "module.py:function", *preset_names()]
+        raise UsageError(
+            f"--model {model}", found="no such model",
+            expected=", ".join([*others, *sorted(plain.values())]),
+        )  # fmt: skip
+    build: Callable[..., keras.Model] = getattr(keras.applications, found)
+    return build
+
+
+def _preprocessed(image: keras.KerasTensor, preprocess: Callable[[Any], Any]) -> keras.KerasTensor:
+    """Return the preprocessing of a network as stock layers, so that a saved model takes uint8 RGB.
+
+    Every `preprocess_input` of Keras is a scale, an offset and an optional change from RGB to BGR. They are measured on
+    four colours.
+    """
+    colours = np.concatenate([np.zeros((1, 3)), 255 * np.eye(3)]).reshape(4, 1, 1, 3)
+    seen = np.asarray(preprocess(colours.astype(np.float32))).reshape(4, 3)
+    offset, matrix = seen[0], (seen[1:] - seen[0]) / 255  # row: channel in, column: channel out
+    swapped = matrix[0, 0] == 0 and matrix[0, 2] != 0
+    scale = np.diag(matrix[::-1] if swapped else matrix)
+    if not np.allclose(matrix, np.diag(scale)[::-1] if swapped else np.diag(scale), atol=1e-6):
+        raise UsageError("--model", found="preprocessing other than a scale and an offset")
+    if swapped:
+        image = keras.ops.flip(image, axis=-1)
+    return keras.layers.Rescaling(scale.tolist(), offset=offset.tolist())(image)
+
+
+def _facts(settings: Preprocessing) -> dict[str, Any]:
+    return {
+        name: list(it) if isinstance(it, tuple) else it for name, it in asdict(settings).items()
+    }
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
