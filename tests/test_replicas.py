@@ -12,7 +12,9 @@ from conftest import run_program, two_at_a_time
 from test_reader import a_store, jpegs
 from test_workers import free_ports, tf_config
 
-SHALLOW = ("adagrad-clipped", "adamw-accumulated", "cosine", "batch-norm")
+SHALLOW = (
+    "adagrad-clipped", "adamw-accumulated", "cosine", "batch-norm", "last-block", "low-rank",
+)  # fmt: skip
 DEEP = ("deep-float64",)
 STEPS = 24
 

@@ -81,12 +81,34 @@ def tokens_of(network: torch.nn.Module, pixels: torch.Tensor) -> torch.Tensor:
     )
 
 
+def torch_files(out: Path) -> None:
+    """Write files of `torch.save` with the same tensors in several forms, and two that have to be refused."""
+    values = {"a.weight": torch.randn(3, 4), "a.bias": torch.randn(4), "scale": torch.randn(())}
+    np.savez(out / "torch.npz", **{name: value.numpy() for name, value in values.items()})
+    linear = torch.nn.Linear(4, 3)
+    forms: dict[str, Any] = {
+        "float32": values,
+        "bfloat16": {name: value.bfloat16() for name, value in values.items()},
+        "float16": {name: value.half() for name, value in values.items()},
+        "parameters": {name: torch.nn.Parameter(value) for name, value in values.items()},
+        "strided": {**values, "a.weight": values["a.weight"].T.contiguous().T},
+        "slices": {**values, "a.weight": torch.cat([torch.zeros(2, 4), values["a.weight"]])[2:]},
+        "nested": {"epoch": 3, "rate": 0.1, "names": ["a", None, True], "model": {"state": values}},
+        "state": linear.state_dict(),
+        "module": linear,
+    }
+    for name, content in forms.items():
+        torch.save(content, out / f"torch-{name}.pth")
+    torch.save(values, out / "torch-legacy.pth", _use_new_zipfile_serialization=False)
+
+
 def main() -> None:
     """Write all networks into a folder."""
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
-    for name, (network, fields) in twins().items():
+    networks = twins()
+    for name, (network, fields) in networks.items():
         network.eval()
         with torch.no_grad():
             for parameter in network.parameters():
@@ -112,6 +134,7 @@ def main() -> None:
         about = {"naming": naming, "size": SIZE, "architecture": {**SHAPE, **fields}}
         (out / f"{name}.json").write_text(json.dumps(about, indent=1))
         print(name, sum(p.numel() for p in network.parameters()))
+    torch_files(out)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from histopipe.pretrained.architecture import Architecture
 from histopipe.pretrained.tensors import Tensor
 
 _SHOWN = 5
+_CHUNK = re.compile(r"^blocks\.\d+\.(\d+)\.")
+"""Numbers of a chunk of blocks and of a block: DINOv2 saves the blocks of large networks in chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +128,11 @@ def select(
         UsageError: tensors are missing, surplus or misshapen.
     """
     expected = expected_shapes(network, naming, size)
-    prefix = _prefix(tensors, naming)
+    prefix = _prefix(tensors, naming, path)
     found = {
-        name.removeprefix(prefix): it for name, it in tensors.items() if name.startswith(prefix)
+        _CHUNK.sub(r"blocks.\1.", name.removeprefix(prefix)): it
+        for name, it in tensors.items()
+        if name.startswith(prefix)
     }
     found = {name: it for name, it in found.items() if name not in naming.unused}
     problems = {
@@ -149,10 +154,20 @@ def select(
     return found
 
 
-def _prefix(tensors: Mapping[str, Tensor], naming: Naming) -> str:
-    """Return the prefix of all names, which training programs add."""
-    ends = [name for name in tensors if name.endswith(naming.class_token)]
-    return min(ends, key=len).removesuffix(naming.class_token) if ends else ""
+def _prefix(tensors: Mapping[str, Tensor], naming: Naming, path: Path) -> str:
+    """Return the prefix of all names, which training programs add. Of a teacher and a student, take the teacher."""
+    found = [
+        it.removesuffix(naming.class_token) for it in tensors if it.endswith(naming.class_token)
+    ]
+    teachers = [prefix for prefix in found if "teacher" in prefix]
+    prefixes = teachers or found
+    if len(prefixes) > 1:
+        raise UsageError(
+            f"{path} has the weights of several networks",
+            found=_some(prefixes),
+            expected="one network",
+        )
+    return prefixes[0] if prefixes else ""
 
 
 def _linear(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Tensor:
 
     Attributes:
         shape, dtype: shape, and type in the file.
-        path: the file, for messages.
+        path, name: the file, and the name of the tensor, for messages.
         load: reads the values.
     """
 
@@ -33,6 +33,7 @@ class Tensor:
     dtype: np.dtype[Any]
     path: Path
     load: Callable[[], NDArray[Any]]
+    name: str = ""
 
     def read(self) -> NDArray[np.float32]:
         """Read the values as float32.
@@ -41,14 +42,14 @@ class Tensor:
             UsageError: the values are damaged, not finite, or no floating-point numbers.
         """
         if self.dtype not in _FLOATS:
-            raise unusable(self.path, f"weights of type {self.dtype}")
+            raise unusable(self.path, f"{self.name} of type {self.dtype}")
         try:
             values = self.load()
         except Exception as error:  # zipfile and safetensors raise errors of many classes
-            raise unusable(self.path, str(error)) from error
-        found = np.ascontiguousarray(values, np.float32)
+            raise unusable(self.path, f"{self.name}: {error}") from error
+        found = np.asarray(values, np.float32, order="C")
         if not np.isfinite(found).all():
-            raise unusable(self.path, "weights that are not finite numbers")
+            raise unusable(self.path, f"{self.name}: values that are not finite numbers")
         return found
 
 
@@ -97,7 +98,7 @@ def _flat(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
             raise unusable(path, "dictionaries nested too deep, or too many tensors")
         for name, value in values.items():
             if isinstance(value, Tensor):
-                found[f"{prefix}{name}"] = value
+                found[f"{prefix}{name}"] = replace(value, name=f"{prefix}{name}")
             elif isinstance(value, Mapping):
                 waiting.append((f"{prefix}{name}.", value))
     return found
@@ -114,7 +115,9 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
                 dtype = _SAFETENSORS_TYPES.get(part.get_dtype())
                 if dtype is None:
                     raise unusable(path, f"{name} of type {part.get_dtype()}")
-                found[name] = Tensor(tuple(part.get_shape()), dtype, path, _loader(path, name))
+                found[name] = Tensor(
+                    tuple(part.get_shape()), dtype, path, _loader(path, name), name
+                )
     except (SafetensorError, OSError, ValueError) as error:
         raise unusable(path, f"{describe_file(path)}: {error}") from error
     return found

@@ -13,7 +13,6 @@ import io
 import math
 import pickletools
 import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +64,8 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
             ]
             if len(names) != 1:
                 raise unusable(path, "an archive without data.pkl")
+            if any(item.compress_type != zipfile.ZIP_STORED for item in members.values()):
+                raise unusable(path, "an archive with compressed members")  # of any size
             if members[names[0]].file_size > _MOST_PICKLE_BYTES:
                 raise unusable(path, f"a data.pkl of {members[names[0]].file_size} bytes")
             order = names[0].removesuffix("data.pkl") + "byteorder"
@@ -73,14 +74,9 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
             content = _Machine(path, names[0].removesuffix("data.pkl"), members).run(
                 archive.read(names[0])
             )
-    except (
-        zipfile.BadZipFile,
-        OSError,
-        EOFError,
-        NotImplementedError,
-        RuntimeError,
-        zlib.error,
-    ) as error:
+    except UsageError:
+        raise
+    except Exception as error:  # zipfile raises errors of many classes on damaged files
         raise unusable(path, str(error)) from error
     if not isinstance(content, dict):
         raise unusable(path, f"a {type(content).__name__}")

@@ -34,11 +34,24 @@ from histopipe.training.train_step import StepSettings, TrainStep
 BATCH, STEPS = 14, 24
 """The batch size is not divisible by 4. With 101 patches, the last step of an epoch has 3."""
 
+ENCODERS = Path(__file__).parents[1] / "encoders"
+TINY = {
+    "model": str(ENCODERS / "tiny.toml"),
+    "weights": str(ENCODERS / "timm-registers.safetensors"),
+}
 CASES: dict[str, dict[str, Any]] = {
     "adagrad-clipped": {"optimizer": "adagrad", "learning_rate": 0.01, "clip_norm": 0.05},
     "adamw-accumulated": {"optimizer": "adamw", "accumulate": 3, "label_smoothing": 0.1},
     "cosine": {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "warmup_steps": 9},
     "batch-norm": {"optimizer": "sgd", "learning_rate": 0.05, "model": "batch-norm-1"},
+    "last-block": {
+        **TINY,
+        "optimizer": "adamw",
+        "trainable": "last:1",
+        "layer_decay": 0.5,
+        "learning_rate": 3e-3,
+    },
+    "low-rank": {**TINY, "optimizer": "adamw", "trainable": "lora:2", "learning_rate": 0.02},
     "deep-float64": {
         "optimizer": "adamw",
         "learning_rate": 1e-4,
@@ -80,7 +93,8 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
         else:
             model = build_model(
                 config.model, patch_size=store.patch_size, classes=2, dropout=config.dropout,
-                precision=config.precision,
+                precision=config.precision, weights=config.weights, trainable=config.trainable,
+                layer_decay=config.layer_decay,
             )  # fmt: skip
         optimizer = make_optimizer(config, 8)
     settings = StepSettings(
