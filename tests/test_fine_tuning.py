@@ -123,7 +123,7 @@ def test_layer_decay_shortens_the_updates(small_store: Path, tmp_path: Path) -> 
     for decay in (1.0, 0.5):
         out = tmp_path / str(decay)
         histopipe.train(
-            small_store, out=out, **TINY, epochs=1, batch_size=120, optimizer="sgd", learning_rate=0.1,
+            small_store, out=out, **TINY, epochs=1, batch_size=120, optimizer="sgd", learning_rate=1.0,
             deterministic=True, layer_decay=decay, resamples=0,
         )  # fmt: skip
         found[decay] = weights_of(out)
@@ -139,7 +139,7 @@ def test_layer_decay_shortens_the_updates(small_store: Path, tmp_path: Path) -> 
         )
         if "key/bias" not in path:  # it has no effect: the softmax subtracts it again
             assert np.abs(whole).max() > 1e-5
-        np.testing.assert_allclose(part, factor * whole, atol=1e-6)
+        np.testing.assert_allclose(part, factor * whole, rtol=1e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("trainable", ["head", "last:1", "lora:2"])

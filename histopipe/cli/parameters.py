@@ -185,7 +185,7 @@ def untrusted_option(
                     _check_stores(name, values[name])
                 _check_hdf5(values.get(features), values.get(coords))
                 if values.get(model):
-                    from histopipe.pretrained.presets import check_untrusted_model
+                    from histopipe.pretrained.sources import check_untrusted_model
 
                     check_untrusted_model(str(values[model]), values.get("weights"))
             if passed:

@@ -22,7 +22,7 @@ from histopipe.features.feature_file import (
 )
 from histopipe.inference.slide_run import Network, Results, SlideRun, SlideRunResult
 from histopipe.inference.stored_slides import StoredSlide, slides_with_patches, stored_slides
-from histopipe.pretrained.presets import named_preset, own_file
+from histopipe.pretrained.sources import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import read_config

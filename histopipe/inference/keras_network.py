@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
-from histopipe.pretrained.presets import named_preset, own_file
+from histopipe.pretrained.sources import named_preset, own_file
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import Precision
 from histopipe.system.progress import message

@@ -57,23 +57,7 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
         UsageError: the file is damaged, or contains anything else than a state dict.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = {item.filename: item for item in archive.infolist()}
-            names = [
-                name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")
-            ]
-            if len(names) != 1:
-                raise unusable(path, "an archive without data.pkl")
-            if any(item.compress_type != zipfile.ZIP_STORED for item in members.values()):
-                raise unusable(path, "an archive with compressed members")  # of any size
-            if members[names[0]].file_size > _MOST_PICKLE_BYTES:
-                raise unusable(path, f"a data.pkl of {members[names[0]].file_size} bytes")
-            order = names[0].removesuffix("data.pkl") + "byteorder"
-            if order in members and archive.read(order) != b"little":
-                raise unusable(path, "numbers in big-endian order")
-            content = _Machine(path, names[0].removesuffix("data.pkl"), members).run(
-                archive.read(names[0])
-            )
+        content = _read(path)
     except UsageError:
         raise
     except Exception as error:  # zipfile raises errors of many classes on damaged files
@@ -81,6 +65,22 @@ def read_torch_file(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise unusable(path, f"a {type(content).__name__}")
     return content
+
+
+def _read(path: Path) -> Any:
+    with zipfile.ZipFile(path) as archive:
+        members = {item.filename: item for item in archive.infolist()}
+        names = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(names) != 1:
+            raise unusable(path, "an archive without data.pkl")
+        if any(item.compress_type != zipfile.ZIP_STORED for item in members.values()):
+            raise unusable(path, "an archive with compressed members")  # of any size
+        if members[names[0]].file_size > _MOST_PICKLE_BYTES:
+            raise unusable(path, f"a data.pkl of {members[names[0]].file_size} bytes")
+        prefix = names[0].removesuffix("data.pkl")
+        if f"{prefix}byteorder" in members and archive.read(f"{prefix}byteorder") != b"little":
+            raise unusable(path, "numbers in big-endian order")
+        return _Machine(path, prefix, members).run(archive.read(names[0]))
 
 
 class _Machine:

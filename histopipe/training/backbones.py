@@ -18,19 +18,17 @@ import keras
 import numpy as np
 
 from histopipe.errors import HistopipeError, UsageError
+from histopipe.pretrained.checkpoints import read_tensors
 from histopipe.pretrained.naming import NAMINGS, select
-from histopipe.pretrained.presets import (
+from histopipe.pretrained.presets import Preprocessing, Preset, preset_names
+from histopipe.pretrained.sources import (
     KERAS,
     SAVED_MODEL,
-    Preprocessing,
-    Preset,
     find_weights,
     named_preset,
     own_file,
-    preset_names,
     with_published_settings,
 )
-from histopipe.pretrained.tensors import read_tensors
 from histopipe.system.progress import message
 from histopipe.training.memory import is_out_of_memory
 from histopipe.training.preprocessing import as_float, prepare

@@ -19,7 +19,7 @@ from histopipe.dataset.splits import Splits, site_by_label
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.evaluation.predictions import Level, PatchScores
 from histopipe.features.bags import BagBatches, BagSet
-from histopipe.pretrained.presets import named_preset
+from histopipe.pretrained.sources import named_preset
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
