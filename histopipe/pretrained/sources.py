@@ -37,7 +37,9 @@ def named_preset(model: str) -> Preset | None:
     path = own_file(model)
     if path is None:
         return None
-    own = path.with_suffix(SUFFIX) if path.is_file() else path.with_name(path.name + SUFFIX)
+    if not path.exists():
+        raise UsageError(f"--model {model}", found=f"no file {path}")
+    own = path.with_name(path.name + SUFFIX) if path.is_dir() else path.with_suffix(SUFFIX)
     if own.exists():
         return load_preset(own)
     if path.suffix == _PYTHON:

@@ -47,7 +47,7 @@ class Backbone:
         core: network from prepared images to (B, D) features.
         prepare: stock layers from (B, H, H, 3) uint8 RGB to the input of `core`.
         preset: None for networks that take patches of any size and scale.
-        facts: what the features depend on besides the weights, as JSON values.
+        facts: preprocessing and origin of the weights, as JSON values.
     """
 
     core: keras.Model
@@ -130,8 +130,6 @@ def _own(
 ) -> Backbone:
     if preset is not None and path.is_dir():
         return _saved_model(path, preset, training=training)
-    if not path.is_file():
-        raise UsageError(f"--model {model}", found=f"no file {path}")
     try:
         if path.suffix == KERAS:
             core = keras.models.load_model(path, safe_mode=True, compile=False)  # runs no code

@@ -19,7 +19,7 @@ _LORA_LAYERS = ("query", "value")
 
 
 def set_trainable(core: keras.Model, trainable: str) -> bool:
-    """Freeze the weights of a backbone as `--trainable` says. Return whether all of it is frozen.
+    """Freeze the weights of a backbone for a value of `--trainable`. Return whether all of it is frozen.
 
     "all"; "head": nothing of the backbone; "last:N": the last N blocks, or layers if the network has no blocks;
     "lora:R": low-rank matrices of rank R, added to the queries and values of the attention.
