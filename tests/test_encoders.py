@@ -24,6 +24,7 @@ from histopipe.store.store import Store
 from histopipe.training.backbones import build_backbone
 from histopipe.training.preprocessing import prepare
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of keras and TensorFlow, when they write models
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 INPUT = "[input]\nsize = 28\nmean = [0.5, 0.5, 0.5]\nstd = [0.5, 0.5, 0.5]\n"
 
@@ -139,7 +140,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, keras.Model]:
     return folder, model
 
 
-@pytest.mark.filterwarnings("ignore")  # of keras and TensorFlow, when they write a SavedModel
 def test_features_of_own_networks(
     run: Run, small_store: Path, own: tuple[Path, keras.Model], tmp_path: Path
 ) -> None:
