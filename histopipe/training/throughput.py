@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -110,11 +111,19 @@ def measure_reader(batches: PatchBatches, seconds: float, parallel_calls: int) -
 
 
 def measure_device(
-    side: int, model: str, batch_sizes: Sequence[int], devices: str, seconds: float
+    side: int,
+    model: str,
+    batch_sizes: Sequence[int],
+    devices: str,
+    seconds: float,
+    *,
+    xla: bool = False,
+    **network: Any,
 ) -> dict[int, float]:
     """Measure training steps on one batch of patches of `side` pixels in memory, by batch size.
 
     `seconds` is the time per size. Sizes must increase. The first that does not fit into memory ends the measurement.
+    `network` has more arguments of `build_model`.
 
     Raises:
         UsageError: the model or a device does not exist.
@@ -131,11 +140,14 @@ def measure_device(
     strategy = make_strategy(devices)
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
-        built = build_model(model, patch_size=side, classes=_CLASSES, dropout=0.15)
+        built = build_model(model, patch_size=side, classes=_CLASSES, dropout=0.15, **network)
         optimizer = keras.optimizers.Adam()
 
     def step_rate(size: int) -> float:
-        settings = StepSettings(batch_size=size, class_weight=np.ones(_CLASSES, np.float32))
+        settings = StepSettings(
+            batch_size=size, class_weight=np.ones(_CLASSES, np.float32), xla=xla,
+            scale_loss=network.get("precision") == "mixed_float16",
+        )  # fmt: skip
         train_step = TrainStep(strategy, built, optimizer, settings)
         rows = [len(replica_rows(size, replicas, replica)) for replica in range(replicas)]
         parts = [
