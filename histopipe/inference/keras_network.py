@@ -30,6 +30,7 @@ _BATCH_SIZES = tuple(2**power for power in range(11))
 """Patches per device that "auto" tries."""
 _WORTHWHILE = 1.05
 """Minimum gain in throughput for a larger batch."""
+_SIZES_WITHOUT_GAIN, _TRIAL_SECONDS = 2, 0.3
 
 
 class KerasNetwork:
@@ -70,26 +71,34 @@ class KerasNetwork:
         self._micro_batch = MicroBatch(max(map(len, self._parts)), changed=_report_micro_batch)
 
     def _fastest(self) -> int:
-        """Return the batch size with the highest throughput, and a little less if it needs half the memory."""
-        best, fastest = 0, 0.0
+        """Return the batch size with the highest throughput. A larger one has to be clearly faster."""
+        best, fastest, without_gain = 0, 0.0, 0
         for per_device in _BATCH_SIZES:
             size = per_device * self._strategy.num_replicas_in_sync
             self._divide(size)
-            images = np.zeros((size, self.patch_size, self.patch_size, 3), np.uint8)
             try:
-                self.finish(self._in_pieces(images, per_device))  # traces and compiles
-                began = time.perf_counter()
-                self.finish(self._in_pieces(images, per_device))
+                rate = self._throughput(size, per_device)
             except tf.errors.ResourceExhaustedError:
                 break
-            rate = size / (time.perf_counter() - began)
-            if rate < fastest * _WORTHWHILE:
+            without_gain = 0 if rate > fastest * _WORTHWHILE else without_gain + 1
+            if not without_gain:
+                best, fastest = size, rate
+            elif without_gain == _SIZES_WITHOUT_GAIN:
                 break
-            best, fastest = size, rate
         if not best:
             raise OutOfMemory("memory ran out with a single patch", todo="use a smaller --model")
         message(f"batch size {best}: {fastest:,.0f} patches/s on patches in memory")
         return best
+
+    def _throughput(self, size: int, per_device: int) -> float:
+        """Return patches per second, on patches in memory."""
+        images = np.zeros((size, self.patch_size, self.patch_size, 3), np.uint8)
+        self.finish(self._in_pieces(images, per_device))  # traces and compiles
+        began, count = time.perf_counter(), 0
+        while time.perf_counter() - began < _TRIAL_SECONDS:
+            self.finish(self._in_pieces(images, per_device))
+            count += size
+        return count / (time.perf_counter() - began)
 
     def prepare(self, images: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return the images unchanged: the model takes uint8 RGB."""
