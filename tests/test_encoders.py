@@ -161,7 +161,7 @@ def test_features_of_own_networks(
 
 
 def test_benchmark_of_gpus_in_miniature(tmp_path: Path) -> None:
-    """In a process of its own, because it divides the CPU into two devices."""
+    """In a separate process, because it divides the CPU into two devices."""
     tool = Path(__file__).parents[1] / "tools" / "bench_gpu.py"
     command = [
         sys.executable,

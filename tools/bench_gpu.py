@@ -2,7 +2,7 @@
 
     python tools/bench_gpu.py [--out gpu.json] [--folder DIR] [--only train embed ...]
 
-Stages, each in a process of its own: training steps and embedding of ResNet50 and ViT-L (random weights) in float32,
+Stages, each in a separate process: training steps and embedding of ResNet50 and ViT-L (random weights) in float32,
 bfloat16 and with XLA; the share of time that a training waits for input; the loop against Keras' `fit`; recovery from a
 real lack of memory; two logical devices on one GPU. Takes 15 minutes on a fast GPU, and 8 GB in --folder.
 
@@ -295,7 +295,7 @@ def prepare(size: Size, folder: Path, *, store: bool) -> None:
 
 
 def measure(names: list[str], size: Size, folder: Path) -> Iterator[Row]:
-    """Run stages: on a GPU each in a process of its own, which prints one JSON row per line."""
+    """Run stages: on a GPU each in a separate process, which prints one JSON row per line."""
     for name in names:
         if not size.large_batch:
             yield from ({"stage": name, **row} for row in STAGES[name](size, folder))
