@@ -184,6 +184,7 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
             f"{path} is a SavedModel, which cannot be trained",
             todo="compute features with `histopipe embed`, and train a slide model on them with --mil",
         )
+    message(f"{path} is a SavedModel, which can run any code: use only files that you trust")
     size = preset.preprocessing.size
     image = keras.Input((size, size, 3), name="pixels")
     try:
