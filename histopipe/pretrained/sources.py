@@ -94,8 +94,7 @@ def with_published_settings(preset: Preset, weights: Path) -> tuple[Preset, list
     """Return a preset with the mean, std and interpolation in the files that were published with the weights.
 
     These are `config.json` of timm and `preprocessor_config.json` of Hugging Face, in the folder of `weights`. Sizes are
-    the preset's, because published files of some models give those of another task than embedding. Also return the
-    differences, for people.
+    the preset's, which follow the model's card. Also return the differences, for people.
 
     Raises:
         UsageError: such a file cannot be read, or a value in it is wrong.
