@@ -77,7 +77,7 @@ def test_networks_without_attention() -> None:
         set_trainable(core, "lora:2")
     set_trainable(core, "last:2")
     names = {weight.path.split("/")[0] for weight in core.trainable_variables}
-    assert names == {"conv_pw_13", "conv_pw_13_bn"}
+    assert names == {"conv_dw_13", "conv_dw_13_bn", "conv_pw_13", "conv_pw_13_bn"}
 
 
 @pytest.mark.parametrize("trainable", ["all", "last:2", "head"])
@@ -89,7 +89,7 @@ def test_every_weight_is_trained_or_changing_or_frozen(trainable: str) -> None:
     ids = [id(variable) for part in parts for variable in part]
     assert sorted(ids) == sorted(map(id, model.variables))
     statistics = [it for it in parts[1] if "moving" in it.path]
-    assert len(statistics) == {"all": 54, "last:2": 2, "head": 0}[trainable]
+    assert len(statistics) == {"all": 54, "last:2": 4, "head": 0}[trainable]
 
 
 def test_rate_factors() -> None:
@@ -205,9 +205,24 @@ def test_checkpoints_leave_out_frozen_weights(run: Run, small_store: Path, tmp_p
     weights.write_bytes(content)
     resumed = run("train", "--resume", "--out", "run", "--epochs", 2)
     assert resumed.returncode == 2, resumed.stderr
-    assert (
-        "the frozen weights of the model have changed since the start of the run" in resumed.stderr
-    )
+    changed = "the weights or the description of the model have changed since the start of the run"
+    assert changed in resumed.stderr
+
+
+def test_changed_presets_are_noticed(run: Run, small_store: Path, tmp_path: Path) -> None:
+    preset = tmp_path / "own.toml"
+    preset.write_text(Path(TINY["model"]).read_text())
+    flags = ("--model", "own.toml", "--weights", WEIGHTS)
+    done = run("train", small_store, "--out", "run", *FINE_TUNING, *flags, "--epochs", 1)
+    assert done.returncode == 0, done.stderr
+    assert run("embed", small_store, *flags, "--out", "features").returncode == 0
+    preset.write_text(preset.read_text().replace("heads = 3", "heads = 2"))
+    resumed = run("train", "--resume", "--out", "run", "--epochs", 2)
+    assert resumed.returncode == 2, resumed.stderr
+    assert "the description of the model have changed" in resumed.stderr
+    mixed = run("embed", small_store, *flags, "--out", "features")
+    assert mixed.returncode == 2, mixed.stderr
+    assert "computed with other settings" in mixed.stderr
 
 
 OWN = """
@@ -217,6 +232,13 @@ def build(size):
     image = keras.Input((size, size, 3))
     x = keras.layers.Conv2D(8, 5, strides=4)(image)
     return keras.Model(image, keras.layers.GlobalAveragePooling2D()(x))
+
+def other_size(size):
+    return build(48)
+
+def two_outputs(size):
+    model = build(size)
+    return keras.Model(model.input, [model.output, model.output])
 
 def no_model(size):
     return size
@@ -244,17 +266,25 @@ def test_networks_of_users(run: Run, small_store: Path, tmp_path: Path) -> None:
     predicted = run("predict", "run", small_store, "--out", "predictions")
     assert predicted.returncode == 0, predicted.stderr
     for model, message in {
-        "own.py:biuld": "no function 'biuld' in own.py, expected build or no_model or fails",
+        "own.py:biuld": "no function 'biuld' in own.py, expected build or other_size or two_outputs or no_model or fails",
         "own.py:no_model": "found a int, expected a function that returns a keras.Model",
         "own.py:fails": "cannot be used: found RuntimeError: no such luck",
+        "own.py:two_outputs": "expected input (None, 32, 32, 3) and output (None, features)",
+        "own.py:other_size": "found input (None, 48, 48, 3)",
         "other.py:build": "no file other.py",
     }.items():
         wrong = run("train", small_store, "--model", model, "--out", "wrong")
         assert wrong.returncode == 2, wrong.stderr
         assert message in wrong.stderr
         assert not (tmp_path / "wrong").exists()
-    refused = run("train", small_store, "--model", "own.py:build", "--out", "wrong", "--untrusted")
-    assert refused.returncode == 2
+    (tmp_path / "config.toml").write_text('model = "own.py:build"')
+    for flags in (
+        ("--model", "own.py:build"), ("--model", "own.py"), ("--config", "config.toml"),
+    ):  # fmt: skip
+        refused = run("train", small_store, *flags, "--out", "wrong", "--untrusted")
+        assert refused.returncode == 2, refused.stderr
+        assert "Python files and SavedModels can run any code" in refused.stderr
+    refused = run("train", "--resume", "--out", "run", "--epochs", 2, "--untrusted")
     assert "Python files and SavedModels can run any code" in refused.stderr
 
 

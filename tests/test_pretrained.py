@@ -127,8 +127,29 @@ def test_tensor_of_the_made_pickle(tmp_path: Path) -> None:
         (tensor_pickle(0, (1000, 1000, 1000), (0, 0, 0)), "more numbers than its storage"),
         (tensor_pickle(0, (2, 3), (3, 1), count=7), "for 7 numbers"),
         (tensor_pickle(0, (2, 3), (3, 1), key="../data.pkl"), "damaged"),
+        # A list in the place of a shape, which could be extended after the check.
+        (
+            tensor_pickle(0, (2, 3), (3, 1)).replace(
+                b"J\x02\0\0\0J\x03\0\0\0t", b"J\x02\0\0\0J\x03\0\0\0l"
+            ),
+            "no tuple",
+        ),
+        # Nested tuples as names: their hash, or their text, would take endless time.
+        (b"\x80\x02})" + 60 * b"q\0h\0\x86" + b"K\x01s.", "a name that is no short text"),
+        (
+            b"\x80\x02(X\x07\0\0\0storagectorch\nFloatStorage\n)"
+            + 60 * b"q\0h\0\x86"
+            + b"NK\x01tQ.",
+            "a storage without a name",
+        ),
+        # A dictionary that contains itself.
+        (
+            b"\x80\x02}q\0(" + b"".join(b"X\x02\0\0\0%02dh\0" % n for n in range(50)) + b"u.",
+            "nested too deep",
+        ),
+        (b"\x80\x02" + 1_100_000 * b"}" + b".", "too many pickle instructions"),
     ],
-    ids=range(16),
+    ids=range(21),
 )
 def test_pickles_that_are_refused(content: bytes, found: str, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "a.pth", content, **{"0": DATA})
@@ -142,7 +163,7 @@ def test_pickles_that_are_refused(content: bytes, found: str, tmp_path: Path) ->
 def test_whole_modules_and_old_files_are_refused() -> None:
     with pytest.raises(UsageError, match=r"the name 'torch\.nn\.modules\.linear\.Linear'"):
         read_tensors(FILES / "torch-module.pth")
-    with pytest.raises(UsageError, match="unknown data"):
+    with pytest.raises(UsageError, match="a PyTorch file of the old format"):
         read_tensors(FILES / "torch-legacy.pth")
 
 
@@ -318,6 +339,12 @@ def test_presets_are_complete() -> None:
         ("heads = 3", "heads = 5", "width: found 12, expected a multiple of heads, 5"),
         ("mean = [0.5, 0.5, 0.5]", "mean = [0.5, 0.5]", r"mean: found \[0.5, 0.5\], expected a list of 3 values"),
         ("std = [0.5, 0.5, 0.5]", "std = [0.5, 0.0, 0.5]", "std: found .*, expected above 0"),
+        ("std = [0.5, 0.5, 0.5]", "std = [nan, 0.5, 0.5]", "std: found .nan, .*expected finite numbers above 0"),
+        ("heads = 3", "heads = 0", "heads: found .0., expected finite numbers above 0"),
+        ("patch = 7", "patch = 0", "patch: found .0., expected finite numbers above 0"),
+        ("[architecture]", "[[architecture]]", "architecture: found .* expected a table"),
+        ('naming = "timm"', 'naming = "hf-vit"', "layer_scale: found true, expected none with naming"),
+        ('naming = "timm"', 'name = "x"', "fields: found unknown: name"),
         ('"bicubic"', '"nearest"', "interpolation: found 'nearest', expected bilinear or bicubic"),
         ('naming = "timm"', 'naming = "tim"', "naming: found tim, expected timm"),
         ("gated = true", "gated = 1", "gated: found 1, expected a value of type bool"),
@@ -346,7 +373,10 @@ def test_patches_fit() -> None:
 
     assert problem(224, 0.5) is None
     assert problem(256, 0.5, 0.499) is None  # 0.57 mpp after resizing, as in the published recipes
+    assert problem(256, 0.51) is None  # a scanner whose 20× is 0.51 mpp
     assert problem(448, 0.25) is None
+    many = str(problem(512, *(0.5 + n / 1000 for n in range(100))))
+    assert many.endswith("and 97 more")
     assert problem(256, 0.5, preset="gigapath") is None
     assert problem(256, 2.0, preset="virchow2") is None
     assert problem(999, 9.0, preset="dinov2-small") is None
@@ -392,6 +422,8 @@ def test_settings_published_with_the_weights_are_preferred(tmp_path: Path) -> No
     assert len(notes) == 1
     with pytest.raises(UsageError, match=r"config\.json: mean: found 'grey'"):
         published(tmp_path / "c", "config.json", {"mean": "grey"})
+    with pytest.raises(UsageError, match=r"interpolation: found \['a'\]"):
+        published(tmp_path / "e", "config.json", {"interpolation": ["a"]})
     with pytest.raises(UsageError, match=r"config\.json cannot be used"):
         published(tmp_path / "d", "config.json", [1])
 

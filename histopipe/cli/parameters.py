@@ -8,7 +8,8 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -184,10 +185,8 @@ def untrusted_option(
                 for name in stores:
                     _check_stores(name, values[name])
                 _check_hdf5(values.get(features), values.get(coords))
-                if values.get(model):
-                    from histopipe.pretrained.sources import check_untrusted_model
-
-                    check_untrusted_model(str(values[model]), values.get("weights"))
+                if model:
+                    _check_models(values)
             if passed:
                 values["untrusted"] = untrusted
             return command(*args, **values)
@@ -212,6 +211,27 @@ def _check_stores(name: str, value: Any) -> None:
         inside = [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb"))
         for store in inside:
             check_untrusted(store)
+
+
+def _check_models(values: Mapping[str, Any]) -> None:
+    """Check the models that flags, settings files or a run to be resumed name."""
+    from histopipe.pretrained.sources import check_untrusted_model
+
+    tables: list[Any] = [values]
+    files = [values.get("config"), values.get("space")]
+    if values.get("resume"):
+        files.append(Path(values["out"]) / "config.toml")
+    for file in files:
+        if file is not None and Path(file).is_file():
+            tables.append(tomllib.loads(Path(file).read_text("utf-8")))
+    for table in tables:
+        found = [table.get(name) or [] for name in ("model", "weights")]
+        models, weights = (
+            [str(it)] if isinstance(it, str | Path) else list(map(str, it)) for it in found
+        )
+        for model in models or [""]:
+            for weight in weights or [""]:
+                check_untrusted_model(model, weight)
 
 
 def _check_hdf5(features: str | Path | None, coords: str | Path | None) -> None:

@@ -29,7 +29,7 @@ SUFFIX = ".h5"
 ENCODER = "features.json"
 """Describes the encoder that computed all features of a folder."""
 StoredType = Literal["float32", "float16"]
-_IGNORED = ("encoder", "weights", "file", "libraries")
+_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch")
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 

@@ -154,7 +154,8 @@ def _check_preset(
     model: str, patch_size: int, mpps: Sequence[float | None], *, allowed: bool
 ) -> str | None:
     """Check that the patches fit a preset. Return the mismatch, if it is allowed, or None."""
-    preset = named_preset(model)
+    is_run = (Path(model) / run_folder.CONFIG).exists()
+    preset = None if is_run else named_preset(model)
     mismatch = preset.check_patches(patch_size, mpps, allowed=allowed) if preset else None
     if mismatch:
         message(f"warning: {mismatch}; continuing because of --allow-mismatch")

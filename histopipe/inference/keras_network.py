@@ -153,7 +153,7 @@ def keras_encoder(
         with dtype_policy(precision):
             image = keras.Input((patch_size, patch_size, 3), dtype="uint8", name="image")
             backbone = build_backbone(model, patch_size=patch_size, weights=weights, training=False)
-            facts.update(backbone.facts, precision=precision)
+            facts.update(backbone.facts, precision=precision, xla=xla)
             return keras.Model(image, backbone(image), name="encoder")
 
     network = KerasNetwork(make, name=str(model), devices=devices, batch_size=batch_size, xla=xla)

@@ -16,8 +16,10 @@ from histopipe.pretrained.tensors import Tensor, unusable
 from histopipe.pretrained.torch_file import read_torch_file
 from histopipe.system.files import describe_file
 
-_MOST_TENSORS = 100_000
-_MOST_LEVELS = 32
+_MOST_TENSORS = 20_000
+_LONGEST_PREFIX = 2000
+_OLD_TORCH = b"\x80\x02\x8a\x0a"
+"""Begin of PyTorch's old format: the pickle of a number."""
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -37,18 +39,21 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         return _safetensors(path)
     if head[:2] == b"PK":
         return _flat(path, read_torch_file(path))
+    if head.startswith(_OLD_TORCH):
+        why = "load it with PyTorch, and save it again with `torch.save`, which writes zip files"
+        raise unusable(path, "a PyTorch file of the old format", why)
     raise unusable(path, describe_file(path))
 
 
 def _flat(path: Path, content: Mapping[Any, Any]) -> dict[str, Tensor]:
-    """Return the tensors of nested dictionaries. Both limits prevent endless work on references to the same objects."""
+    """Return the tensors of nested dictionaries. The limits prevent endless work on references to the same objects."""
     found: dict[str, Tensor] = {}
     waiting: list[tuple[str, Mapping[Any, Any]]] = [("", content)]
     while waiting:
         prefix, values = waiting.pop()
         if (
             len(found) > _MOST_TENSORS
-            or prefix.count(".") > _MOST_LEVELS
+            or len(prefix) > _LONGEST_PREFIX
             or len(waiting) > _MOST_TENSORS
         ):
             raise unusable(path, "dictionaries nested too deep, or too many tensors")

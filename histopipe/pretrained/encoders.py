@@ -24,10 +24,12 @@ class EncodersResult(Result):
 
     def to_json(self) -> dict[str, Any]:
         """Return the presets by name."""
-        return {
-            preset.name: {**asdict(preset), "dimension": _dimension(preset)}
-            for preset in self.presets
-        }
+        found = {}
+        for preset in self.presets:
+            fields = asdict(preset)
+            settings = fields.pop("preprocessing")
+            found[preset.name] = {**fields, "input": settings, "dimension": _dimension(preset)}
+        return found
 
     def __str__(self) -> str:
         if self.detailed:

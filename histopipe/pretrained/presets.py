@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +17,10 @@ from histopipe.pretrained.toml_fields import from_table
 
 FOLDER = Path(__file__).with_name("presets")
 SUFFIX = ".toml"
-_MPP_TOLERANCE = 0.15
-"""Published recipes resize patches of 256 pixels at 0.5 mpp to 224, which is 0.57 mpp."""
+_MPP_TOLERANCE = 0.2
+"""Published recipes resize patches of 256 pixels at 0.5 mpp to 224, which is 0.57 mpp, and scanners differ by 2 %."""
+_SHOWN = 3
+_LARGEST = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,8 @@ class Preset:
                 )
         if not problems:
             return None
-        found = f"patches of {patch_size} pixels: {'; '.join(problems)}"
+        more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        found = f"patches of {patch_size} pixels: {'; '.join(problems[:_SHOWN])}{more}"
         if allowed:
             return found
         scales = f" at {' or '.join(f'{mpp:g}' for mpp in self.mpp)} mpp" if self.mpp else ""
@@ -137,12 +141,20 @@ def load_preset(model: str | Path) -> Preset:
             expected=f"a TOML file, or one of {', '.join(preset_names())}",
         ) from error  # fmt: skip
     own: dict[str, Any] = {"name": path.stem}
-    if "architecture" in values:
-        table = values.pop("architecture")
-        own["architecture"] = from_table(Architecture, table, f"{path.name}, [architecture]")
-    own["preprocessing"] = from_table(
-        Preprocessing, values.pop("input", {}), f"{path.name}, [input]"
-    )
+    tables = {"architecture": Architecture, "input": Preprocessing}
+    for table, kind in tables.items():
+        if table in values or kind is Preprocessing:
+            content = values.pop(table, {})
+            if not isinstance(content, dict):
+                raise UsageError(
+                    f"{path.name}: {table}", found=repr(content), expected=f"a table [{table}]"
+                )
+            own["preprocessing" if table == "input" else table] = from_table(
+                kind, content, f"{path.name}, [{table}]"
+            )
+    twice = own.keys() & values.keys()
+    if twice:
+        raise UsageError(f"{path.name}: fields", found=f"unknown: {', '.join(sorted(twice))}")
     preset: Preset = from_table(Preset, {**values, **own}, path.name)
     check_preset(preset, path.name)
     return preset
@@ -156,16 +168,22 @@ def check_preset(preset: Preset, where: str) -> None:
     """
     if preset.naming not in NAMINGS:
         raise UsageError(f"{where}: naming", found=preset.naming, expected=", ".join(NAMINGS))
-    settings = preset.preprocessing
-    if not 0 < settings.size <= settings.resized:
+    settings, network = preset.preprocessing, preset.architecture
+    numbers = {"mean": (settings.mean, -math.inf), "std": (settings.std, 0), "mpp": (preset.mpp, 0)}
+    if network is not None:
+        numbers["epsilon"] = ((network.epsilon,), 0)
+        for name in ("patch", "width", "depth", "heads", "hidden"):
+            numbers[name] = ((getattr(network, name),), 0)
+    for name, (found, above) in numbers.items():
+        if not all(math.isfinite(value) and value > above for value in found):
+            raise UsageError(
+                f"{where}: {name}", found=list(found), expected=f"finite numbers above {above:g}"
+            )
+    if not 0 < settings.size <= settings.resized <= _LARGEST:
         raise UsageError(
-            f"{where}: size",
-            found=settings.size,
-            expected=f"1 to {settings.resized}, the size after resizing",
-        )
-    if min(settings.std) <= 0:
-        raise UsageError(f"{where}: std", found=settings.std, expected="above 0")
-    network = preset.architecture
+            f"{where}: size", found=settings.size,
+            expected=f"1 to {min(settings.resized, _LARGEST)}, the size after resizing",
+        )  # fmt: skip
     if network is None:
         return
     for name, size in (("size", settings.size), ("trained_size", settings.trained_size)):
@@ -178,3 +196,15 @@ def check_preset(preset: Preset, where: str) -> None:
         raise UsageError(
             f"{where}: width", found=network.width, expected=f"a multiple of heads, {network.heads}"
         )
+    naming = NAMINGS[preset.naming]
+    lacking = {
+        "layer_scale": network.layer_scale and not naming.scale1,
+        "gated": network.gated and not naming.gated[0],
+        "registers": network.registers and not naming.registers,
+    }
+    for name, is_lacking in lacking.items():
+        if is_lacking:
+            raise UsageError(
+                f"{where}: {name}", found=str(getattr(network, name)).lower(),
+                expected=f"none with naming = \"{preset.naming}\"",
+            )  # fmt: skip

@@ -53,6 +53,8 @@ def named_preset(model: str) -> Preset | None:
 
 def own_file(model: str) -> Path | None:
     """Return the path of the user's own network that a value of `--model` names, or None."""
+    if model in preset_names():  # also if a folder has this name
+        return None
     path = Path(model.rpartition(":")[0] if f"{_PYTHON}:" in model else model)
     is_own = path.suffix in (KERAS, _PYTHON) or (path / SAVED_MODEL).is_file()
     return path if is_own else None
@@ -64,8 +66,8 @@ def check_untrusted_model(model: str, weights: str | None) -> None:
     Raises:
         UsageError: the model is a SavedModel or a Python file.
     """
-    folders = [Path(it) for it in (model, weights) if it]
-    if f"{_PYTHON}:" in model or any((it / SAVED_MODEL).exists() for it in folders):
+    folders, own = [Path(it) for it in (model, weights) if it], own_file(model)
+    if (own and own.suffix == _PYTHON) or any((it / SAVED_MODEL).exists() for it in folders):
         raise UsageError(
             "--untrusted", found=f"--model {model}: Python files and SavedModels can run any code",
             expected="weights in .safetensors, .bin, .pth or .keras files",
@@ -130,7 +132,8 @@ def _published(path: Path) -> dict[str, Any]:
     table = timm if isinstance(timm, dict) else content
     names = {"image_mean": "mean", "image_std": "std", "resample": "interpolation"}
     own = {names.get(name, name): value for name, value in table.items()}
-    own["interpolation"] = _RESAMPLE.get(own.get("interpolation", 0), own.get("interpolation"))
+    found = own.get("interpolation")
+    own["interpolation"] = _RESAMPLE.get(found, found) if type(found) is int else found
     return {
         name: own[name] for name in ("mean", "std", "interpolation") if own.get(name) is not None
     }

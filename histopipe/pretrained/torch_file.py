@@ -25,7 +25,9 @@ from numpy.typing import NDArray
 from histopipe.errors import UsageError
 from histopipe.pretrained.tensors import Tensor, unusable
 
-_MOST_PICKLE_BYTES = 64 << 20
+_MOST_PICKLE_BYTES = 16 << 20
+_MOST_INSTRUCTIONS = 1_000_000
+_LONGEST_NAME = 1000
 _MOST_DIMENSIONS = 8
 _STORAGES = {
     "FloatStorage": np.dtype(np.float32),
@@ -103,7 +105,9 @@ class _Machine:
     def run(self, pickle: bytes) -> Any:
         """Return the object that a pickle describes."""
         try:
-            for opcode, argument, _ in pickletools.genops(io.BytesIO(pickle)):
+            for number, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(pickle))):
+                if number > _MOST_INSTRUCTIONS:
+                    raise unusable(self._path, "too many pickle instructions")
                 if opcode.name == "STOP":
                     return self._stack.pop()
                 self._step(opcode.name, argument)
@@ -156,7 +160,8 @@ class _Machine:
             self._top(list).extend(values)
         elif name in ("SETITEM", "SETITEMS"):
             values = self._since_mark() if name == "SETITEMS" else [stack.pop(), stack.pop()][::-1]
-            self._top(dict).update(zip(values[::2], values[1::2], strict=True))
+            pairs = list(zip(values[::2], values[1::2], strict=True))
+            self._top(dict).update(self._dictionary(pairs))
         else:
             return False
         return True
@@ -166,6 +171,8 @@ class _Machine:
         stack = self._stack
         if name == "STACK_GLOBAL":
             attribute, module = stack.pop(), stack.pop()
+            if type(attribute) is not str or type(module) is not str:
+                raise ValueError("a name that is no text")
             stack.append(self._named(f"{module} {attribute}"))
         elif name == "REDUCE":
             arguments, function = stack.pop(), stack.pop()
@@ -202,10 +209,17 @@ class _Machine:
         return self._stack[-1]
 
     def _dictionary(self, items: Any = ()) -> dict[Any, Any]:
-        return dict(items)
+        """Create a dictionary. Other keys, such as nested tuples, could take endless time to hash."""
+        pairs = [(name, value) for name, value in items]
+        for name, _ in pairs:
+            if not (type(name) is int or (type(name) is str and len(name) <= _LONGEST_NAME)):
+                raise ValueError("a name that is no short text")
+        return dict(pairs)
 
     def _storage(self, persistent: Any) -> _Storage:
         kind, dtype, key, _, count = persistent
+        if type(key) is not str:
+            raise ValueError("a storage without a name")
         member = f"{self._prefix}data/{key}"
         if kind != "storage" or not isinstance(dtype, np.dtype) or type(count) is not int:
             raise ValueError("a persistent id that is no storage")
@@ -222,6 +236,8 @@ class _Machine:
         stride: tuple[int, ...],
         *_: Any,
     ) -> Tensor:
+        if type(size) is not tuple or type(stride) is not tuple:  # a list could be changed later
+            raise ValueError("a tensor whose shape is no tuple")
         whole = (offset, *size, *stride)
         if not isinstance(storage, _Storage) or not all(type(n) is int and n >= 0 for n in whole):
             raise ValueError("a tensor with negative numbers")
@@ -240,7 +256,7 @@ class _Machine:
             steps = [step * storage.dtype.itemsize for step in stride]
             return np.lib.stride_tricks.as_strided(values, size, steps, writeable=False)
 
-        return Tensor(tuple(size), storage.dtype, self._path, load)
+        return Tensor(size, storage.dtype, self._path, load)
 
 
 _LITERALS: Mapping[str, Callable[[], Any]] = {

@@ -122,6 +122,8 @@ def _prepared(core: keras.Model, preset: Preset, facts: Mapping[str, Any]) -> Ba
             expected=f"({settings.size}, {settings.size}, 3), as in its preset",
         )  # fmt: skip
     facts = {"preset": preset.name, "preprocessing": _facts(settings), **facts}
+    if preset.architecture is not None:
+        facts["architecture"] = asdict(preset.architecture)
     return Backbone(core, lambda image: prepare(image, settings), preset, facts)
 
 
@@ -129,6 +131,10 @@ def _own(
     model: str, path: Path, preset: Preset | None, patch_size: int, weights: str, *, training: bool
 ) -> Backbone:
     if preset is not None and path.is_dir():
+        if weights not in ("none", "imagenet"):
+            raise UsageError(
+                f"--weights {weights}", found=f"--model {model}, which contains weights"
+            )
         return _saved_model(path, preset, training=training)
     try:
         if path.suffix == KERAS:
@@ -145,12 +151,25 @@ def _own(
             raise
         found = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         raise UsageError(f"--model {model} cannot be used", found=found) from error
-    if list(map(len, shapes)) != [4, 2]:
+    fits = all(isinstance(it, tuple) and None in it[:1] for it in shapes) and (
+        (len(shapes[0]), len(shapes[1])) == (4, 2)
+        and shapes[0][-1] == 3
+        and type(shapes[1][1]) is int
+    )
+    if fits and preset is None:
+        fits = shapes[0][1:3] in ((patch_size, patch_size), (None, None))
+    if not fits:
         raise UsageError(
             f"--model {model}", found=f"input {shapes[0]}, output {shapes[1]}",
-            expected="input (None, size, size, 3) and output (None, features)",
+            expected=f"input (None, {patch_size}, {patch_size}, 3) and output (None, features)"
+            if preset is None
+            else "input (None, size, size, 3) and output (None, features)",
         )  # fmt: skip
-    facts = {"file": path.name, "file_sha256": _sha256(path)}
+    facts = {
+        "file": path.name,
+        "file_sha256": _sha256(path),
+        "function": model.partition(".py:")[2],
+    }
     if preset is not None:
         return _prepared(core, preset, facts)
     return Backbone(core, as_float, None, facts)
@@ -160,8 +179,13 @@ def _call(model: str, path: Path, size: int) -> keras.Model:
     """Call the user's function with the side of its input in pixels."""
     name = model.rpartition(":")[2]
     module = types.ModuleType(path.stem)
+    module.__file__ = str(path)
     sys.modules.setdefault(path.stem, module)  # where Keras looks for the classes in it
-    SourceFileLoader(path.stem, str(path)).exec_module(module)
+    sys.path.insert(0, str(path.parent.absolute()))  # it may import its neighbours
+    try:
+        SourceFileLoader(path.stem, str(path)).exec_module(module)
+    finally:
+        sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
@@ -201,7 +225,11 @@ def _saved_model(path: Path, preset: Preset, *, training: bool) -> Backbone:
         raise UsageError(
             f"{path}: outputs", found=", ".join(found), expected="one output, the features"
         )
-    return _prepared(keras.Model(image, outputs[0]), preset, {"file": path.name})
+    files = sorted(it for it in path.rglob("*") if it.is_file())
+    digests = {str(it.relative_to(path)): _sha256(it) for it in files}
+    return _prepared(
+        keras.Model(image, outputs[0]), preset, {"file": path.name, "file_sha256": digests}
+    )
 
 
 def _small_cnn(patch_size: int) -> keras.Model:

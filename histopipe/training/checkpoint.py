@@ -50,7 +50,7 @@ class TrainState:
     """Keys of damaged patches."""
     history: list[dict[str, Any]] = field(default_factory=list)
     frozen: str = ""
-    """Digest of the frozen weights, which are not in the checkpoint."""
+    """Digest of what training does not change: frozen weights, which are not in the checkpoint, and the preset."""
 
     def is_improved_by(self, metrics: EpochMetrics) -> bool:
         """Return whether validation metrics are better than in the best epoch so far."""

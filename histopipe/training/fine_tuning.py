@@ -14,7 +14,8 @@ from histopipe.errors import UsageError
 from histopipe.runs.task_config import parse_trainable
 
 _BLOCK = re.compile(r"(?P<block>(conv\d+_)?block_?\d+[a-z]?)_")
-"""Names of layers with their block: here, and in most networks of `keras.applications`."""
+"""Names of layers with their block: here, and in ResNet, DenseNet, EfficientNet, VGG and others."""
+_NORMS = (keras.layers.BatchNormalization, keras.layers.LayerNormalization)
 _LORA_LAYERS = ("query", "value")
 
 
@@ -92,15 +93,17 @@ def rate_factors(core: keras.Model, model: keras.Model, decay: float) -> list[fl
 
 
 def _blocks(core: keras.Model) -> list[list[keras.layers.Layer]]:
-    """Return the layers with weights by block, first to last. Layers without a block in their name are one each.
+    """Return the layers with weights by block, first to last.
 
-    Those after the last block, such as the final norm of a Vision Transformer, are part of it.
+    A layer without a block in its name is a block, with the norm that follows. Those after the last block, such as the final norm of a Vision Transformer, are part of it.
     """
     blocks: list[list[keras.layers.Layer]] = []
     names: list[str] = []
     for layer in _leaves(core):
         match = _BLOCK.match(layer.name)
         name = match["block"] if match else layer.name
+        if names and not match and isinstance(layer, _NORMS):
+            name = names[-1]
         if not names or names[-1] != name:
             blocks.append([])
             names.append(name)

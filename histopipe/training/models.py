@@ -93,7 +93,7 @@ def build_model(
         )
         trained = keras.Model([image, seed], training, name="training")
         factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
-        saved_name = re.sub(r"\W", "_", Path(name).stem)
+        saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)
         model = PatchModel(
             trained, keras.Model(image, serving, name=saved_name), factors, backbone.facts
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from pathlib import Path
@@ -81,7 +83,14 @@ class Trainer:
             self._step, seed=config.seed, cluster=cluster, micro_batch=self._micro_batch
         )
         self._signals = StopSignals(config.save_minutes if cluster.chief else math.inf)
-        self._state, self._results = TrainState(frozen=self._step.frozen_digest), StepResults()
+        self._state, self._results = TrainState(frozen=self._frozen()), StepResults()
+
+    def _frozen(self) -> str:
+        """Return a digest of what training does not change: frozen weights, preprocessing, architecture."""
+        facts = self._problem.facts.get("backbone", {})
+        kept = {name: value for name, value in facts.items() if name not in ("weights", "file")}
+        content = json.dumps([self._step.frozen_digest, kept], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def _micro_batch(self, rows: int) -> MicroBatch:
         return remembered_micro_batch(
@@ -111,8 +120,9 @@ class Trainer:
         self._state, problem = load_state(self._folder, self._step.variables)
         if self._state.frozen not in ("", frozen):
             raise UsageError(
-                "the frozen weights of the model have changed since the start of the run",
-                found=f"--weights {getattr(self._config, 'weights', 'none')}", todo="restore the file of the weights",
+                "the weights or the description of the model have changed since the start of the run",
+                found="other frozen weights, preprocessing or architecture",
+                todo="restore the files that --model and --weights name",
             )  # fmt: skip
         self._state.frozen = frozen
         if problem:
