@@ -338,7 +338,7 @@ def test_presets_are_complete() -> None:
         ("size = 28", "size = 35", "size: found 35, expected 1 to 32"),
         ("heads = 3", "heads = 5", "width: found 12, expected a multiple of heads, 5"),
         ("mean = [0.5, 0.5, 0.5]", "mean = [0.5, 0.5]", r"mean: found \[0.5, 0.5\], expected a list of 3 values"),
-        ("std = [0.5, 0.5, 0.5]", "std = [0.5, 0.0, 0.5]", "std: found .*, expected above 0"),
+        ("std = [0.5, 0.5, 0.5]", "std = [0.5, 0.0, 0.5]", "std: found .*, expected finite numbers above 0"),
         ("std = [0.5, 0.5, 0.5]", "std = [nan, 0.5, 0.5]", "std: found .nan, .*expected finite numbers above 0"),
         ("heads = 3", "heads = 0", "heads: found .0., expected finite numbers above 0"),
         ("patch = 7", "patch = 0", "patch: found .0., expected finite numbers above 0"),
