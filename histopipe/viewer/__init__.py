@@ -1,0 +1,1 @@
+"""The viewer: one local page that shows slides with everything that is known about them."""

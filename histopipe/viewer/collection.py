@@ -1,0 +1,238 @@
+"""What the viewer shows: the slides of the given stores, runs, predictions and slide files, joined by slide id."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import HistopipeError, NothingToDo, UsageError
+from histopipe.features.feature_file import ENCODER, feature_files
+from histopipe.inference.predictions_folder import SETTINGS, PredictedSlide
+from histopipe.runs import folder as run_folder
+from histopipe.slides.discovery import discover
+from histopipe.store.catalog import parts_of, read_catalog
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store
+from histopipe.system.files import Closing
+from histopipe.viewer.predictions import FolderPredictions, Predictions, RunPredictions
+
+
+@dataclass(slots=True)
+class Entry:
+    """A slide of the list. At least one of `store`, `file` and `predicted` is given.
+
+    Attributes:
+        name: name that is shown, unique: the slide's id, with a part of the store's uuid if two stores have this id.
+        id: the slide's id.
+        store, number, record: its store, its number there, and its record.
+        file: the slide's file, if it exists.
+        predicted: its geometry as recorded by `histopipe predict`.
+    """
+
+    name: str
+    id: str
+    store: Store | None = None
+    number: int = 0
+    record: SlideRecord | None = None
+    file: Path | None = None
+    predicted: PredictedSlide | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the store has its patches."""
+        return self.record is not None and self.record.state is SlideState.COMPLETE
+
+    @property
+    def state(self) -> str:
+        """State in the store; "not ingested" without a record."""
+        return str(self.record.state) if self.record else "not ingested"
+
+
+@dataclass(slots=True)
+class Collection(Closing):
+    """All slides and predictions that are shown.
+
+    Attributes:
+        entries: slides, sorted by name.
+        stores: open stores.
+        predictions: runs and prediction folders.
+        features: feature files by slide id.
+        notes: what could not be opened, for the user.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    predictions: list[Predictions] = field(default_factory=list)
+    features: dict[str, Path] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Name in the list by slide id; of slides in several stores, the first complete one."""
+        found: dict[str, str] = {}
+        for entry in sorted(self.entries, key=lambda it: not it.complete):
+            found.setdefault(entry.id, entry.name)
+        return found
+
+    def close(self) -> None:
+        """Close the stores."""
+        for store in self.stores:
+            store.close()
+
+
+def open_collection(
+    paths: Sequence[Path],
+    *,
+    stores: Sequence[Path] = (),
+    features: Path | None = None,
+    untrusted: bool = False,
+) -> Collection:
+    """Open stores, runs, prediction folders and slides. With `untrusted`, no path that is named in them is followed.
+
+    Raises:
+        UsageError: a path is none of these, or a run has not finished.
+        NothingToDo: there is no slide, or the stores of a run cannot be found.
+        DamagedStore: a store or predictions cannot be read.
+    """
+    found = Collection()
+    try:
+        _open(found, paths, stores, features, untrusted=untrusted)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _open(
+    found: Collection,
+    paths: Sequence[Path],
+    more_stores: Sequence[Path],
+    features: Path | None,
+    *,
+    untrusted: bool,
+) -> None:
+    runs: list[Path] = []
+    store_paths: list[Path] = []
+    slides: list[Path] = []
+    for path in paths:
+        if run_folder.is_cross_validation(path):
+            runs += [it for it in sorted(path.glob("fold-*")) if run_folder.has_begun(it)]
+        elif run_folder.has_begun(path) or (path / SETTINGS).is_file():
+            runs.append(path)
+        elif (path / "data.mdb").exists() or read_catalog(path) is not None:
+            store_paths.append(path)
+        elif (path / ENCODER).is_file():
+            raise UsageError(
+                f"{path} has features, which are no pictures",
+                todo=f"pass the store, with --features {path}",
+            )
+        else:
+            slides.append(path)
+    names = _names(runs)
+    for path in runs:
+        kind = FolderPredictions if (path / SETTINGS).is_file() else RunPredictions
+        found.predictions.append(kind(names[path], path))
+    for path in (*store_paths, *more_stores):
+        _open_store(found, path)
+    if not untrusted:
+        _open_stores_of_runs(found, given=bool(store_paths or more_stores))
+    files = {slide.id: slide.path for slide in discover(slides)} if slides else {}
+    found.entries = _entries(found, files, untrusted=untrusted)
+    if features is not None:
+        found.features = feature_files(features)
+        if not found.features:
+            raise UsageError(
+                f"{features} has no features", expected="a folder of `histopipe embed`"
+            )
+    if not found.entries:
+        shown = ", ".join(map(str, paths))
+        raise NothingToDo(f"no slide in {shown}", todo="pass the store of the patches, too")
+
+
+def _names(folders: Iterable[Path]) -> dict[Path, str]:
+    """Return a short name of each folder: its own, with as many parent folders as make it unique."""
+    listed = [path.resolve() for path in folders]
+    found = {}
+    for path, real in zip(folders, listed, strict=True):
+        forms = (it.parts for it in listed if it != real)
+        others = list(forms)
+        parts = real.parts
+        count = next(
+            (n for n in range(1, len(parts)) if all(it[-n:] != parts[-n:] for it in others)),
+            len(parts),
+        )
+        found[path] = "/".join(parts[-count:])
+    return found
+
+
+def _open_store(found: Collection, path: Path) -> None:
+    opened = {store.path.resolve() for store in found.stores}
+    for part in parts_of(path):
+        if part.resolve() not in opened:
+            found.stores.append(Store(part))
+
+
+def _open_stores_of_runs(found: Collection, *, given: bool) -> None:
+    """Open the stores that the runs name. If one is missing and no store was given, this is an error."""
+    for run in found.predictions:
+        for path in run.stores if isinstance(run, RunPredictions) else ():
+            try:
+                _open_store(found, path)
+            except HistopipeError as error:
+                if not given:
+                    raise NothingToDo(
+                        f"the store of the run {run.folder} cannot be opened",
+                        found=str(error), todo="pass its new path with --store",
+                    ) from error  # fmt: skip
+                found.notes.append(f"{run.folder}: {error}")
+
+
+def _entries(found: Collection, files: dict[str, Path], *, untrusted: bool) -> list[Entry]:
+    entries = [
+        Entry(record.id, record.id, store, number, record, _recorded_file(record, untrusted))
+        for store in found.stores
+        for number, record in store.records.items()
+    ]
+    count = Counter(entry.id for entry in entries)
+    for entry in entries:
+        if count[entry.id] > 1 and entry.store is not None:
+            entry.name = f"{entry.id}@{entry.store.uuid[:8]}"
+        entry.file = files.get(entry.id, entry.file)
+    entries += [Entry(name, name, file=path) for name, path in files.items() if name not in count]
+    known = {entry.id: entry for entry in entries}
+    for predictions in found.predictions:
+        for name, slide in predictions.slides().items():
+            if name not in known:
+                known[name] = Entry(name, name)
+                entries.append(known[name])
+            known[name].predicted = slide
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def _recorded_file(record: SlideRecord, untrusted: bool) -> Path | None:
+    """Return the file of a slide at the path that its record names, if it is still there."""
+    if untrusted:
+        return None
+    paths = map(Path, (record.resolved_path, record.path))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def facts_of(entry: Entry) -> dict[str, Any]:
+    """Return the row of a slide in the list."""
+    record = entry.record
+    predicted = entry.predicted
+    return {
+        "name": entry.name,
+        "id": entry.id,
+        "state": entry.state,
+        "error": record.error if record else None,
+        "patient": (record.patient if record else None)
+        or (predicted.patient if predicted else None),
+        "label": (record.label if record else None) or (predicted.label if predicted else None),
+        "site": record.site if record else None,
+        "patches": record.stored if record else (predicted.patches if predicted else 0),
+        "file": entry.file is not None,
+    }

@@ -1,0 +1,109 @@
+"""Guard the viewer's server: requests need the token and this machine's name, and every answer gets strict headers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from histopipe.errors import MachineShort, UsageError
+from histopipe.viewer.drawings import ChangedMeanwhile
+
+_LONGEST_PATH = 1000
+_NAMES = ("127.0.0.1", "localhost", "[::1]")
+_STYLE = "sha256-9xTiqzfwFaL2SGb1rmr8gysEwVVjIvqWAgmZgqFqpEE="
+"""Hash of the style element that OpenSeadragon adds to the page."""
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; connect-src 'self'; img-src 'self' blob: data:; "
+        f"style-src 'self' '{_STYLE}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class NotFound(UsageError):
+    """The request names something that does not exist."""
+
+
+class Guard:
+    """Refuse requests without the token, or for another host, and add headers to all answers.
+
+    With `local`, only requests for this machine's loopback names are answered. Otherwise, a page from elsewhere could
+    reach the server by a host name that it controls.
+    """
+
+    def __init__(
+        self, app: ASGIApp, token: str, *, local: bool, message: Callable[[str], None]
+    ) -> None:
+        self._app, self._token, self._message = app, token.encode(), message
+        self._hosts = _NAMES if local else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        if scope["type"] != "http":
+            return
+        status = 0
+
+        async def guarded(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                names = {name for name, _ in message["headers"]}
+                added = {**HEADERS, "cache-control": "no-store"}
+                ours = [(k.encode(), v.encode()) for k, v in added.items()]
+                message["headers"] = [
+                    *message["headers"],
+                    *(it for it in ours if it[0] not in names),
+                ]
+            await send(message)
+
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, guarded)
+            return
+        try:
+            await self._app(scope, receive, guarded)
+        except Exception as error:  # noqa: BLE001 - a bug must not end the server
+            self._message(f"internal error at {scope['path'].split('/', 2)[-1]}: {error!r}"[:300])
+            if not status:
+                await PlainTextResponse("internal error", 500)(scope, receive, guarded)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        if len(scope["path"]) > _LONGEST_PATH:
+            return PlainTextResponse("not found", 404)
+        headers = dict(scope["headers"])
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if self._hosts is not None and name not in self._hosts:
+            return PlainTextResponse(f"wrong host {name[:100]!r}", 403)
+        origin = headers.get(b"origin")
+        if origin is not None and origin.decode("latin-1").split("://")[-1] != host:
+            return PlainTextResponse("requests of other pages are refused", 403)
+        token = scope["path"].split("/")[1].encode() if "/" in scope["path"] else b""
+        if not secrets.compare_digest(token, self._token):
+            return PlainTextResponse(
+                "wrong token: open the address that histopipe view printed. A token is valid until the server ends.\n",
+                403,
+            )
+        return None
+
+
+async def known_error(_: Request, error: Exception) -> Response:
+    """Return the answer to a request that failed."""
+    status = 400
+    if isinstance(error, NotFound):
+        status = 404
+    elif isinstance(error, ChangedMeanwhile):
+        status = 409
+    elif isinstance(error, MachineShort):
+        status = 503
+    elif not isinstance(error, UsageError):
+        status = 500
+    return JSONResponse({"error": str(error)}, status)

@@ -1,0 +1,228 @@
+"""Slides that the viewer has open: their geometry, layers and pictures, from caches or from worker processes.
+
+If a worker dies at a slide, its request gets a tile with the reason, and the server goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from histopipe.errors import HistopipeError, MachineShort, UsageError
+from histopipe.store.store import Store
+from histopipe.system.worker_pool import WorkerDied, WorkerPool
+from histopipe.viewer import slide_pictures
+from histopipe.viewer.collection import Collection, Entry
+from histopipe.viewer.guard import NotFound
+from histopipe.viewer.layers import SlideLayers, slide_layers
+from histopipe.viewer.tiles import TILE, message_tile
+
+T = TypeVar("T")
+
+_SECONDS = 120.0
+"""Time limit of one picture. A slide without levels is read as a whole for its first tile."""
+_CACHE_BYTES = 192 << 20
+_OPEN_SLIDES = 8
+"""Number of slides whose layers are kept in memory."""
+
+
+class PictureCache:
+    """Bytes of pictures by key, the least recently used removed when they exceed a size."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most, self._bytes = most_bytes, 0
+        self._found: OrderedDict[Any, bytes] = OrderedDict()
+
+    def get(self, key: Any) -> bytes | None:
+        """Return a picture, or None."""
+        if key in self._found:
+            self._found.move_to_end(key)
+        return self._found.get(key)
+
+    def add(self, key: Any, picture: bytes) -> None:
+        """Add a picture."""
+        self._bytes += len(picture) - len(self._found.pop(key, b""))
+        self._found[key] = picture
+        while self._bytes > self._most:
+            self._bytes -= len(self._found.popitem(last=False)[1])
+
+
+class OpenSlides:
+    """Answers for the slides of a collection.
+
+    Args:
+        collection: what is shown.
+        workers: number of processes that read slides.
+        message: shows a line in the terminal.
+    """
+
+    def __init__(
+        self, collection: Collection, workers: int, message: Callable[[str], None]
+    ) -> None:
+        self.collection, self._message = collection, message
+        self._pool = WorkerPool(workers, slide_pictures.prepare)
+        self._free = asyncio.Semaphore(2 * workers)
+        self._cache = PictureCache(_CACHE_BYTES)
+        self._layers: OrderedDict[int, SlideLayers] = OrderedDict()
+        self._facts: dict[int, dict[str, Any]] = {}
+        self._loading = asyncio.Lock()
+        self._written = {store.path: _written(store) for store in collection.stores}
+
+    def _changed(self, store: Store) -> bool:
+        """Return whether the file of a store was written after the viewer was started."""
+        return _written(store) != self._written[store.path]
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def entry(self, request: Request) -> tuple[int, Entry]:
+        """Return the slide that a request names, and its number."""
+        number = request.path_params["slide"]
+        return number, item(self.collection.entries, number)
+
+    async def in_worker(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return the result of a function in a worker process.
+
+        Raises:
+            WorkerDied: the process died, or took too long.
+        MachineShort: the viewer is ending.
+        """
+        async with self._free:
+            try:
+                future = self._pool.submit_within(_SECONDS, function, *arguments)
+            except RuntimeError as error:  # the pool has been shut down
+                raise MachineShort("the viewer is ending") from error
+            return await asyncio.wrap_future(future)
+
+    async def picture(
+        self, request: Request, key: tuple[Any, ...], work: Callable[[], Awaitable[bytes]]
+    ) -> Response:
+        """Return a picture from the cache, or make it. If that fails, return a tile with the reason."""
+        found = self._cache.get(key)
+        if found is None:
+            async with self._free:  # wait for a turn: meanwhile the client may go away
+                gone = await request.is_disconnected()
+            if gone:
+                return Response(status_code=499)
+            try:
+                found = await work()
+            except UsageError as error:
+                raise NotFound(str(error)) from error
+            except (HistopipeError, WorkerDied) as error:
+                name = self.collection.entries[key[0]].name
+                self._message(f"{name}: {error}")
+                return as_picture(message_tile(f"{name}: {error}"))
+            self._cache.add(key, found)
+        return as_picture(found)
+
+    async def geometry(self, number: int, entry: Entry) -> dict[str, Any]:
+        """Return size, scanned area, scale and notes of a slide: of its file, else as recorded.
+
+        `pixels` is true if tiles come from the slide's file.
+        """
+        changed = entry.store is not None and self._changed(entry.store)
+        if number in self._facts and not changed:
+            return self._facts[number]
+        record = entry.record
+        facts, notes = _recorded_geometry(entry)
+        opened = True
+        if entry.file is not None:
+            recorded: tuple[Any, ...] = (0, 0, None)
+            if record is not None and entry.complete:
+                identity = record.quickhash or record.tile_hash
+                recorded = (record.size_bytes, record.mtime_ns, identity)
+            try:
+                found = await self.in_worker(slide_pictures.slide_facts, str(entry.file), *recorded)
+                facts, notes = (
+                    {**found, "pixels": True},
+                    [found["warning"]] if found["warning"] else [],
+                )
+            except (HistopipeError, WorkerDied) as error:
+                opened = False
+                notes = [f"the slide cannot be opened: {error}"]
+        if record is not None and record.mpp:
+            facts["mpp"] = record.mpp
+        elif facts.get("unscaled"):
+            notes.append(f"no scale bar: {facts['unscaled']}")
+        if record is not None:
+            notes += [note for note in (record.error, *record.notes) if note]
+        if changed:
+            notes.append(
+                "the store has changed since the viewer was started: start it again to see the changes"
+            )
+        facts["notes"] = notes
+        if opened:  # else the next request tries again
+            self._facts[number] = facts
+        return facts
+
+    async def layers_of(self, number: int, entry: Entry) -> SlideLayers:
+        """Return the grids and layers of a slide."""
+        async with self._loading:
+            if number not in self._layers:
+                found = await run_in_threadpool(slide_layers, entry, self.collection.predictions)
+                self._layers[number] = found
+                while len(self._layers) > _OPEN_SLIDES:
+                    self._layers.popitem(last=False)
+            self._layers.move_to_end(number)
+            return self._layers[number]
+
+
+def _written(store: Store) -> int:
+    with suppress(OSError):
+        return (store.path / "data.mdb").stat().st_mtime_ns
+    return 0
+
+
+def _recorded_geometry(entry: Entry) -> tuple[dict[str, Any], list[str]]:
+    """Return size, scanned area and scale of a slide as its store or its predictions record them, and notes."""
+    record, predicted = entry.record, entry.predicted
+    of = record if record is not None and record.width else predicted
+    if of is None or not of.width:
+        bounds = [0, 0, TILE, TILE]
+        facts = {"width": TILE, "height": TILE, "bounds": bounds, "mpp": None, "pixels": True}
+        return facts, [f"the slide is {entry.state}"]
+    bounds = list(of.bounds) or [0, 0, of.width, of.height]
+    facts = {
+        "width": of.width,
+        "height": of.height,
+        "bounds": bounds,
+        "mpp": of.mpp,
+        "pixels": False,
+    }
+    return facts, ["the slide's file was not found: pictures are those of the store"]
+
+
+def lattice(found: SlideLayers, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return place and size of a store's tiles: the first begins at the patch that is nearest to the corner."""
+    grid = found.grids[0]
+    size, stride = grid.size, grid.stride
+    left, top, width, height = facts["bounds"]
+    x, y = (float(at.min()) for at in (grid.x, grid.y))
+    if abs(stride - size) < 1e-6 * size:
+        x -= np.ceil((x - left) / size) * size
+        y -= np.ceil((y - top) / size) * size
+    columns = int(np.ceil((left + width - x) / size))
+    rows = int(np.ceil((top + height - y) / size))
+    return {"x": float(x), "y": float(y), "size": size, "columns": columns, "rows": rows}
+
+
+def as_picture(content: bytes) -> Response:
+    """Return the answer with a JPEG or PNG file."""
+    kind = "image/png" if content[:4] == b"\x89PNG" else "image/jpeg"
+    return Response(content, media_type=kind)
+
+
+def item(items: list[T], number: int) -> T:
+    """Return an item by number. Raise NotFound if there is none."""
+    if number >= len(items):
+        raise NotFound(f"there is no number {number}, only {len(items)}")
+    return items[number]

@@ -1,0 +1,281 @@
+"""Predictions, attention and splits of runs and prediction folders, by slide."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.options import SIDES
+from histopipe.dataset.splits import DROPPED, Splits, load_splits, patches_crc
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.inference.predictions_folder import SLIDES, PredictedSlide, PredictionsFolder
+from histopipe.reports.heatmap_sources import ranks, read_attention
+from histopipe.runs import folder as run_folder
+from histopipe.runs.task_config import PatchTrainConfig, load_config
+from histopipe.store.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class SlideScores:
+    """Predictions of a slide's patches: (N,) corners and true labels (-1 for none), (N, C) probabilities."""
+
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    label: NDArray[np.int32]
+    probability: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class SlideAttention:
+    """Attention of a slide's patches: (N,) corners and ranks from 0 to 1; the patches' side, 0 if unknown."""
+
+    x_l0: NDArray[np.int64]
+    y_l0: NDArray[np.int64]
+    rank: NDArray[np.float32]
+    side_l0: float
+
+
+class Predictions:
+    """Predictions of one folder. Subclasses read a run, or a folder of `histopipe predict`.
+
+    Attributes:
+        name: name that is shown, unique among all folders.
+        folder: the folder.
+        classes: class names; empty if there are only attention values.
+    """
+
+    classes: tuple[str, ...] = ()
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder = name, folder
+
+    def scores(self, slide: str) -> SlideScores | None:
+        """Return the predictions of a slide's patches; None if there are none."""
+        raise NotImplementedError
+
+    def attention(self, slide: str) -> SlideAttention | None:
+        """Return the attention of a slide's patches; None if there is none."""
+        return None
+
+    def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:
+        """Return the side of each patch of a stored slide: 0, 1, 2 for train, validation, test, -1 for none."""
+        return None
+
+    def split_by_slide(self) -> dict[str, str]:
+        """Return the side of each slide; "several" if its patches are on several sides."""
+        return {}
+
+    def slides(self) -> Mapping[str, PredictedSlide]:
+        """Return slides by id whose geometry is known without a store."""
+        return {}
+
+    def by_slide(self) -> dict[str, dict[str, float | str]]:
+        """Return the metrics of each slide: mean probability of each class, and the share of correct patches."""
+        raise NotImplementedError
+
+    def _labelled(self) -> Iterator[tuple[str, SlideScores]]:
+        """Yield slides with labelled patches, and their predictions."""
+        raise NotImplementedError
+
+    def errors(self, count: int) -> list[dict[str, Any]]:
+        """Return the wrongly predicted patches with the lowest probability of the true class, the lowest first."""
+        return heapq.nsmallest(count, self._errors(count), key=lambda it: (it["p"], it["slide"]))
+
+    def _errors(self, count: int) -> Iterator[dict[str, Any]]:
+        for slide, scores in self._labelled():
+            known = np.flatnonzero(scores.label >= 0)
+            if not len(known):
+                continue
+            label = scores.label[known]
+            p_true = scores.probability[known, label]
+            predicted = scores.probability[known].argmax(axis=1)
+            wrong = np.flatnonzero(predicted != label)
+            for i in wrong[np.argsort(p_true[wrong], kind="stable")][:count].tolist():
+                yield {
+                    "slide": slide, "x": int(scores.x_l0[known[i]]), "y": int(scores.y_l0[known[i]]),
+                    "p": float(p_true[i]), "label": self.classes[label[i]],
+                    "predicted": self.classes[predicted[i]],
+                }  # fmt: skip
+
+
+class RunPredictions(Predictions):
+    """Validation and test patches of a finished run, or the attention of a run on bags. Files are read when needed.
+
+    Raises:
+        UsageError: the run has no predictions, for example because it has not finished.
+    """
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name, folder)
+        if not (folder / run_folder.PREDICTIONS).exists():
+            raise UsageError(
+                f"{folder} has no predictions", expected="a finished run",
+                todo="finish it: histopipe train --resume --out " + str(folder),
+            )  # fmt: skip
+        with (folder / run_folder.PREDICTIONS).open(newline="", encoding="utf-8") as file:
+            header = next(csv.reader(file), [])
+        self._of_patches = "x_l0" in header
+        self.classes = tuple(it[2:] for it in header if it.startswith("p_"))
+        self._lock = threading.Lock()
+
+    @property
+    def stores(self) -> list[Path]:
+        """Stores of the run, as in its configuration; empty for a run on bags."""
+        config = load_config(self.folder / run_folder.CONFIG)
+        return list(map(Path, config.stores)) if isinstance(config, PatchTrainConfig) else []
+
+    @cached_property
+    def _all(self) -> PatchScores | None:
+        read = read_predictions(self.folder / run_folder.PREDICTIONS).values()
+        found = [scores for scores in read if isinstance(scores, PatchScores)]
+        return joined_scores(found) if found else None
+
+    @cached_property
+    def _rows(self) -> dict[str, NDArray[np.intp]]:
+        """Rows of each slide."""
+        if self._all is None:
+            return {}
+        order = np.argsort(self._all.slide, kind="stable")
+        numbers, starts = np.unique(self._all.slide[order], return_index=True)
+        parts = np.split(order, starts[1:])
+        return {self._all.slides[n]: rows for n, rows in zip(numbers.tolist(), parts, strict=True)}
+
+    def _read(self) -> PatchScores | None:
+        with self._lock:  # several requests may come at once
+            self._rows  # noqa: B018 - read once
+            return self._all
+
+    def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
+        found = self._read() if self._of_patches else None
+        if found is None or slide not in self._rows:
+            return None
+        rows = self._rows[slide]
+        return SlideScores(
+            found.x_l0[rows], found.y_l0[rows], found.label[rows], found.probability[rows]
+        )
+
+    @cached_property
+    def _attention(self) -> dict[str, NDArray[np.float64]]:
+        found: dict[str, NDArray[np.float64]] = {}
+        for path in sorted((self.folder / run_folder.ATTENTION).rglob("*.csv")):
+            found |= read_attention(path)
+        return found
+
+    def attention(self, slide: str) -> SlideAttention | None:  # noqa: D102
+        with self._lock:
+            found = self._attention.get(slide)
+        if found is None:
+            return None
+        x, y, attention, side = found.T
+        corners = x.astype(np.int64), y.astype(np.int64)
+        return SlideAttention(*corners, ranks(attention.astype(np.float32)), float(side[0]))
+
+    @cached_property
+    def _splits(self) -> Splits | None:
+        try:
+            return load_splits(self.folder / run_folder.SPLITS)
+        except (UsageError, DamagedStore):
+            return None
+
+    def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:  # noqa: D102
+        splits = self._splits
+        for it in splits.slides if splits else ():
+            if splits and it.slide == slide and splits.uuids[it.store] == store.uuid:
+                return it.sides if it.crc == patches_crc(store, slide) else None
+        return None
+
+    def split_by_slide(self) -> dict[str, str]:  # noqa: D102
+        found = {}
+        for it in self._splits.slides if self._splits else ():
+            sides = set(it.sides.tolist()) - {DROPPED}
+            found[it.id] = SIDES[sides.pop()] if len(sides) == 1 else "several"
+        return found
+
+    def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
+        found = self._read()
+        if found is None:
+            return {}
+        return {
+            slide: _metrics(self.classes, found.label[rows], found.probability[rows])
+            for slide, rows in self._rows.items()
+        }
+
+    def _labelled(self) -> Iterator[tuple[str, SlideScores]]:
+        for slide in sorted(self._rows) if self._of_patches and self._read() else ():
+            scores = self.scores(slide)
+            if scores is not None:
+                yield slide, scores
+
+
+class FolderPredictions(Predictions):
+    """A folder of `histopipe predict`."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        super().__init__(name, folder)
+        self._folder = PredictionsFolder(folder)
+        self._slides = self._folder.slides()
+        if not self._slides:
+            raise NothingToDo(
+                f"{folder} has no predicted slides", todo="run histopipe predict again"
+            )
+        some = next((slide for slide, it in self._slides.items() if it.patches), None)
+        self.classes = self._folder.read(some).classes if some else ()
+
+    def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
+        if slide not in self._slides or not self._slides[slide].patches:
+            return None
+        found = self._folder.read(slide)
+        return SlideScores(found.x_l0, found.y_l0, found.label, found.probability)
+
+    def slides(self) -> Mapping[str, PredictedSlide]:  # noqa: D102
+        return self._slides
+
+    def thumbnail(self, slide: str) -> Path:
+        """Return the path of a slide's thumbnail, which may not exist."""
+        return self._folder.thumbnail(slide)
+
+    def by_slide(self) -> dict[str, dict[str, float | str]]:  # noqa: D102
+        try:
+            with (self.folder / SLIDES).open(newline="", encoding="utf-8") as file:
+                rows = list(csv.DictReader(file))
+            return {
+                row["slide"]: {
+                    "predicted": row["predicted"],
+                    **{name: float(row[f"p_{name}"]) for name in self.classes if row[f"p_{name}"]},
+                }
+                for row in rows
+            }
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError) as error:
+            raise DamagedStore(
+                f"{self.folder / SLIDES} is damaged", found=repr(error)[:200]
+            ) from error
+
+    def _labelled(self) -> Iterator[tuple[str, SlideScores]]:
+        for slide in self._slides:
+            scores = self.scores(slide)
+            if scores is not None:
+                yield slide, scores
+
+
+def _metrics(
+    classes: Sequence[str], label: NDArray[np.int32], probability: NDArray[np.float32]
+) -> dict[str, float | str]:
+    mean = probability.mean(axis=0, dtype=np.float64)
+    found: dict[str, float | str] = dict(zip(classes, mean.tolist(), strict=True))
+    found["predicted"] = classes[int(mean.argmax())]
+    known = label >= 0
+    if known.any():
+        found["correct"] = float((probability[known].argmax(axis=1) == label[known]).mean())
+    return found

@@ -1,0 +1,399 @@
+// The page: list of slides, one or two pictures, the panel, and the address that holds the whole view.
+
+import {Drawing} from './drawing.js';
+import {get, Pane} from './pane.js';
+import {ErrorPanel, LayerPanel, make, PatchPanel, say, setNumbers} from './panel.js';
+
+const $ = selector => document.querySelector(selector);
+const TYPING_MS = 120;
+const WRITE_MS = 200;  // browsers limit how often the address may change
+
+const all = await get('slides').catch(error => { say(error.message); throw error; });
+const numbers = new Map(all.slides.map((slide, i) => [slide.name, i]));
+setNumbers(name => numbers.get(name));
+for (const note of all.notes) say(note);
+
+// Panes
+
+const panes = [], drawings = new Map();
+let active = null, leader = null, offset = null;
+
+function addPane() {
+  const element = document.createElement('section');
+  $('#panes').append(element);
+  const pane = new Pane(element, `Picture ${panes.length + 1}`);
+  panes.push(pane);
+  pane.addEventListener('activate', () => activate(pane));
+  pane.addEventListener('move', () => { follow(pane); writeLater(); });
+  pane.addEventListener('open', () => { relate(); if (pane === active) showActive(); writeLater(); });
+  pane.addEventListener('layers', writeLater);
+  pane.addEventListener('lost', () => fetch('slides').catch(() => say('The viewer has ended, or cannot be reached: pictures are incomplete.')));
+  pane.addEventListener('select', () => { if (pane === active) showPatch(true); writeLater(); });
+  if (all.drawing) drawings.set(pane, new Drawing(pane, $('#draw')));
+  return pane;
+}
+
+function activate(pane) {
+  leader = pane;
+  if (active === pane) return;
+  active = pane;
+  for (const it of panes) it.element.classList.toggle('active', it === pane && panes.length > 1);
+  showActive();
+}
+
+const layerPanel = new LayerPanel($('#layers'));
+const patchPanel = new PatchPanel($('#patch'), jump);
+const errorPanel = new ErrorPanel($('#errors'), all.sources, jump);
+if (!all.drawing) $('#draw').append(make('p', {className: 'soft'}, 'Drawing is off. Start the viewer with --annotations FOLDER.'));
+
+function showActive() {
+  layerPanel.show(active);
+  showPatch(false);
+  const drawing = drawings.get(active);
+  if (drawing && !$('#draw').hidden) openDrawing();
+  markList();
+}
+
+function showPatch(turn) {
+  if (turn && active.selected && !$('#patch').offsetParent && $('#draw').hidden) chooseTab('patch');
+  patchPanel.show(active).catch(error => say(error.message));
+}
+
+/** Open a slide in the active pane, or the given one. */
+async function open(name, view = null, layers = null, pane = active) {
+  const number = numbers.get(name);
+  if (number === undefined) { say(`There is no slide ${name}.`); return; }
+  const drawing = drawings.get(pane);
+  if (!mayLeave(drawing)) return;
+  if (drawing) { drawing.clear(); pane.tools = null; }
+  const kept = layers || pane.layers?.filter(isUsed).map(({key, opacity, range}) => ({key, opacity, range}));
+  try {
+    await pane.open(number, view, kept);
+    const {grids} = pane.slide;
+    say(`${name}: ${grids.length ? `${grids[0].count.toLocaleString('en')} patches` : 'no patches'}`);
+  } catch (error) { say(error.message); }
+}
+
+/** Ask whether outlines that are not saved may be lost. */
+function mayLeave(drawing) {
+  return !drawing?.unsaved || window.confirm('The outlines of this slide are not saved. Leave it?');
+}
+
+/** Whether a layer is visible, or hides patches. */
+const isUsed = it => it.opacity || (it.range || []).some(Number.isFinite);
+
+/** Select the patch at a corner of a slide, which is opened first. */
+async function jump({slide, x, y}) {
+  if (active.slide?.name !== slide) await open(slide);
+  if (active.slide?.name === slide) await active.jump(x, y);
+}
+
+// Two panes
+
+function relate() {
+  if (panes.length < 2 || !panes.every(pane => pane.slide && pane.viewer.world.getItemCount())) { offset = null; return; }
+  const [a, b] = panes.map(micrometres);
+  offset = {x: b.x - a.x, y: b.y - a.y, factor: b.pixel / a.pixel};
+}
+
+/** The place of a pane in micrometres; in pixels if a scale is unknown. */
+function micrometres(pane) {
+  const unit = panes.every(it => it.slide.mpp) ? pane.slide.mpp : 1;
+  const {x, y, pixel} = pane.place(true);
+  return {x: x * unit, y: y * unit, pixel: pixel * unit, unit};
+}
+
+function follow(pane) {
+  if (!offset || pane !== leader || $('#sync').getAttribute('aria-pressed') !== 'true') return;
+  const other = panes.find(it => it !== pane);
+  if (!other?.slide) return;
+  const from = micrometres(pane), {unit} = micrometres(other), sign = pane === panes[0] ? 1 : -1;
+  other.go({
+    x: (from.x + sign * offset.x) / unit, y: (from.y + sign * offset.y) / unit, pixel: from.pixel * offset.factor ** sign / unit,
+  });
+}
+
+async function compare(on, name = null, view = null, layers = null) {
+  if (on === (panes.length === 2) || (!on && !mayLeave(drawings.get(panes[1])))) return;
+  $('#compare').setAttribute('aria-pressed', on);
+  $('#sync').hidden = !on;
+  if (on) {
+    const place = panes[0].place(), second = addPane();
+    $('#panes').classList.add('two');
+    await open(name || panes[0].slide.name, view || place, layers, second);
+    panes[0].go(place);  // it became narrower
+    activate(second);
+    leader = panes[0];
+    relate();
+  } else {
+    const second = panes.pop();
+    second.viewer.destroy();
+    second.element.remove();
+    drawings.delete(second);
+    offset = null;
+    $('#panes').classList.remove('two');
+    activate(panes[0]);
+  }
+  writeLater();
+}
+
+// Tabs
+
+const tabs = ['layers', 'patch', 'errors', 'draw'];
+
+function chooseTab(name) {
+  for (const it of tabs) {
+    $(`#tab-${it}`).setAttribute('aria-selected', it === name);
+    $(`#tab-${it}`).tabIndex = it === name ? 0 : -1;
+    $(`#${it}`).hidden = it !== name;
+  }
+  if (name === 'errors') errorPanel.first?.();
+  for (const drawing of drawings.values()) drawing.panelOpen = name === 'draw';
+  if (name === 'draw') openDrawing();
+}
+
+async function openDrawing() {
+  const drawing = drawings.get(active);
+  if (!drawing || !active.slide?.drawing) return;
+  if (active.tools !== drawing) {
+    try { await drawing.load(); } catch (error) { drawing.fail(error.message); return; }
+    active.tools = drawing;
+  }
+  drawing.show();
+  active.draw();
+}
+
+for (const name of tabs) {
+  $(`#tab-${name}`).addEventListener('click', () => chooseTab(name));
+  $(`#tab-${name}`).addEventListener('keydown', event => {
+    const step = {ArrowRight: 1, ArrowLeft: -1}[event.key];
+    if (!step) return;
+    const next = tabs[(tabs.indexOf(name) + step + tabs.length) % tabs.length];
+    chooseTab(next);
+    $(`#tab-${next}`).focus();
+  });
+}
+
+// List of slides
+
+let metrics = {};
+const sorts = [
+  ['name', 'name', slide => slide.name], ['patient', 'patient', slide => slide.patient || ''],
+  ['label', 'label', slide => slide.label || ''], ['state', 'state', slide => slide.state],
+  ['patches', 'patches', slide => slide.patches],
+];
+
+function metric(slide, source, key) {
+  return metrics[source]?.slides[slide.id]?.[key];
+}
+
+function showSorts() {
+  const chosen = $('#sort').value || 'name';
+  $('#sort').replaceChildren(...sorts.map(([value, text]) => make('option', {value}, text)));
+  $('#sort').value = chosen;
+}
+
+function readMetrics(found) {
+  metrics = found;
+  for (const {name, classes} of all.sources) {
+    for (const key of [...classes, 'correct']) {
+      if (Object.values(found[name].slides).some(it => typeof it[key] === 'number')) {
+        sorts.push([`${name}:${key}`, `${name}: ${key === 'correct' ? 'share of correct patches' : `p ${key}`}`, slide => metric(slide, name, key)]);
+      }
+    }
+  }
+  showSorts();
+  items.clear();
+  list();
+}
+
+const items = new Map();  // entries of the list, which are made once
+function item(slide) {
+  if (!items.has(slide.name)) items.set(slide.name, makeItem(slide));
+  return items.get(slide.name);
+}
+
+function makeItem(slide) {
+  const facts = [slide.label, slide.state === 'complete' ? `${slide.patches.toLocaleString('en')} patches` : slide.state, slide.patient !== slide.name ? slide.patient : null];
+  for (const {name, classes} of all.sources) {
+    const found = metrics[name]?.slides[slide.id];
+    if (!found) continue;
+    const p = classes.length === 2 ? ` p ${classes[1]} ${found[classes[1]]?.toFixed(2) ?? ''}` : ` ${found.predicted ?? ''}`;
+    const side = metrics[name].split[slide.id];
+    facts.push(`${name}:${p}${side ? `, ${side === 'several' ? 'several sides' : side}` : ''}`);
+  }
+  const picture = make('img', {loading: 'lazy', alt: '', width: 56, height: 56, src: `slides/${numbers.get(slide.name)}/thumbnail`});
+  const button = make('button', {title: slide.error || slide.name, onclick: () => open(slide.name)}, picture,
+    make('span', {}, make('b', {}, slide.name), make('small', {}, facts.filter(Boolean).join(', '))));
+  button.dataset.slide = slide.name;
+  return make('li', {className: slide.state}, button);
+}
+
+let shown = [];
+function list() {
+  const words = $('#search').value.toLowerCase().split(/\s+/).filter(Boolean);
+  const [, , value] = sorts.find(([key]) => key === $('#sort').value) || sorts[0];
+  const least = $('#least').value === '' ? null : Number($('#least').value);
+  const missing = it => it === undefined || it === null || it === '';
+  shown = all.slides.filter(slide => {
+    const text = [slide.name, slide.patient, slide.label, slide.site].join(' ').toLowerCase();
+    return words.every(word => text.includes(word)) && (!$('#filter-label').value || slide.label === $('#filter-label').value)
+      && (!$('#filter-state').value || slide.state === $('#filter-state').value)
+      && (least === null || value(slide) >= least);
+  });
+  const descending = shown.some(slide => typeof value(slide) === 'number') ? -1 : 1;
+  shown.sort((a, b) => {
+    const [u, v] = [value(a), value(b)];
+    if (missing(u) || missing(v)) return missing(u) - missing(v);
+    return (u < v ? -1 : u > v ? 1 : 0) * descending || a.name.localeCompare(b.name);
+  });
+  $('#least').disabled = descending === 1;
+  $('#slides').replaceChildren(...shown.map(item));
+  $('#count').textContent = `${shown.length} of ${all.slides.length} slides`;
+  markList();
+}
+
+function markList() {
+  for (const button of document.querySelectorAll('#slides button')) {
+    if (button.dataset.slide === active?.slide?.name) {
+      button.setAttribute('aria-current', 'true');
+      button.scrollIntoView({block: 'nearest'});
+    } else if (button.hasAttribute('aria-current')) button.removeAttribute('aria-current');
+  }
+}
+
+function move(step) {
+  const at = shown.findIndex(slide => slide.name === active.slide?.name);
+  const next = shown[at + step];
+  if (next) open(next.name);
+}
+
+for (const [id, key] of [['#filter-label', 'label'], ['#filter-state', 'state']]) {
+  const values = [...new Set(all.slides.map(slide => slide[key]).filter(Boolean))].sort();
+  $(id).append(...values.map(value => make('option', {value}, value)));
+  $(id).addEventListener('change', list);
+}
+let typing = 0;
+$('#search').addEventListener('input', () => { clearTimeout(typing); typing = setTimeout(list, TYPING_MS); });
+$('#sort').addEventListener('change', list);
+$('#least').addEventListener('input', list);
+$('#slides').addEventListener('keydown', event => {
+  const step = {ArrowDown: 1, ArrowUp: -1}[event.key];
+  if (!step) return;
+  const buttons = [...document.querySelectorAll('#slides button')];
+  buttons[buttons.indexOf(document.activeElement) + step]?.focus();
+  event.preventDefault();
+});
+
+// Address: slide, place, layers and patch of each pane
+
+let writing = 0, written = '';
+
+function address() {
+  const state = new URLSearchParams();
+  panes.forEach((pane, i) => {
+    if (!pane.slide || !pane.viewer.world.getItemCount()) return;
+    const n = i ? '2' : '', {x, y, pixel} = pane.place();
+    state.append(`s${n}`, pane.slide.name);
+    state.append(`at${n}`, [x.toFixed(1), y.toFixed(1), pixel.toPrecision(6)].join());
+    for (const {key, opacity, range} of pane.layers.filter(isUsed)) {
+      const limits = (range || []).some(Number.isFinite) ? range.map(it => Number.isFinite(it) ? it : '').join('_') : '';
+      state.append(`l${n}`, `${Math.round(opacity * 100)}|${limits}|${key}`);
+    }
+    if (pane.selected) state.append(`p${n}`, `${pane.selected.grid}.${pane.selected.row}`);
+  });
+  return `#${state}`;
+}
+
+function writeLater() {
+  if (writing) return;
+  writing = setTimeout(() => {
+    writing = 0;
+    const now = address();
+    if (now !== written && now !== '#') { written = now; history.replaceState(null, '', now); }
+  }, WRITE_MS);
+}
+
+const view = text => {
+  const [x, y, pixel] = (text || '').split(',').map(Number);
+  return [x, y, pixel].every(Number.isFinite) && pixel > 0 ? {x, y, pixel} : null;
+};
+
+const layersOf = texts => texts.map(text => {
+  const [opacity, limits, ...key] = text.split('|');
+  const range = limits ? limits.split('_').map((it, i) => it === '' ? [-Infinity, Infinity][i] : Number(it)) : null;
+  return {key: key.join('|'), opacity: Math.min(1, Math.max(0, Number(opacity) / 100 || 0)), range};
+});
+
+async function restore() {
+  const state = new URLSearchParams(location.hash.slice(1));
+  const name = state.get('s');
+  const first = all.slides.find(slide => slide.state === 'complete') || all.slides[0];
+  const known = numbers.has(name);
+  await open(known ? name : first.name, known ? view(state.get('at')) : null, known ? layersOf(state.getAll('l')) : null, panes[0]);
+  if (name && !known) say(`There is no slide ${name}; this is ${first.name}.`);
+  await choose(panes[0], known ? state.get('p') : null);
+  const second = state.get('s2');
+  if (!second) await compare(false);
+  else if (panes.length === 2) await open(second, view(state.get('at2')), layersOf(state.getAll('l2')), panes[1]);
+  else await compare(true, second, view(state.get('at2')), layersOf(state.getAll('l2')));
+  if (!panes[1]) return;
+  await choose(panes[1], state.get('p2'));
+  // The first picture became narrower when the second came.
+  for (const [pane, at] of [[panes[0], 'at'], [panes[1], 'at2']]) if (view(state.get(at))) pane.go(view(state.get(at)));
+  relate();
+}
+
+async function choose(pane, text) {
+  const [grid, row] = (text || '').split('.').map(Number);
+  const found = pane.slide?.grids[grid];
+  if (text && found && row >= 0 && row < found.count) await pane.select({grid, row});
+}
+
+window.addEventListener('hashchange', () => { if (location.hash !== written) restore(); });
+
+// Keys and buttons
+
+function toggle(button, element) {
+  button.addEventListener('click', () => {
+    const hide = !element.hidden;
+    element.hidden = hide;
+    button.setAttribute('aria-expanded', !hide);
+  });
+}
+toggle($('#toggle-list'), $('#list'));
+toggle($('#toggle-side'), $('#side'));
+$('#compare').addEventListener('click', () => compare(panes.length < 2));
+$('#sync').addEventListener('click', () => {
+  const on = $('#sync').getAttribute('aria-pressed') !== 'true';
+  $('#sync').setAttribute('aria-pressed', on);
+  if (on) relate();
+});
+$('#help').addEventListener('click', () => $('#keys').showModal());
+
+document.addEventListener('keydown', event => {
+  if (event.ctrlKey || event.metaKey || event.altKey || $('#keys').open) return;
+  if (event.target.matches('input:not([type=checkbox]):not([type=range]), select, textarea')) return;
+  if (event.key === 'n') move(1);
+  else if (event.key === 'p') move(-1);
+  else if (event.key === '/') { $('#list').hidden = false; $('#search').focus(); }
+  else if (event.key === 'c') compare(panes.length < 2);
+  else if (event.key === 'l') { active.hidden = !active.hidden; active.draw(); say(active.hidden ? 'Layers are hidden.' : ''); }
+  else if (event.key === '?') $('#keys').showModal();
+  else return;
+  event.preventDefault();
+});
+window.addEventListener('beforeunload', event => {
+  if ([...drawings.values()].some(it => it.unsaved)) event.preventDefault();
+});
+
+if (matchMedia('(max-width: 700px)').matches) {
+  $('#list').hidden = true;
+  $('#toggle-list').setAttribute('aria-expanded', false);
+}
+active = leader = addPane();
+showSorts();
+list();
+await restore();
+if (all.sources.length) get('metrics').then(readMetrics).catch(error => say(error.message));
+window.histopipe = {panes, open, compare};  // for tests, and for users at the console

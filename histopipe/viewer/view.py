@@ -1,0 +1,242 @@
+"""Show slides, patches, labels and predictions in a browser."""
+
+from __future__ import annotations
+
+import os
+import resource
+import secrets
+import socket
+import threading
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.system.files import Closing
+from histopipe.system.progress import Progress, default_progress
+from histopipe.system.result import counted
+from histopipe.viewer.collection import open_collection
+
+PORT = 8765
+_STORE = "patches.lmdb"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - not a default
+"""All addresses of this machine, and the one to open."""
+_OPEN_FILES = 8192
+"""Number of open files and connections that is asked for."""
+_SHORTEST_TOKEN = 16
+_END_SECONDS = 15.0
+
+
+class Viewer(Closing):
+    """A running viewer. It ends with `close`, or with the process.
+
+    Attributes:
+        url: address of the page, with the token.
+        host, port: where the server listens.
+        token: secret part of the address.
+        slides: number of slides.
+
+    Example:
+        >>> with view("patches.lmdb", browser=False) as viewer:  # doctest: +SKIP
+        ...     print(viewer.url)
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        *,
+        stores: Sequence[Path],
+        features: Path | None,
+        annotations: Path | None,
+        host: str,
+        port: int,
+        token: str,
+        workers: int,
+        untrusted: bool,
+        progress: Progress,
+    ) -> None:
+        try:
+            import uvicorn
+
+            from histopipe.viewer.server import ViewServer
+        except ImportError as error:
+            raise UsageError(
+                f"the viewer needs {error.name}", todo="pip install 'histopipe[view]'"
+            ) from error
+        self.host, self.token = host, token
+        self._listener = _listener(host, port)
+        try:
+            self.port = int(self._listener.getsockname()[1])
+            self._collection = open_collection(
+                paths, stores=stores, features=features, untrusted=untrusted
+            )
+        except BaseException:
+            self._listener.close()
+            raise
+        for note in self._collection.notes:
+            progress.message(note)
+        self.slides = len(self._collection.entries)
+        shown = _ANY.get(host, host)
+        named = f"[{shown}]" if ":" in shown else shown
+        self.url = f"http://{named}:{self.port}/{token}/"
+        self._views = ViewServer(
+            self._collection, workers=workers, annotations=annotations, local=host in _LOOPBACK, token=token,
+            message=progress.message,
+        )  # fmt: skip
+        config = uvicorn.Config(
+            self._views.app, log_level="critical", access_log=False, lifespan="off", ws="none",
+            server_header=False, date_header=False, timeout_graceful_shutdown=2, backlog=4096,
+        )  # fmt: skip
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self._listener],), name="viewer", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the server ends. Ctrl-C ends it."""
+        try:
+            while self._thread.is_alive():
+                self._thread.join(1.0)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the server and its worker processes."""
+        self._server.should_exit = True
+        self._thread.join(_END_SECONDS)
+        self._views.close()
+        self._collection.close()
+        self._listener.close()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the address and the number of slides."""
+        return {
+            "url": self.url, "host": self.host, "port": self.port, "token": self.token,
+            "slides": self.slides,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.url}\n{counted(self.slides, 'slide')}; Ctrl-C ends the viewer"
+
+
+def view(
+    *paths: str | Path,
+    stores: Sequence[str | Path] = (),
+    features: str | Path | None = None,
+    annotations: str | Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    token: str | None = None,
+    workers: int | None = None,
+    browser: bool = True,
+    untrusted: bool = False,
+    progress: Progress | None = None,
+) -> Viewer:
+    """Start a viewer of slides with their patches, labels, quality and predictions, and open its page in a browser.
+
+    Args:
+        paths: stores, finished runs, cross-validations, folders of predictions, slide files, and folders of them;
+            patches.lmdb if none is given.
+        stores: further stores; by default the stores that the runs name.
+        features: folder of features, for similar patches.
+        annotations: folder of annotations, one file per slide, which are shown and can be drawn. It may not exist yet.
+        host: address to listen on. The viewer has no passwords: with another address than 127.0.0.1, everybody who
+            learns the token can see the slides.
+        port: port to listen on; 0 chooses a free one.
+        token: secret part of the address, at least 16 letters, digits, - and _; random if None.
+        workers: number of processes that read slides; None means one per core, at most 4.
+        browser: open the page in a browser, if there is a screen.
+        untrusted: follow no paths that are named in stores and runs.
+        progress: where messages are shown; `default_progress()` if None.
+
+    Returns:
+        The running viewer. Its server is a thread of this process.
+
+    Raises:
+        UsageError: the extra `view` is not installed, a path cannot be shown, the port is in use, or an option is
+            out of range.
+        NothingToDo: there is no slide, or no store.
+        DamagedStore: a store or predictions cannot be read.
+    """
+    shown = progress or default_progress()
+    if token is not None and (
+        len(token) < _SHORTEST_TOKEN or not token.replace("-", "").replace("_", "").isalnum()
+        or not token.isascii()
+    ):  # fmt: skip
+        raise UsageError(
+            "--token", found=f"{len(token)} characters",
+            expected=f"at least {_SHORTEST_TOKEN} letters, digits, - and _",
+        )  # fmt: skip
+    if not host:
+        raise UsageError("--host", found="nothing", expected="an address, such as 127.0.0.1")
+    if annotations is not None:
+        _check_folder(Path(annotations))
+    if workers is not None and workers < 1:
+        raise UsageError("--workers", found=workers, expected="at least 1")
+    cores = len(os.sched_getaffinity(0))
+    if host not in _LOOPBACK:
+        shown.message(
+            f"warning: {host} can be reached from other machines; everybody who learns the address sees the slides"
+        )
+    _raise_limit_of_files()
+    if not paths and not stores and not Path(_STORE).exists():
+        raise NothingToDo(
+            f"no store at {_STORE}", todo="pass a store, a run, predictions, or slides"
+        )
+    viewer = Viewer(
+        [Path(path) for path in paths or (() if stores else (_STORE,))],
+        stores=[Path(path) for path in stores],
+        features=None if features is None else Path(features),
+        annotations=None if annotations is None else Path(annotations),
+        host=host,
+        port=port,
+        token=token or secrets.token_urlsafe(24),
+        workers=workers or min(4, cores),
+        untrusted=untrusted,
+        progress=shown,
+    )
+    if browser and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        webbrowser.open(viewer.url)
+    return viewer
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise a UsageError if this is no folder, and cannot become one."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise UsageError("--annotations", found=f"{existing}, which is a file", expected="a folder")
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port.
+
+    Raises:
+        UsageError: the port is in use or not allowed, or the address does not belong to this machine.
+    """
+    if not 0 <= port <= 65535:
+        raise UsageError("--port", found=port, expected="0 to 65535")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"cannot listen on {host}, port {port}", found=error.strerror or str(error),
+            todo="choose another --port, or --port 0 for any free one",
+        ) from error  # fmt: skip
+    return listener
+
+
+def _raise_limit_of_files() -> None:
+    """Allow many connections at once: browsers and load tests open hundreds."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
