@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 DEMO := demo
 SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyproject.toml
 
-.PHONY: help demo test check format docs pages release lock image-check container-check clean
+.PHONY: help demo test lint check format environments docs pages release lock image-check container-check clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,25 +26,31 @@ demo: $(VENV)/.installed ## run the full pipeline on synthetic slides; ends with
 	$(BIN)/histopipe demo --out $(DEMO)
 
 test: $(VENV)/.installed ## run the tests against the installed package
-	$(BIN)/python -P -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -P -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-check: $(VENV)/.installed ## check format, lint, words and types, and run the tests
+lint: $(VENV)/.installed ## check format, lint, words and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python -P tools/check_words.py
 	$(BIN)/mypy
-	$(MAKE) test
+
+check: lint test ## check everything and run the tests
 
 format: $(VENV)/.dependencies ## format all Python files
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-$(VENV)-docs/.installed: requirements/docs.lock $(SOURCES)
+$(VENV)-docs/.dependencies: requirements/docs.lock
 	$(PYTHON) -m venv --clear $(VENV)-docs
 	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.lock
-	rm -rf build
-	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation .
 	touch $@
+
+$(VENV)-docs/.installed: $(VENV)-docs/.dependencies $(SOURCES)
+	rm -rf build
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --force-reinstall .
+	touch $@
+
+environments: $(VENV)/.dependencies $(VENV)-docs/.dependencies
 
 docs: $(VENV)-docs/.installed ## build the documentation into site/, and write the settings page
 	$(VENV)-docs/bin/python -P tools/settings_table.py
@@ -66,7 +72,7 @@ image-check: ## build and check the container images without Docker: needs root,
 lock: ## resolve all dependencies again
 	$(PYTHON) -m venv $(VENV)-lock
 	$(VENV)-lock/bin/pip install --quiet pip-tools
-	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra tune --extra onnx --extra dask" "cpu --extra cpu --extra tune --extra onnx --extra dask" "docs --extra docs --all-build-deps" "dev --extra train --extra tune --extra onnx --extra parquet --extra dask --extra dev --all-build-deps"; do \
+	for set in "base" "train --extra train" "tune --extra train --extra tune" "dask --extra dask" "gpu --extra gpu --extra survival --extra tune --extra onnx --extra dask --extra view" "cpu --extra cpu --extra survival --extra tune --extra onnx --extra dask --extra view" "docs --extra docs --all-build-deps" "dev --extra train --extra survival --extra tune --extra onnx --extra parquet --extra dask --extra view --extra dev --all-build-deps"; do \
 	  set -- $$set; name=$$1; shift; \
 	  $(VENV)-lock/bin/pip-compile --quiet --upgrade --generate-hashes --allow-unsafe --strip-extras \
 	    --no-emit-index-url --no-emit-find-links --no-emit-trusted-host --no-emit-options \

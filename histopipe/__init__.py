@@ -44,11 +44,13 @@ if TYPE_CHECKING:
     from histopipe.studies.cross_validation import cross_validate
     from histopipe.studies.tune import tune
     from histopipe.training.bench import bench
+    from histopipe.viewer.view import Viewer, view
 
 __all__ = [
     "HistopipeError",
     "Store",
     "StoreSet",
+    "Viewer",
     "__version__",
     "annotate",
     "bench",
@@ -77,6 +79,7 @@ __all__ = [
     "train",
     "tune",
     "verify",
+    "view",
 ]
 
 _MODULES = {
@@ -109,6 +112,8 @@ _MODULES = {
     "train": "histopipe.runs.train",
     "tune": "histopipe.studies.tune",
     "verify": "histopipe.maintenance.verify",
+    "view": "histopipe.viewer.view",
+    "Viewer": "histopipe.viewer.view",
 }
 """Module of each public name that is imported at its first use."""
 

@@ -28,6 +28,9 @@ from unittest import mock
 
 import pytest
 from hypothesis import settings
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
 
 from histopipe.cli import main
 from histopipe.runs.fork_server import ADDRESS, TrainingProcess, start_server
@@ -257,6 +260,19 @@ def chromium() -> str:
     return found
 
 
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[webdriver.Chrome]:
+    """Browser, which keeps the messages of the console."""
+    options = Options()
+    options.binary_location = chromium
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+    yield driver
+    driver.quit()
+
+
 def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
     """Run a task on two items at a time, and return the results by item. A training mostly uses one core."""
     items = list(items)
@@ -342,6 +358,14 @@ def small_store(once: Once) -> Path:
         a_store(folder / "small.lmdb", slides, patch_size=32)
 
     return once("small-store", write) / "small.lmdb"
+
+
+@pytest.fixture(scope="session")
+def viewed(data: Path, once: Once) -> Path:
+    """The real slide with store, run, attention, predictions, features and outlines, for the viewer."""
+    from viewed import make_viewed  # late: that module imports this one
+
+    return once("viewed", lambda folder: make_viewed(folder, data))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.metrics import interval_of
-from histopipe.evaluation.predictions import read_predictions, write_predictions
+from histopipe.evaluation.predictions import of_classes, read_predictions, write_predictions
 from histopipe.evaluation.statistics import bootstrap_draws
 from histopipe.studies.compare import compare
 
@@ -60,7 +60,9 @@ def test_differences_and_intervals_equal_a_slow_reference(runs: Path) -> None:
             files[1]["patch"][name] - files[0]["patch"][name], abs=1e-12
         )
     # Slow reference: scikit-learn on each resample of the patients, with the same draws.
-    a, b = (read_predictions(runs / name / "predictions.csv")["test"] for name in "ab")
+    a, b = (
+        of_classes(read_predictions(runs / name / "predictions.csv")["test"], name) for name in "ab"
+    )
     names = sorted(a.patients)
     patient = np.array([names.index(a.patients[i]) for i in a.patient])
     values = []
@@ -82,7 +84,7 @@ def test_run_and_its_copy_have_no_difference(runs: Path, tmp_path: Path) -> None
     copy = Path(shutil.copytree(runs / "a", tmp_path / "copy"))
     # The order of rows has no effect.
     sides = read_predictions(copy / "predictions.csv")
-    order = np.random.default_rng(1).permutation(len(sides["test"].label))
+    order = np.random.default_rng(1).permutation(len(sides["test"].slide))
     test = sides["test"]
     columns: dict[str, Any] = {
         name: getattr(test, name)[order]

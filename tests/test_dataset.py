@@ -320,7 +320,7 @@ def test_split_that_does_not_match_the_store_is_refused(store: Store, tmp_path: 
     write_splits(make_splits([store], split_by="patient", seed=3), path)
     good = json.loads(path.read_text())
     for change, error, message in (
-        ({"version": 3}, UnknownVersion, "version 3"),
+        ({"version": 4}, UnknownVersion, "version 4"),
         ({"stores": ["other"]}, DamagedStore, "belongs to other stores"),
         (
             {"slides": [good["slides"][0] | {"crc": 1}]},

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,32 +156,6 @@ def test_features_of_own_networks(
             np.testing.assert_allclose(found[slide], expected, atol=1e-5)
         digests.add(json.loads((out / "features.json").read_text())["sha256"])
     assert len(digests) == 1  # of the weights, which are the same
-
-
-def test_benchmark_of_gpus_in_miniature(tmp_path: Path) -> None:
-    """In a separate process, because it divides the CPU into two devices."""
-    tool = Path(__file__).parents[1] / "tools" / "bench_gpu.py"
-    command = [
-        sys.executable,
-        "-P",
-        str(tool),
-        "--out",
-        "gpu.json",
-        "--only",
-        "train",
-        "embed",
-        "logical",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "no GPU: running in miniature" in done.stdout
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    assert found["miniature"]
-    rows = found["rows"]
-    assert all(row["patches_per_s"] > 0 for row in rows if row["stage"] != "logical")
-    assert len(rows) == 4 + 2 + 1
-    assert rows[-1]["devices"] == 2
-    assert 0 <= rows[-1]["difference"] < 1e-4
 
 
 def test_own_networks_that_are_refused(

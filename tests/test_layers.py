@@ -36,6 +36,7 @@ RANKS = {
             ["inference"],
             ["studies", "exporting"],
             ["reports"],
+            ["viewer"],
             ["demo", "diagnostics"],
             ["cli"],
         ]
@@ -60,6 +61,8 @@ HOMES = {
     "defusedxml": {"annotations"},
     "matplotlib": {"reports"},
     "jinja2": {"reports"},
+    "starlette": {"viewer"},
+    "uvicorn": {"viewer"},
 }
 
 
@@ -189,6 +192,8 @@ def test_help_loads_no_heavy_library() -> None:
 
 def test_public_names() -> None:
     assert set(histopipe.__all__) == {
+        "view",
+        "Viewer",
         *(
             "ingest",
             "plan",

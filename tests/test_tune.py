@@ -26,9 +26,10 @@ from test_folds import faulty, processes_in
 import histopipe
 from histopipe.errors import MachineShort, UsageError
 from histopipe.reports.info import FolderInfo
+from histopipe.runs.task_config import PatchTrainConfig
 from histopipe.studies.search_space import Choice, Range, read_space, settings_of, space_of
 from histopipe.studies.settings import StudySettings
-from histopipe.studies.study import JOURNAL, Study, open_storage
+from histopipe.studies.study import JOURNAL, Study, _are_same, open_storage
 
 SPACE = """
 learning_rate = { low = 1e-4, high = 1e-1, log = true }
@@ -449,3 +450,16 @@ def test_python_function_tune(small_store: Path, tmp_path: Path) -> None:
     assert isinstance(found, FolderInfo)
     assert (found.kind, found.facts["trials"]) == ("search", 2)
     assert found.then == ("train", "--config", str(tmp_path / "search" / "best.toml"))
+
+
+def test_searches_of_older_versions_are_continued() -> None:
+    """Settings that they did not record count as their defaults."""
+    base = PatchTrainConfig().values()
+    older = {name: value for name, value in base.items() if name not in ("task", "target", "loss")}
+
+    def recorded(settings: dict[str, Any]) -> str:
+        return json.dumps([{}, settings, "auc"], sort_keys=True)
+
+    assert _are_same(recorded(older), recorded(base))
+    assert not _are_same(recorded(older), recorded(base | {"loss": "huber"}))
+    assert not _are_same(recorded(older | {"seed": 5}), recorded(base))

@@ -36,7 +36,7 @@ from histopipe.store.store import Store
 def test_changed_files_are_read_or_refused(trained: Path, made_store: Path, tmp_path: Path) -> None:
     """Splits, settings, metrics, predictions, tables, annotations, records and pictures, with little free memory."""
     done = subprocess.run(
-        [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "150"],
+        [sys.executable, "-P", str(PROGRAMS / "fuzz.py"), str(trained), str(made_store), str(tmp_path / "run"), "--rounds", "80"],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

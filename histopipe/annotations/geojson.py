@@ -11,6 +11,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import shapely
+import shapely.affinity
+import shapely.geometry
+
 from histopipe.annotations.outline import Outlines, Ring
 from histopipe.errors import UsageError
 
@@ -45,6 +49,21 @@ def read_geojson(data: bytes) -> Outlines:
             f"{others} detections, cells or tiles left out: only annotations are read"
         )
     return outlines
+
+
+def geojson_features(outlines: Outlines, corner: tuple[int, int]) -> list[dict[str, Any]]:
+    """Return outlines as features of QuPath. `corner` is the level-0 pixel of the scanned area's top left corner."""
+    left, top = corner if outlines.frame == "slide" else (0, 0)
+    features = []
+    for outline in outlines.found:
+        name = _IGNORED if outline.excluded else outline.name
+        properties: dict[str, Any] = {"objectType": "annotation"}
+        if name:
+            properties["classification"] = {"name": name}
+        area = shapely.affinity.translate(outline.area, -left, -top)
+        geometry = shapely.geometry.mapping(area)
+        features.append({"type": "Feature", "geometry": geometry, "properties": properties})
+    return features
 
 
 def _class_name(properties: Mapping[str, Any]) -> str | None:

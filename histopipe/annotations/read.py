@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -41,12 +42,45 @@ def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
     """
     if not path.exists():
         raise UsageError(f"{path} does not exist", expected="a folder of annotations, or a file")
-    files = [path] if path.is_file() else sorted(filter(_is_annotation, path.rglob("*")))
+    files = [path] if path.is_file() else annotation_files(path)
     if not files:
         raise UsageError(
             f"{path} contains no annotations", expected=f"files {', '.join('SLIDE' + s for s in SUFFIXES)}"
         )  # fmt: skip
-    root = path.parent if path.is_file() else path
+    exact, loose, unmatched = match_files(files, path.parent if path.is_file() else path, names)
+    if not exact and not loose:
+        raise UsageError(
+            f"{path}: no annotation file has the name of a slide", found=unmatched[0],
+            expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
+        )  # fmt: skip
+    notes = []
+    if unmatched:
+        listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
+        notes.append(f"{len(unmatched)} annotation files match no slide: {listed}")
+    notes += [
+        f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
+        for slide, file in loose.items()
+        if slide in exact
+    ]
+    return AnnotationFiles(loose | exact, tuple(notes))
+
+
+def annotation_files(folder: Path) -> list[Path]:
+    """Return all annotation files of a folder, sorted."""
+    return sorted(filter(_is_annotation, folder.rglob("*")))
+
+
+def match_files(
+    files: Iterable[Path], root: Path, names: SlideNames
+) -> tuple[dict[str, Path], dict[str, Path], list[str]]:
+    """Match annotation files below `root` with slides.
+
+    Returns:
+        Files with the exact name of a slide, and those named `SLIDE.more`, by slide; and the names of all others.
+
+    Raises:
+        UsageError: two files match the same slide.
+    """
     exact: dict[str, Path] = {}
     loose: dict[str, Path] = {}
     unmatched = []
@@ -66,21 +100,7 @@ def find_annotations(path: Path, names: SlideNames) -> AnnotationFiles:
             break
         else:
             unmatched.append(file.name)
-    if not exact and not loose:
-        raise UsageError(
-            f"{path}: no annotation file has the name of a slide", found=unmatched[0],
-            expected=f"a name such as {names.nearest(PurePosixPath(unmatched[0]).stem)}{SUFFIXES[0]}",
-        )  # fmt: skip
-    notes = []
-    if unmatched:
-        listed = ", ".join(unmatched[:3]) + (", …" if unmatched[3:] else "")
-        notes.append(f"{len(unmatched)} annotation files match no slide: {listed}")
-    notes += [
-        f"{file.name} is not used: {exact[slide].name} has the exact name of the slide"
-        for slide, file in loose.items()
-        if slide in exact
-    ]
-    return AnnotationFiles(loose | exact, tuple(notes))
+    return exact, loose, unmatched
 
 
 def read_annotations(path: Path) -> Outlines:

@@ -38,6 +38,7 @@ GROUPS = MappingProxyType(
         },
         "Analysis": {
             "predict": ("inference", "Predict stores or slides with the model of a run."),
+            "view": ("reports", "Show slides, patches and predictions in a browser."),
             "heatmap": ("reports", "Draw heatmaps of predictions or attention over slides."),
             "report": ("reports", "Write a report of a store or a run as one HTML page."),
             "compare": ("training", "Compare runs."),

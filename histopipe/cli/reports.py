@@ -1,7 +1,8 @@
-"""Commands that write heatmaps, reports and exports: `heatmap`, `report`, `export`."""
+"""Commands that show and export results: `view`, `heatmap`, `report`, `export`."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,49 @@ def report(path: Path, no_pictures: bool, **options: Any) -> None:
         store_info(path).then if is_store else ("predict", path, "SLIDES", "--out", "predictions")
     )
     show(result, then=then)
+
+
+@click.command()
+@click.argument("paths", nargs=-1, type=PATH)
+@store_option("Further store; repeatable.  [default: stores of the runs]")
+@click.option("--features", type=PATH, help="Folder of `histopipe embed`, to find similar patches.")
+@click.option(
+    "--annotations",
+    type=PATH,
+    help="Folder of annotations to show and to draw, one file per slide.  [default: no drawing]",
+)
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8765, help="Port to listen on; 0: any."
+)
+@click.option(
+    "--token", help="Secret part of the address, for bookmarks.  [default: random at each start]"
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    help="Processes that read slides.  [default: one per core, at most 4]",
+)
+@click.option("--no-browser", is_flag=True, help="Print the address only.")
+@json_option("the address")
+@untrusted_option("paths", "stores", features="features", passed=True)
+def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: Any) -> None:
+    """Show PATHS in a browser: stores, runs, predictions, slide files or folders of slides (default: patches.lmdb).
+
+    The page shows each slide with its patches, tissue mask, labels, annotations, quality, splits, predictions and
+    attention, where they are. It needs no network, and is for this machine only. Ctrl-C ends it.
+
+    \b
+    Example: histopipe view runs/first
+    Drawing: histopipe view patches.lmdb --annotations outlines
+    Remote:  ssh -t -L 8765:127.0.0.1:8765 SERVER histopipe view --no-browser PATHS
+    """
+    from histopipe.viewer.view import view
+
+    viewer = view(*paths, browser=not no_browser, **options)
+    with suppress(KeyboardInterrupt), viewer:
+        show(viewer, as_json=as_json)
+        viewer.wait()
 
 
 @click.command()

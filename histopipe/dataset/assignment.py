@@ -57,6 +57,10 @@ class AssignByFractions:
             sides |= dict.fromkeys(rest, used[0])
         return sides
 
+    def assign_labels(self, labels: NDArray[np.bool_]) -> NDArray[np.int8]:
+        """Return the side of each unit, (U,), with an equal share of each of (U, L) labels on every side."""
+        return assign_labels(labels, self.fractions, self.seed).astype(np.int8)
+
     def assign_patches(self, shuffled: NDArray[np.intp]) -> NDArray[np.int8]:
         """Return the sides of the patches of one slide, (N,) int8, from a permutation (N,)."""
         ends = np.round(np.cumsum(self.fractions) * len(shuffled)).astype(int)
@@ -109,6 +113,25 @@ class AssignByFolds:
             sides |= dict.fromkeys(rest, _TRAIN)
         return sides | dict.fromkeys(test_units, _TEST)
 
+    def assign_labels(self, labels: NDArray[np.bool_]) -> NDArray[np.int8]:
+        """Return the side of each unit, (U,), with an equal share of each of (U, L) labels on every side.
+
+        Raises:
+            UsageError: there are fewer units than folds.
+        """
+        if len(labels) < self.folds:
+            raise UsageError(
+                "--folds",
+                found=self.folds,
+                expected=f"at most {len(labels)}, the units of the split",
+            )
+        folds = assign_labels(labels, [1 / self.folds] * self.folds, self.seed)
+        sides = np.full(len(labels), _TEST, np.int8)
+        rest = np.flatnonzero(folds != self.fold)
+        shares = (1 - self._validation_share, self._validation_share)
+        sides[rest] = assign_labels(labels[rest], shares, int(combine(self.seed, self.fold)))
+        return sides
+
     def _test_units(
         self, strata: Mapping[str, Sequence[Unit]], kind: str, notes: Mapping[str, str]
     ) -> set[Unit]:
@@ -147,17 +170,49 @@ class AssignByFolds:
 Assignment = AssignByFractions | AssignByFolds
 
 
+def assign_labels(
+    labels: NDArray[np.bool_], shares: Sequence[float], seed: int
+) -> NDArray[np.int64]:
+    """Return the part of each of (U, L) units with several labels. Each part gets its share of units and of each label.
+
+    Source:
+        K. Sechidis, G. Tsoumakas and I. Vlahavas, "On the stratification of multi-label data" (2011), iterative
+        stratification: the rarest label is divided first.
+    """
+    rng = np.random.RandomState(seed & _SEEDS)
+    count = len(labels)
+    wanted = np.array(shares, np.float64) / sum(shares)
+    room = wanted * count
+    wanted_labels = wanted[:, None] * labels.sum(axis=0)
+    parts = np.full(count, -1, np.int64)
+    while (parts < 0).any():
+        left = labels[parts < 0].sum(axis=0)
+        present = np.flatnonzero(left)
+        rarest = present[left[present].argmin()] if len(present) else None
+        members = np.flatnonzero((parts < 0) & (True if rarest is None else labels[:, rarest]))
+        for unit in rng.permutation(members).tolist():
+            # The part that lacks most of the label; among equal ones, that with most room.
+            lack = room if rarest is None else wanted_labels[:, rarest]
+            best = np.flatnonzero(np.isclose(lack, lack.max()) & (wanted > 0))
+            best = best[np.isclose(room[best], room[best].max())]
+            part = int(best[rng.randint(len(best))])
+            parts[unit] = part
+            room[part] -= 1
+            wanted_labels[part] -= labels[unit]
+    return parts
+
+
 def merge_small_strata(
     strata: Mapping[str, Collection[Sortable]], slides: Sequence[SlideSplit]
 ) -> dict[str, list[Sortable]]:
-    """Sort the strata. If labels are per patch, merge the strata with fewer units than sides.
+    """Sort the strata. If labels are per patch, or with targets, merge the strata with fewer units than sides.
 
     With labels per slide, a class with so few units cannot be on every side. With labels per patch, units of other
-    strata may have the class too. After the assignment, each side is checked for patches of every class.
+    strata may have the class too. After the assignment, each side is checked.
     """
     ordered = {name: sorted(strata[name]) for name in sorted(strata)}
     small = [name for name, units in ordered.items() if len(units) < len(SIDES)]
-    if not small or all(slide.labels is None for slide in slides):
+    if not small or all(slide.labels is None and slide.target is None for slide in slides):
         return ordered
     together = [unit for name in small for unit in ordered.pop(name)]
     if ordered and len(together) < len(SIDES):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import LabelsFrom
 from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, patches_crc
+from histopipe.dataset.targets import Task
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 
 NO_CLASS = -1
+_UNKNOWN = "unknown"
+"""Label of a slide with a target, until the strata are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,23 +79,37 @@ class PatchFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Labelling:
-    """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones."""
+    """Source of the labels, and filter of the patches. `labels`, by slide id, replace the recorded ones.
+
+    With a `task`, targets are read from the cells of `labels`; `covariates` are further columns.
+    """
 
     labels: Mapping[str, SlideLabel] | None = None
     labels_from: LabelsFrom = "slide"
+    task: Task | None = None
+    covariates: tuple[str, ...] = ()
     patch_filter: PatchFilter = field(default_factory=PatchFilter)
 
 
 def read_slide_labels(
-    path: str | Path, sources: Sequence[SampleSource], *, allow_extra: bool = False
+    path: str | Path,
+    sources: Sequence[SampleSource],
+    *,
+    columns: Sequence[str] = (),
+    with_label: bool = True,
+    allow_extra: bool = False,
 ) -> dict[str, SlideLabel]:
     """Return label, patient and site by slide id from a CSV file; `allow_extra` ignores rows of unknown slides.
+
+    `columns` and `with_label` as for `read_labels`.
 
     Raises:
         UsageError: the file cannot be read or does not match the slides.
     """
     names = SlideNames(record.id for source in sources for record in source.records.values())
-    return read_labels(Path(path), names, allow_extra=allow_extra)
+    return read_labels(
+        Path(path), names, columns=columns, with_label=with_label, allow_extra=allow_extra
+    )
 
 
 def candidates(
@@ -104,8 +121,8 @@ def candidates(
     a split assigns them.
 
     Raises:
-        NothingToDo: the labels have fewer than two classes.
-        UsageError: a bound is on a column that has not been measured.
+        NothingToDo: the labels have fewer than two classes, or there is no target.
+        UsageError: a bound is on a column that has not been measured, or a target has a wrong value.
     """
     by_annotation = labelling.labels_from == "annotation"
     classes: tuple[str, ...] = ()
@@ -118,9 +135,11 @@ def candidates(
         for number in store.complete
         if (slide := _candidate(ordinal, store, number, labelling, classes)) is not None
     ]
+    if labelling.task is not None:
+        slides = _with_strata(slides, labelling.task)
     if not by_annotation:
         classes = tuple(sorted({slide.label for slide in slides}))
-    if len(classes) < 2:
+    if len(classes) < 2 and labelling.task is None:
         raise _too_few_classes(classes, labelling.labels_from)
     if not any((slide.sides != DROPPED).any() for slide in slides):
         raise NothingToDo(
@@ -128,6 +147,18 @@ def candidates(
             todo="relax the bounds; `histopipe report STORE` shows the measured values",
         )  # fmt: skip
     return classes, slides
+
+
+def _with_strata(slides: Sequence[SlideSplit], task: Task) -> list[SlideSplit]:
+    """Return the slides with the stratum of their target as label."""
+    if not slides:
+        columns = " and ".join(task.columns)
+        raise NothingToDo(
+            f"no slide has a value in {columns}",
+            todo="fill the columns of the labels file, or name others",
+        )
+    strata = task.strata(np.array([slide.target for slide in slides]))
+    return [replace(slide, label=name) for slide, name in zip(slides, strata, strict=True)]
 
 
 def class_codes(store: SampleSource, slide: int, classes: Sequence[str]) -> NDArray[np.int16]:
@@ -152,6 +183,11 @@ def _candidate(
         # Slides without annotations are skipped before their index is read.
         label = max(record.patch_labels, key=record.patch_labels.__getitem__, default=None)
         codes = class_codes(store, number, classes) if label is not None else None
+    cells: Mapping[str, str] = getattr(given, "cells", {})
+    target = None
+    if labelling.task is not None:
+        target = labelling.task.target(cells, f"slide {record.id}") if cells else None
+        label = "" if target is None else _UNKNOWN
     if not label or not record.stored:
         return None
     fit = np.ones(record.planned, np.bool_)
@@ -165,7 +201,8 @@ def _candidate(
     return SlideSplit(
         ordinal, number, record.id, label, given.patient or record.patient or record.id,
         given.site or record.site, record.content, record.planned, patches_crc(store, number),
-        np.where(fit, 0, DROPPED).astype(np.int8), codes,
+        np.where(fit, 0, DROPPED).astype(np.int8), codes, target,
+        tuple(cells[name] for name in labelling.covariates),
     )  # fmt: skip
 
 

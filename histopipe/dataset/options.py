@@ -18,6 +18,8 @@ StainNorm = Literal["none", "reinhard", "macenko"]
 OnError = Literal["raise", "skip"]
 Column = Literal["x_l0", "y_l0", "slide"]
 
+TaskName = Literal["classification", "multilabel", "regression", "survival"]
+
 SIDES: tuple[Side, ...] = get_args(Side)
 AUGMENTATIONS: tuple[Augmentation, ...] = get_args(Augmentation)
 """Augmentations, in the order in which they are applied."""

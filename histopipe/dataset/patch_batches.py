@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -11,7 +11,7 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Column, OnError, check_choice
-from histopipe.dataset.sample_table import SampleTable, unpack_keys
+from histopipe.dataset.sample_table import SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.store.format import patch_key, value_crc
@@ -61,8 +61,11 @@ class PatchBatches(BatchSampler):
         on_error: OnError = "raise",
         columns: Sequence[Column] = (),
         check: bool = True,
+        by_slide: Mapping[str, SlideValues] | None = None,
     ) -> None:
-        super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
+        super().__init__(
+            table, batch_size=batch_size, order=order, replicas=replicas, by_slide=by_slide
+        )
         check_choice(OnError, on_error=on_error)
         if not isinstance(columns, list | tuple) or not set(columns) <= set(get_args(Column)):
             expected = f"a list of names from {', '.join(get_args(Column))}"
@@ -72,7 +75,7 @@ class PatchBatches(BatchSampler):
         self.fields = (
             Field("image", np.uint8, (self.patch_size, self.patch_size, 3)),
             Field("label", np.int32), Field("weight", np.float32), Field("key", np.int64),
-            *(Field(name, _TYPES[name]) for name in self.columns),
+            *(Field(name, _TYPES[name]) for name in self.columns), *self._slide_fields(),
         )  # fmt: skip
         self._skip, self._check = on_error == "skip", check
 
@@ -115,7 +118,8 @@ class PatchBatches(BatchSampler):
         """Load the fields of a replica's part of a step."""
         batch = self.load(step, replica)
         columns = (batch.columns[name] for name in self.columns)
-        return batch.image, batch.label, batch.weight, batch.key, *columns
+        more = self._slide_values(self.locate(step, replica)[0]) if self.by_slide else ()
+        return batch.image, batch.label, batch.weight, batch.key, *columns, *more
 
     def advise(self, steps: range, parts: Sequence[int]) -> int:
         """Request some parts of steps from the disk, without waiting, and return the number of bytes requested."""

@@ -116,6 +116,25 @@ class SampleLocations:
         return pack_keys(self.stores, self.slides, self.rows)
 
 
+class SlideValues:
+    """Values of slides: targets, or covariates. `found` has a row of numbers by position of the store and slide number."""
+
+    def __init__(self, found: Mapping[tuple[int, int], Sequence[float]]) -> None:
+        places = sorted(found)
+        self._keys = np.array([_slide_key(*place) for place in places], np.int64)
+        self._values = np.array([found[place] for place in places], np.float32)
+        self.width = int(self._values.shape[1])
+
+    def of(self, located: SampleLocations) -> NDArray[np.float32]:
+        """Return the (N, W) values of the slides of samples."""
+        rows = np.searchsorted(self._keys, _slide_key(located.stores, located.slides))
+        return np.asarray(self._values[rows], np.float32)
+
+
+def _slide_key(stores: Any, slides: Any) -> Any:
+    return stores << 24 | slides
+
+
 class SampleTable:
     """All samples of a dataset, numbered consecutively. Memory: a row per slide, and 4 bytes per selected row.
 

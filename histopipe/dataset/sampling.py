@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import Balance, check_choice
-from histopipe.dataset.sample_table import SampleLocations, SampleRows, SampleTable
+from histopipe.dataset.sample_table import SampleLocations, SampleRows, SampleTable, SlideValues
 from histopipe.errors import UsageError
 from histopipe.system.hashing import combine, permuted
 from histopipe.system.result import counted
@@ -194,6 +194,8 @@ class Field:
 class BatchSampler(ABC):
     """Samples of a table in an order, divided into steps of `batch_size`; each step has a part per replica.
 
+    `by_slide` are further fields with a row per slide, by name, such as "target".
+
     Raises:
         UsageError: a replica would have no sample.
     """
@@ -209,7 +211,13 @@ class BatchSampler(ABC):
     """Reason by key of each sample that was skipped so far."""
 
     def __init__(
-        self, table: SampleTable, *, batch_size: int, order: Order, replicas: int = 1
+        self,
+        table: SampleTable,
+        *,
+        batch_size: int,
+        order: Order,
+        replicas: int = 1,
+        by_slide: Mapping[str, SlideValues] | None = None,
     ) -> None:
         if batch_size < replicas:
             raise UsageError(
@@ -217,7 +225,7 @@ class BatchSampler(ABC):
                 found=batch_size,
                 expected=f"{replicas} or more: one patch per replica",
             )
-        self.table, self.order = table, order
+        self.table, self.order, self.by_slide = table, order, by_slide or {}
         self.skipped = {}
         self._lock = threading.Lock()
         self.batch_size, self.replicas = batch_size, replicas
@@ -240,6 +248,14 @@ class BatchSampler(ABC):
         # The padding consists of real patches, so that batch statistics stay meaningful.
         place %= len(self.order)
         return self.table.locate(self.order(epoch, place), epoch), real.astype(np.float32)
+
+    def _slide_fields(self) -> list[Field]:
+        """Return the fields with a row per slide."""
+        return [Field(name, np.float32, (it.width,)) for name, it in self.by_slide.items()]
+
+    def _slide_values(self, located: SampleLocations) -> list[NDArray[np.float32]]:
+        """Return the values of these fields."""
+        return [it.of(located) for it in self.by_slide.values()]
 
     def _note_skipped(self, key: int, problem: str) -> None:
         with self._lock:

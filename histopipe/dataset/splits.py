@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import SIDES, Side, SplitBy
+from histopipe.dataset.options import SIDES, Side, SplitBy, TaskName
 from histopipe.dataset.sample_table import SampleSource
+from histopipe.dataset.targets import TASKS, Target, Task, make_task
 from histopipe.errors import DamagedStore, UnknownVersion, UsageError
 from histopipe.system.files import appearing, read_json
 
@@ -33,8 +35,9 @@ _KINDS = {
     ("site", "content"): (str, type(None)),
 }
 _NAME = "histopipe-splits"
-_PLAIN, _WITH_LABELS = 1, 2
-"""Format versions. Version 2 has patch classes, which a reader of version 1 would take for slide classes."""
+_PLAIN, _WITH_LABELS, _WITH_TARGETS = 1, 2, 3
+"""Format versions. Version 2 has patch classes, which a reader of version 1 would take for slide classes; version 3 has
+targets or covariates."""
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, OverflowError, zlib.error)
 """Errors that a damaged file can raise when it is read."""
 
@@ -49,6 +52,8 @@ class SlideSplit:
         sides: (count,) int8, 0, 1, 2 for train, validation, test, -1 for left out.
         labels: (count,) int16 annotated class numbers of the patches, -1 for none; `label` is then the most frequent
             one. None if all patches have the label of the slide.
+        target: target of a task other than classification, NaN for missing values; `label` is then its stratum.
+        covariates: cells of the covariates, empty for missing ones.
     """
 
     store: int
@@ -62,6 +67,8 @@ class SlideSplit:
     crc: int
     sides: NDArray[np.int8]
     labels: NDArray[np.int16] | None = None
+    target: Target | None = None
+    covariates: tuple[str, ...] = ()
 
     def on(self, side: Side) -> NDArray[np.int32]:
         """Return the rows on one side."""
@@ -70,7 +77,10 @@ class SlideSplit:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Split of the labelled slides of the stores `uuids`. `fractions` are those of train, validation and test."""
+    """Split of the labelled slides of the stores `uuids`. `fractions` are those of train, validation and test.
+
+    `targets` and `covariates` are the names of their columns. With targets, `classes` are the strata of the split.
+    """
 
     split_by: SplitBy
     seed: int
@@ -78,6 +88,19 @@ class Splits:
     uuids: tuple[str, ...]
     classes: tuple[str, ...]
     slides: tuple[SlideSplit, ...]
+    task: TaskName = "classification"
+    targets: tuple[str, ...] = ()
+    covariates: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Task | None:
+        """Task with its columns; None for classification."""
+        return make_task(self.task, self.targets)
+
+    def targets_on(self, side: Side) -> NDArray[np.float64]:
+        """Return the (N, T) targets of the slides on one side."""
+        found = [slide.target or () for slide in self.slides if len(slide.on(side))]
+        return np.array(found, np.float64).reshape(len(found), len(self.targets))
 
     def count(self) -> dict[Side, Counter[str]]:
         """Count the patches by side and class."""
@@ -115,20 +138,20 @@ class Splits:
         return found
 
 
-def site_by_label(slides: Iterable[SlideSplit]) -> dict[str, Counter[str]]:
-    """Count slides by site and label. If a site has one label only, a model can learn the site instead."""
-    table: dict[str, Counter[str]] = defaultdict(Counter)
-    for slide in slides:
-        table[slide.site or "no site"][slide.label] += 1
-    return dict(table)
-
-
 def write_splits(splits: Splits, path: Path) -> None:
     """Write `splits.json` atomically."""
     per_patch = any(slide.labels is not None for slide in splits.slides)
+    version = _WITH_LABELS if per_patch else _PLAIN
+    more: dict[str, Any] = {}
+    if splits.targets or splits.covariates:
+        version = _WITH_TARGETS
+        more = {
+            "task": splits.task, "targets": splits.targets, "covariates": splits.covariates
+        }  # fmt: skip
     value = {
         "format": _NAME,
-        "version": _WITH_LABELS if per_patch else _PLAIN,
+        "version": version,
+        **more,
         "split_by": splits.split_by,
         "seed": splits.seed,
         "fractions": splits.fractions,
@@ -149,16 +172,21 @@ def read_splits(path: Path, stores: Sequence[SampleSource]) -> Splits:
         DamagedStore: the file is damaged, or a store has other patches.
         UnknownVersion: the file has an unknown version.
     """
+    splits = load_splits(path)
+    _check_against_stores(splits, stores, path)
+    return splits
+
+
+def load_splits(path: Path) -> Splits:
+    """Read `splits.json` without a comparison with its stores. Raise as `read_splits`."""
     try:
-        splits = _from_json(read_json(path), path)
+        return _from_json(read_json(path), path)
     except FileNotFoundError as error:
         raise UsageError(f"{path} does not exist") from error
     except UnknownVersion:
         raise
     except _DAMAGE as error:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
-    _check_against_stores(splits, stores, path)
-    return splits
 
 
 def recorded_numbers(path: Path) -> dict[str, int]:
@@ -187,9 +215,9 @@ def patches_crc(store: SampleSource, slide: int) -> int:
 
 def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
     name, version = value["format"], value["version"]
-    if name != _NAME or version not in (_PLAIN, _WITH_LABELS):
+    if name != _NAME or version not in (_PLAIN, _WITH_LABELS, _WITH_TARGETS):
         raise UnknownVersion(
-            str(path), found=f"{name} version {version}", expected=f"{_NAME} version 1 or 2"
+            str(path), found=f"{name} version {version}", expected=f"{_NAME} version 1 to 3"
         )
     splits = Splits(
         split_by=value["split_by"],
@@ -198,14 +226,23 @@ def _from_json(value: Mapping[str, Any], path: Path) -> Splits:
         uuids=tuple(value["stores"]),
         classes=tuple(value["classes"]),
         slides=tuple(_slide_from_json(slide) for slide in value["slides"]),
+        task=value.get("task", "classification"),
+        targets=tuple(value.get("targets", ())),
+        covariates=tuple(value.get("covariates", ())),
     )
-    texts = (splits.split_by, *splits.uuids, *splits.classes)
+    if splits.task != "classification" and splits.task not in TASKS:
+        raise ValueError(f"unknown task {splits.task}")
+    texts = (splits.split_by, *splits.uuids, *splits.classes, *splits.targets, *splits.covariates)
     if not all(isinstance(text, str) for text in texts) or type(splits.seed) is not int:
         raise TypeError("a name or the seed has the wrong type")
     for slide in splits.slides:
         highest = -1 if slide.labels is None else int(slide.labels.max(initial=-1))
         if slide.label not in splits.classes or highest >= len(splits.classes):
             raise ValueError(f"slide {slide.id}: unknown class")
+        if len(slide.target or ()) != len(splits.targets):
+            raise ValueError(f"slide {slide.id}: {len(slide.target or ())} targets")
+        if len(slide.covariates) != len(splits.covariates):
+            raise ValueError(f"slide {slide.id}: {len(slide.covariates)} covariates")
         if slide.store >= len(splits.uuids):
             raise ValueError(f"slide {slide.id}: store {slide.store} of {len(splits.uuids)}")
     return splits
@@ -234,6 +271,10 @@ def _slide_to_json(slide: SlideSplit) -> dict[str, Any]:
     value: dict[str, Any] = {name: getattr(slide, name) for name in _FIELDS}
     if slide.labels is not None:
         value["labels"] = _encode_array(slide.labels)
+    if slide.target is not None:
+        value["target"] = [None if math.isnan(number) else number for number in slide.target]
+    if slide.covariates:
+        value["covariates"] = slide.covariates
     sides = set(slide.sides.tolist())
     if len(sides) == 1 and sides != {DROPPED}:
         return value | {"side": SIDES[sides.pop()]}
@@ -253,7 +294,13 @@ def _slide_from_json(value: Mapping[str, Any]) -> SlideSplit:
     else:
         sides = _decode_array(value["sides"], np.int8, count)
     labels = _decode_array(value["labels"], np.int16, count) if "labels" in value else None
-    return SlideSplit(**{name: value[name] for name in _FIELDS}, sides=sides, labels=labels)
+    target = None
+    if "target" in value:
+        target = tuple(math.nan if it is None else float(it) for it in value["target"])
+    return SlideSplit(
+        **{name: value[name] for name in _FIELDS}, sides=sides, labels=labels, target=target,
+        covariates=tuple(map(str, value.get("covariates", ()))),
+    )  # fmt: skip
 
 
 def _encode_array(values: NDArray[Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +18,12 @@ from histopipe.dataset.assignment import (
 )
 from histopipe.dataset.labelling import Labelling, candidates
 from histopipe.dataset.options import SIDES, Side, SplitBy
+from histopipe.dataset.regions import sides_by_region
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.splits import DROPPED, SlideSplit, Splits
+from histopipe.dataset.targets import Multilabel
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.geometry import Micrometres
-from histopipe.store.record import SlideRecord
 from histopipe.system.result import counted
 
 FRACTIONS = (0.7, 0.15, 0.15)
@@ -48,7 +49,15 @@ def make_splits(
     """
     classes, slides = candidates(stores, labelling or Labelling())
     assignment = AssignByFractions(fractions, seed)
-    splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
+    splits = _divide(
+        classes,
+        slides,
+        stores,
+        assignment,
+        split_by=split_by,
+        region=region,
+        labelling=labelling or Labelling(),
+    )
     for side, fraction in zip(SIDES, fractions, strict=True):
         if fraction:
             _refuse_missing(splits, side)
@@ -77,7 +86,15 @@ def make_folds(
     all_splits = []
     for fold in range(folds):
         assignment = AssignByFolds(fold, folds, fractions, seed)
-        splits = _divide(classes, slides, stores, assignment, split_by=split_by, region=region)
+        splits = _divide(
+            classes,
+            slides,
+            stores,
+            assignment,
+            split_by=split_by,
+            region=region,
+            labelling=labelling or Labelling(),
+        )
         _refuse_missing(splits, "train")
         for side in SIDES[1:]:
             if not splits.count()[side].total():
@@ -94,24 +111,41 @@ def _divide(
     *,
     split_by: SplitBy,
     region: Micrometres,
+    labelling: Labelling,
 ) -> Splits:
+    task = labelling.task
     if split_by == "region":
-        sides = _by_region(slides, classes, stores, assignment, region)
+        sides = sides_by_region(slides, classes, stores, assignment, region)
     elif split_by == "patch":
         sides = _by_patch(slides, assignment)
     else:
-        sides = _by_group(slides, classes, split_by, assignment)
+        several = isinstance(task, Multilabel)
+        sides = _by_group(slides, classes, split_by, assignment, several_labels=several)
     divided = tuple(
         replace(slide, sides=np.where(slide.sides == DROPPED, DROPPED, side).astype(np.int8))
         for slide, side in zip(slides, sides, strict=True)
     )
     uuids = tuple(store.uuid for store in stores)
-    return Splits(split_by, assignment.seed, assignment.fractions, uuids, classes, divided)
+    return Splits(
+        split_by, assignment.seed, assignment.fractions, uuids, classes, divided,
+        task="classification" if task is None else task.name,
+        targets=() if task is None else task.columns, covariates=labelling.covariates,
+    )  # fmt: skip
 
 
 def _refuse_missing(splits: Splits, side: Side) -> None:
     """Check that a side has patches of every class. Patches near another side may have been left out."""
     counts = splits.count()[side]
+    task = splits.kind
+    if task is not None:
+        if not counts.total():
+            raise NothingToDo(
+                f"splitting by {splits.split_by} leaves no slide for {side}",
+                todo="add slides, or change --split-by",
+            )
+        if side != "test":
+            task.check(splits.targets_on(side), f"split by {splits.split_by}, {side}")
+        return
     for name in splits.classes:
         if not counts[name]:
             own = [slide for slide in splits.slides if slide.label == name]
@@ -124,7 +158,12 @@ def _refuse_missing(splits: Splits, side: Side) -> None:
 
 
 def _by_group(
-    slides: Sequence[SlideSplit], classes: Sequence[str], split_by: SplitBy, assignment: Assignment
+    slides: Sequence[SlideSplit],
+    classes: Sequence[str],
+    split_by: SplitBy,
+    assignment: Assignment,
+    *,
+    several_labels: bool,
 ) -> list[NDArray[np.int8]]:
     """Return the sides of the patches of each slide: all on the side of its patient, site or slide."""
     patients = [slide.patient for slide in slides]
@@ -145,6 +184,15 @@ def _by_group(
     members: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         members[unit].append(i)
+    if several_labels:
+        found = np.array([slide.target for slide in slides]) == 1
+        own = list(members)
+        labels = np.array([found[members[unit]].any(axis=0) for unit in own])
+        side_of = dict(zip(own, assignment.assign_labels(labels).tolist(), strict=True))
+        return [
+            np.full(slide.count, side_of[unit], np.int8)
+            for slide, unit in zip(slides, units, strict=True)
+        ]
     strata: dict[str, list[int]] = defaultdict(list)
     for unit, inside in members.items():
         strata[_stratum([slides[i] for i in inside], classes)].append(unit)
@@ -194,95 +242,3 @@ def _by_patch(slides: Sequence[SlideSplit], assignment: Assignment) -> list[NDAr
         rng = np.random.default_rng([assignment.seed, *name.encode()])
         sides.append(assignment.assign_patches(rng.permutation(slide.count)))
     return sides
-
-
-def _by_region(
-    slides: Sequence[SlideSplit],
-    classes: Sequence[str],
-    stores: Sequence[SampleSource],
-    assignment: Assignment,
-    region: Micrometres,
-) -> list[NDArray[np.int8]]:
-    """Return the sides of the patches of each slide by the square that contains their centre.
-
-    Patches within a patch width of another side are left out.
-    """
-    squares = [_squares(slide, stores[slide.store], region) for slide in slides]
-    # Copies of one slide have the same squares.
-    keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
-    strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
-    for slide, key, (position, _) in zip(slides, keys, squares, strict=True):
-        for name, x, y in _labelled_squares(slide, position, classes):
-            strata[name].add((key, x, y))
-    merged = merge_small_strata(strata, slides)
-    notes = {}
-    for name, units in merged.items():
-        used = {key for key, _, _ in units}
-        own = [slide for slide, key in zip(slides, keys, strict=True) if key in used]
-        notes[name] = copies_note(own, slides)
-    sides = assignment.assign(merged, "region", notes)
-    found_sides = []
-    for key, (position, nearby) in zip(keys, squares, strict=True):
-        own_sides = _sides_of(position, key, sides)
-        others = [_sides_of(points, key, sides) for points in nearby]
-        # A square without patches is on no side, so patches need no distance from it.
-        mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
-        found_sides.append(np.where(mixed, DROPPED, own_sides).astype(np.int8))
-    return found_sides
-
-
-def _labelled_squares(
-    slide: SlideSplit, position: NDArray[np.int64], classes: Sequence[str]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield the most frequent class and the coordinates of each square that has patches."""
-    fit = slide.sides != DROPPED
-    squares, square = np.unique(position[fit], axis=0, return_inverse=True)
-    if slide.labels is None:
-        names = [slide.label] * len(squares)
-    else:
-        votes = np.zeros((len(squares), len(classes)), np.int64)
-        np.add.at(votes, (square.ravel(), slide.labels[fit]), 1)
-        names = [classes[n] for n in votes.argmax(axis=1).tolist()]
-    for name, (x, y) in zip(names, squares.tolist(), strict=True):
-        yield name, x, y
-
-
-def _sides_of(
-    squares: NDArray[np.int64], key: str, sides: Mapping[tuple[str, int, int], int]
-) -> NDArray[np.int8]:
-    """Return the side of each of (N, 2) squares: (N,) int8, `DROPPED` for those without patches."""
-    return np.array([sides.get((key, x, y), DROPPED) for x, y in squares.tolist()], np.int8)
-
-
-def _squares(
-    slide: SlideSplit, store: SampleSource, region: Micrometres
-) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
-    """Return the square of each patch's centre, (N, 2), and the squares of points within a patch width of the patch.
-
-    A patch with its margin is three patch widths wide. It is covered with a grid of points that are close enough to
-    meet every square that it touches.
-    """
-    record = store.records[slide.slide]
-    if (
-        not isinstance(record, SlideRecord)  # bags have no position on a slide
-        or not record.mpp
-        or not record.read_size
-        or not record.downsample
-    ):
-        raise UsageError(
-            f"slide {slide.id} has no mpp",
-            todo="ingest it with --default-mpp, or use another --split-by",
-        )
-    index = store.index(slide.slide)
-    side = region / record.mpp  # level-0 pixels
-    width = record.read_size * record.downsample
-    corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
-    position = np.floor((corners + width / 2) / side).astype(np.int64)
-    points = max(4, int(np.ceil(3 * width / side)) + 1)
-    offsets = np.linspace(-width, 2 * width, points)
-    nearby = [
-        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
-        for dx in offsets
-        for dy in offsets
-    ]
-    return position, nearby

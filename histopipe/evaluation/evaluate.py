@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,30 +11,21 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
 from histopipe.errors import UsageError
+from histopipe.evaluation.levels import LEVELS, Aggregation, Level, levels_of, name_of
 from histopipe.evaluation.metrics import Metrics, metrics_of
-from histopipe.evaluation.predictions import (
-    AGGREGATIONS,
-    Aggregation,
-    Level,
-    PatchScores,
-    Scores,
-    scores_of,
-)
+from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
 from histopipe.evaluation.statistics import bootstrap_draws
-
-LEVELS: tuple[tuple[Level, Aggregation], ...] = (
-    ("patch", "mean"),
-    *(("slide", how) for how in AGGREGATIONS),
-    *(("patient", how) for how in AGGREGATIONS),
+from histopipe.evaluation.target_metrics import (
+    TargetMetrics,
+    choose_target_thresholds,
+    evaluate_target_parts,
 )
-"""Levels and aggregations of an evaluation; patches are not aggregated."""
+from histopipe.evaluation.target_metrics import Thresholds as TargetThresholds
+from histopipe.evaluation.target_scores import TargetScores
+from histopipe.evaluation.thresholds import choose_threshold
 
-
-def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
-    """Return the levels at which predictions can be evaluated. Slides are aggregated to patients by their mean only."""
-    if level == "patch":
-        return LEVELS
-    return (("slide", "mean"), ("patient", "mean")) if level == "slide" else (("patient", "mean"),)
+AnyScores = PatchScores | TargetScores
+AnyMetrics = Metrics | TargetMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,23 +51,23 @@ class JudgeSettings:
 class Evaluation:
     """Metrics of patches (None if slides or patients were predicted), and of slides and patients by aggregation."""
 
-    patch: Metrics | None
-    slide: Mapping[Aggregation, Metrics]
-    patient: Mapping[Aggregation, Metrics]
+    patch: AnyMetrics | None
+    slide: Mapping[Aggregation, AnyMetrics]
+    patient: Mapping[Aggregation, AnyMetrics]
 
     @property
-    def finest(self) -> Metrics:
+    def finest(self) -> AnyMetrics:
         """Metrics of the lowest level: patches, slides or patients."""
         return self.patch or self.slide.get("mean") or self.patient["mean"]
 
-    def named(self) -> Iterator[tuple[str, Metrics]]:
+    def named(self) -> Iterator[tuple[str, AnyMetrics]]:
         """Yield metrics by level: ("patch", …), ("slide_mean", …) and so on."""
         for level, how in LEVELS:
             metrics = self.at(level, how)
             if metrics is not None:
                 yield name_of(level, how), metrics
 
-    def at(self, level: Level, how: Aggregation) -> Metrics | None:
+    def at(self, level: Level, how: Aggregation) -> AnyMetrics | None:
         """Return the metrics of a level; None if it was not evaluated."""
         if level == "patch":
             return self.patch
@@ -95,20 +85,20 @@ class Evaluation:
     def from_json(cls, value: Mapping[str, Any]) -> Evaluation:
         """Create the evaluation from the result of `to_json`."""
         slide, patient = (
-            {how: Metrics.from_json(metrics) for how, metrics in value[level].items()}
+            {how: _from_json(metrics) for how, metrics in value[level].items()}
             for level in ("slide", "patient")
         )
-        patch = Metrics.from_json(value["patch"]) if "patch" in value else None
+        patch = _from_json(value["patch"]) if "patch" in value else None
         return cls(patch, slide, patient)
 
 
-Thresholds = Mapping[str, tuple[float | None, str | None]]
-"""Threshold and note by name of the level."""
+def _from_json(value: Mapping[str, Any]) -> AnyMetrics:
+    return TargetMetrics.from_json(value) if "figures" in value else Metrics.from_json(value)
 
 
-def name_of(level: Level, how: Aggregation) -> str:
-    """Return the name of a level: `patch`, `slide_mean`, …"""
-    return level if level == "patch" else f"{level}_{how}"
+ClassThresholds = Mapping[str, tuple[float | None, str | None]]
+"""Threshold of the positive class, and note, by name of the level."""
+Thresholds = ClassThresholds | TargetThresholds
 
 
 def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None:
@@ -128,7 +118,7 @@ def positive_class(classes: tuple[str, ...], positive: str | None) -> int | None
     return 1 if positive is None else classes.index(positive)
 
 
-def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thresholds:
+def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> ClassThresholds:
     """Choose a threshold for every level on validation data. More than two classes have none."""
     positive = positive_class(validation.classes, settings.positive)
     if positive is None:
@@ -140,24 +130,50 @@ def choose_thresholds(validation: PatchScores, settings: JudgeSettings) -> Thres
     return chosen
 
 
-def judge(scores: Mapping[Side, PatchScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
+def judge(scores: Mapping[Side, AnyScores], settings: JudgeSettings) -> dict[Side, Evaluation]:
     """Evaluate predictions of each side, with thresholds chosen on validation."""
-    thresholds = choose_thresholds(scores["validation"], settings)
-    return {side: evaluate([(patches, thresholds)], settings) for side, patches in scores.items()}
+    validation = scores["validation"]
+    if isinstance(validation, PatchScores):
+        thresholds: Thresholds = choose_thresholds(validation, settings)
+    else:
+        thresholds = choose_target_thresholds(validation, settings.threshold)
+    return {side: evaluate([(own, thresholds)], settings) for side, own in scores.items()}
 
 
-Part = tuple[PatchScores, Thresholds]
+Part = tuple[AnyScores, Thresholds]
 """Predictions of one model, with its thresholds. A cross-validation has several."""
+ClassPart = tuple[PatchScores, ClassThresholds]
+TargetPart = tuple[TargetScores, TargetThresholds]
+
+
+def class_parts(parts: Sequence[Part]) -> list[ClassPart]:
+    """Return the parts as those of a classification."""
+    return [(scores, limits) for scores, limits in parts if isinstance(scores, PatchScores)]  # type: ignore[misc]
+
+
+def target_parts(parts: Sequence[Part]) -> list[TargetPart]:
+    """Return the parts as those of another task."""
+    return [(scores, limits) for scores, limits in parts if isinstance(scores, TargetScores)]  # type: ignore[misc]
 
 
 def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
     """Evaluate the predictions of one or several models together, at every level.
 
-    Each part has at least one patch. All parts have the same classes and numbering of patients.
+    Each part has at least one row. All parts have the same classes or targets, and the same numbering of patients.
     """
+    scores = parts[0][0]
+    draws = bootstrap_draws(len(scores.patients), settings.resamples, settings.seed)
+    if isinstance(scores, TargetScores):
+        levels = evaluate_target_parts(target_parts(parts), draws)
+        return Evaluation(levels["patch"].get("mean"), levels["slide"], levels["patient"])
+    return _evaluate_classes(class_parts(parts), settings, draws)
+
+
+def _evaluate_classes(
+    parts: Sequence[ClassPart], settings: JudgeSettings, draws: NDArray[np.float64]
+) -> Evaluation:
     first, _ = parts[0]
     positive = positive_class(first.classes, settings.positive)
-    draws = bootstrap_draws(len(first.patients), settings.resamples, settings.seed)
     found: dict[Level, dict[Aggregation, Metrics]] = {"patch": {}, "slide": {}, "patient": {}}
     for level, how in levels_of(first.level):
         scores, threshold, notes = joined(parts, level, how, settings)
@@ -169,7 +185,7 @@ def evaluate(parts: Sequence[Part], settings: JudgeSettings) -> Evaluation:
 
 
 def joined(
-    parts: Sequence[Part], level: Level, how: Aggregation, settings: JudgeSettings
+    parts: Sequence[ClassPart], level: Level, how: Aggregation, settings: JudgeSettings
 ) -> tuple[Scores, float | NDArray[np.float64] | None, tuple[str, ...]]:
     """Return the scores of all parts at one level, thresholds, and notes. Items are numbered part << 32 | item."""
     positive = positive_class(parts[0][0].classes, settings.positive) or 0
@@ -189,64 +205,3 @@ def joined(
     if len(parts) == 1:
         return scores, values[0], notes
     return scores, np.repeat(values, [len(part.label) for part in each]), notes
-
-
-RULE = re.compile(
-    r"youden|(?P<of>sensitivity|specificity)[:=](?P<least>0?\.\d+|1(\.0*)?)|(?P<fixed>0?\.\d+)"
-)
-"""Values of `--threshold`."""
-EVEN = 0.5
-FALLBACK = f"threshold {EVEN}"
-"""Start of a note on why no threshold was chosen."""
-
-
-def check_rule(rule: str) -> re.Match[str]:
-    """Return the match of a rule. Raise UsageError if the text is not a rule."""
-    match = RULE.fullmatch(rule)
-    if match is None:
-        raise UsageError(
-            "--threshold", found=repr(rule),
-            expected="youden, sensitivity:0.95, specificity:0.95, or a probability such as 0.5",
-        )  # fmt: skip
-    return match
-
-
-def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
-    """Return the threshold that a rule chooses, with a note or None.
-
-    "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
-    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the
-    next score, since scores of other data may be close to either of them.
-
-    Source:
-        W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
-    """
-    match = check_rule(rule)
-    if match["fixed"]:
-        return float(match["fixed"]), None
-    truth = scores.label == positive
-    if truth.all() or not truth.any():
-        return EVEN, f"{FALLBACK} used: validation has only one class"
-    thresholds, score_number = np.unique(-scores.probability[:, positive], return_inverse=True)
-    # The ROC curve: false and true positive rates at decreasing scores.
-    false_positive, true_positive = (
-        np.append(0, np.cumsum(np.bincount(score_number[members], minlength=len(thresholds))))
-        / members.sum()
-        for members in (~truth, truth)
-    )
-    if match["of"] is None:
-        place = int(np.argmax(true_positive - false_positive))
-    elif match["of"] == "sensitivity":
-        place = int(np.argmax(true_positive >= float(match["least"])))
-    else:
-        place = int(np.flatnonzero(1 - false_positive >= float(match["least"]))[-1])
-    return _half_way(-thresholds.astype(np.float64), place), None
-
-
-def _half_way(scores: NDArray[np.float64], positives: int) -> float:
-    """Return a threshold for which the first `positives` of the decreasing scores are positive."""
-    if positives == 0:
-        return float(np.nextafter(scores[0], np.inf))
-    last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0
-    middle = (last + after) / 2
-    return float(middle if middle > after else last)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,15 @@ BINS = 10
 _TAIL = 0.025
 _MIN_PATIENTS = 10
 _MAX_UNDEFINED = 0.05
+
+
+class WeightedStatistics(Protocol):
+    """Metrics of predictions as functions of weights of the patients."""
+
+    patients: int
+
+    def figures(self, weights: Values) -> Mapping[str, Values]:
+        """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,11 @@ class Metrics:
     reliability: tuple[Bin, ...]
     notes: tuple[str, ...]
 
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """The metrics that have intervals, by name."""
+        return {name: getattr(self, name) for name in FIGURES}
+
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         return dataclasses.asdict(self)
@@ -137,7 +151,7 @@ def metrics_of(
     weights = np.ones((1, statistics.patients))
     figures = {name: _known(values[0]) for name, values in statistics.figures(weights).items()}
     patients = len(np.unique(scores.patient))
-    intervals, undefined = _intervals(statistics, draws[:, : statistics.patients], patients)
+    intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
     reliability = _reliability(scores, positive)
     remarks = [*notes, *_notes(scores, classes, patients if len(draws) else None, undefined)]
     return Metrics(
@@ -170,15 +184,15 @@ def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def _intervals(
-    statistics: Statistics, draws: NDArray[np.float64], patients: int
+def intervals_of(
+    statistics: WeightedStatistics, draws: NDArray[np.float64], patients: int
 ) -> tuple[dict[str, tuple[float, float]], float]:
     """Return intervals by metric, and the largest share of resamples for which a metric is undefined."""
     if not len(draws) or patients < 2:
         return {}, 0.0
     figures = statistics.figures(draws)
     ends = {name: interval_of(values, patients) for name, values in figures.items()}
-    undefined = max(float(np.isnan(figures[name]).mean()) for name in FIGURES)
+    undefined = max(float(np.isnan(values).mean()) for values in figures.values())
     return {name: interval for name, interval in ends.items() if interval is not None}, undefined
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import csv
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.levels import Aggregation, Level
+from histopipe.evaluation.target_scores import TargetRows, TargetScores
 from histopipe.system.files import appearing
-
-Level = Literal["patch", "slide", "patient"]
-Aggregation = Literal["mean", "top_k", "majority"]
-AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +43,7 @@ class PatchScores:
     label: NDArray[np.int32]
     probability: NDArray[np.float32]
     level: Level = "patch"
+    VALUES: ClassVar = ("label", "probability")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,23 @@ class Scores:
     left_out: int = 0
 
 
-def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
+AnyScores = TypeVar("AnyScores", PatchScores, TargetScores, PatchScores | TargetScores)
+
+
+def of_classes(scores: PatchScores | TargetScores, where: object) -> PatchScores:
+    """Return predictions of classes. `where` is for messages.
+
+    Raises:
+        UsageError: they are of another task.
+    """
+    if isinstance(scores, TargetScores):
+        raise UsageError(
+            f"{where}", found=f"predictions of {scores.task}", expected="predictions of classes"
+        )
+    return scores
+
+
+def with_common_patients(parts: Sequence[AnyScores]) -> list[AnyScores]:
     """Return the same predictions, with common patient numbers."""
     names = tuple(sorted({name for part in parts for name in part.patients}))
     number = {name: i for i, name in enumerate(names)}
@@ -77,19 +92,20 @@ def with_common_patients(parts: Sequence[PatchScores]) -> list[PatchScores]:
     return renumbered
 
 
-def joined_scores(parts: Sequence[PatchScores]) -> PatchScores:
-    """Concatenate predictions, at least one, of the same classes and level."""
+def joined_scores(parts: Sequence[AnyScores]) -> AnyScores:
+    """Concatenate predictions, at least one, of the same classes or targets and level."""
     slides = sorted({name for part in parts for name in part.slides})
     number = {name: i for i, name in enumerate(slides)}
-    renumbered = [
+    renumbered: list[Any] = [
         replace(part, slide=np.array([number[name] for name in part.slides], np.int32)[part.slide])
         for part in with_common_patients(parts)
     ]
     together: dict[str, Any] = {
         name: np.concatenate([getattr(part, name) for part in renumbered])
-        for name in ("slide", "patient", "x_l0", "y_l0", "label", "probability")
+        for name in ("slide", "patient", "x_l0", "y_l0", *renumbered[0].VALUES)
     }
-    return replace(renumbered[0], slides=tuple(slides), **together)
+    joined: AnyScores = replace(renumbered[0], slides=tuple(slides), **together)
+    return joined
 
 
 def scores_of(
@@ -152,7 +168,10 @@ _COLUMNS: Mapping[Level, tuple[str, ...]] = {
 
 
 def write_predictions(
-    path: Path, parts: Iterable[tuple[Mapping[str, object], PatchScores]], *, hidden: bool = False
+    path: Path,
+    parts: Iterable[tuple[Mapping[str, object], PatchScores | TargetScores]],
+    *,
+    hidden: bool = False,
 ) -> None:
     """Write predictions atomically; `hidden` as for `appearing`.
 
@@ -164,13 +183,17 @@ def write_predictions(
     ):
         writer = csv.writer(file)
         for number, (common, scores) in enumerate(parts):
-            if number == 0:
+            if isinstance(scores, TargetScores):
+                header, rows = scores.header, scores.rows()
+            else:
                 names = (f"p_{name}" for name in scores.classes)
-                writer.writerow([*common, *_COLUMNS[scores.level], *names])
-            writer.writerows(_rows(common, scores))
+                header, rows = (*_COLUMNS[scores.level], *names), _rows(scores)
+            if number == 0:
+                writer.writerow([*common, *header])
+            writer.writerows([*common.values(), *row] for row in rows)
 
 
-def _rows(common: Mapping[str, object], scores: PatchScores) -> Iterable[list[object]]:
+def _rows(scores: PatchScores) -> Iterator[list[object]]:
     most_probable = scores.probability.argmax(axis=1)
     for i in range(len(scores.label)):
         columns = {
@@ -182,13 +205,13 @@ def _rows(common: Mapping[str, object], scores: PatchScores) -> Iterable[list[ob
             "predicted": scores.classes[most_probable[i]],
         }
         yield [
-            *common.values(), *(columns[name] for name in _COLUMNS[scores.level]),
+            *(columns[name] for name in _COLUMNS[scores.level]),
             # Nine digits are enough to read back the same float32.
             *(f"{p:.9g}" for p in scores.probability[i].tolist()),
         ]  # fmt: skip
 
 
-def read_predictions(path: Path) -> dict[Side, PatchScores]:
+def read_predictions(path: Path) -> dict[Side, PatchScores | TargetScores]:
     """Read the predictions of a run by split.
 
     Raises:
@@ -199,22 +222,25 @@ def read_predictions(path: Path) -> dict[Side, PatchScores]:
     return {side: found[side] for side in SIDES if side in found}
 
 
-def read_slide_predictions(path: Path) -> PatchScores:
+def read_slide_predictions(path: Path) -> PatchScores | TargetScores:
     """Read predictions of one or several slides, without a column for the split. Raise as `read_predictions`."""
     return _read(path, by_split=False)[""]
 
 
-def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores]:
+def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores | TargetScores]:
     """Return predictions by split, from the first column; by "" if there is no column for the split."""
     try:
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
-            level, classes = _level_and_classes(next(reader), ("split",) if by_split else ())
-            found: dict[str, _Rows] = {} if by_split else {"": _Rows(level, classes)}
+            header = next(reader)
+            if by_split:
+                first, *header = header
+                header = header if first == "split" else [first, *header]
+            found: dict[str, _Rows | TargetRows] = {} if by_split else {"": _rows_of(header)}
             for row in reader:
                 side, values = (row[0], row[1:]) if by_split else ("", row)
                 if side not in found:
-                    found[side] = _Rows(level, classes)
+                    found[side] = _rows_of(header)
                 found[side].add(values)
             return {side: rows.scores() for side, rows in found.items()}
     except FileNotFoundError as error:
@@ -225,14 +251,13 @@ def _read(path: Path, *, by_split: bool) -> dict[str, PatchScores]:
         raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
 
 
-def _level_and_classes(
-    header: Sequence[str], before: tuple[str, ...]
-) -> tuple[Level, tuple[str, ...]]:
+def _rows_of(header: Sequence[str]) -> _Rows | TargetRows:
+    """Return an empty table for a header. Raise ValueError if it has unknown columns."""
     for level, columns in _COLUMNS.items():
-        known = (*before, *columns)
-        if tuple(header[: len(known)]) == known:
-            return level, tuple(name.removeprefix("p_") for name in header[len(known) :])
-    raise ValueError(f"unknown columns {', '.join(header)}")
+        if tuple(header[: len(columns)]) == columns:
+            names = header[len(columns) :]
+            return _Rows(level, tuple(name.removeprefix("p_") for name in names))
+    return TargetRows(header)
 
 
 class _Rows:

@@ -5,14 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from histopipe.dataset.options import Side
-from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.metrics import Metrics
-from histopipe.evaluation.predictions import Aggregation
+from histopipe.dataset.options import Side, TaskName
+from histopipe.evaluation.evaluate import AnyMetrics, Evaluation
+from histopipe.evaluation.levels import Aggregation
+from histopipe.evaluation.target_metrics import TargetMetrics
 
-WITH_INTERVALS = {"auc": "AUC", "balanced_accuracy": "bal. acc."}
-PLAIN = {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"}
-"""Metrics in a table, with and without interval, and their titles."""
+_CLASSES = (
+    {"auc": "AUC", "balanced_accuracy": "bal. acc."},
+    {"sensitivity": "sens.", "specificity": "spec.", "f1": "F1", "brier": "Brier"},
+)
+_SHOWN: Mapping[TaskName, tuple[Mapping[str, str], Mapping[str, str]]] = {
+    "classification": _CLASSES,
+    "multilabel": _CLASSES,
+    "regression": (
+        {"r2": "R²", "pearson": "Pearson"}, {"spearman": "Spearman", "mae": "MAE", "rmse": "RMSE"},
+    ),
+    "survival": (
+        {"c_index": "C-index", "auc": "AUC(t)"}, {"c_index_uno": "Uno's C", "brier": "int. Brier"},
+    ),
+}  # fmt: skip
+
+
+def task_of(metrics: AnyMetrics) -> TaskName:
+    """Return the task that was evaluated."""
+    return metrics.task if isinstance(metrics, TargetMetrics) else "classification"
+
+
+def shown_figures(task: TaskName) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return the metrics in a table, with and without interval, and their titles. The first is the main one."""
+    return _SHOWN[task]
+
+
+def main_figure(metrics: AnyMetrics) -> tuple[str, float | None]:
+    """Return title and value of the main metric."""
+    name, title = next(iter(_SHOWN[task_of(metrics)][0].items()))
+    return title, metrics.figures[name]
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -30,7 +57,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def interval(metrics: Metrics, name: str) -> str:
+def interval(metrics: AnyMetrics, name: str) -> str:
     """Return the interval of a metric, such as `[0.872, 0.951]`; empty if it has none."""
     if name not in metrics.intervals:
         return ""
@@ -38,27 +65,33 @@ def interval(metrics: Metrics, name: str) -> str:
     return f"[{number(low)}, {number(high)}]"
 
 
-def with_interval(metrics: Metrics, name: str) -> str:
+def with_interval(metrics: AnyMetrics, name: str) -> str:
     """Return a metric with its interval: `0.912 [0.872, 0.951]`."""
-    return f"{number(getattr(metrics, name))} {interval(metrics, name)}".rstrip()
+    return f"{number(metrics.figures.get(name))} {interval(metrics, name)}".rstrip()
 
 
 def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     """Return a table with a line per level, and notes below it."""
-    rows = [[title, "n", *WITH_INTERVALS.values(), *PLAIN.values()]]
+    task = task_of(evaluation.finest)
+    with_intervals, plain = _SHOWN[task]
+    rows = [[title, "n", *with_intervals.values(), *plain.values()]]
     notes: dict[str, list[str]] = {}
     for name, metrics in evaluation.named():
         level, _, how = name.partition("_")
         # Predictions of bags have one aggregation only, so it is not named.
-        label = name.replace("_", " ", 1) if evaluation.patch else level
-        if level == "patient" and metrics == evaluation.slide.get(cast(Aggregation, how)):
+        label = (
+            name.replace("_", " ", 1) if evaluation.patch and task == "classification" else level
+        )
+        if level == "patient" and same_as_slides(evaluation, cast(Aggregation, how)):
             continue
-        cells = [with_interval(metrics, figure) for figure in WITH_INTERVALS]
-        cells += [number(getattr(metrics, figure)) for figure in PLAIN]
-        rows.append([f"  {label}", str(metrics.count), *cells])
+        for column in ("", *_columns_of(metrics)):
+            cells = [with_interval(metrics, figure + column) for figure in with_intervals]
+            cells += [number(metrics.figures.get(figure + column)) for figure in plain]
+            first = f"    {column[1:]}" if column else f"  {label}"
+            rows.append([first, "" if column else str(metrics.count), *cells])
         for note in metrics.notes:
             notes.setdefault(note, []).append(label)
-    levels = len(rows) - 1
+    levels = sum(bool(row[1]) for row in rows) - 1
     lines = [
         f"  {'' if len(where) == levels else ', '.join(where) + ': '}{note}"
         for note, where in notes.items()
@@ -66,6 +99,21 @@ def evaluation_lines(title: str, evaluation: Evaluation) -> list[str]:
     if evaluation.slide and not any(row[0].startswith("  patient") for row in rows):
         lines.append("  patients: same as slides, because each patient has one slide")
     return aligned(rows) + lines
+
+
+def same_as_slides(evaluation: Evaluation, how: Aggregation) -> bool:
+    """Return whether the metrics of patients are those of slides, because each patient has one slide."""
+    slide, patient = evaluation.slide.get(how), evaluation.patient.get(how)
+    if isinstance(slide, TargetMetrics) and isinstance(patient, TargetMetrics):
+        # Sums in another order may differ in the last digit.
+        return slide.count == slide.patients == patient.count
+    return slide is not None and slide == patient
+
+
+def _columns_of(metrics: AnyMetrics) -> list[str]:
+    """Return the endings of the metrics of single columns, such as `:age`."""
+    found = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
+    return [f":{name}" for name in found if name]
 
 
 def split_lines(evaluations: Mapping[Side, Evaluation]) -> list[str]:

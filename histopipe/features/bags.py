@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import OnError
-from histopipe.dataset.sample_table import SampleTable
+from histopipe.dataset.sample_table import SampleTable, SlideValues
 from histopipe.dataset.sampling import BatchSampler, Field, Order
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features import BagOf
@@ -34,7 +34,8 @@ from histopipe.system.hashing import combine, permuted
 class Bag:
     """The patches of a slide, or of all slides of a patient, with the patient as `id`: a `SampleGroup` of one sample.
 
-    `site` is None if the slides have different sites. Bags with copies of one slide have the same `content`.
+    `site` is None if the slides have different sites. Bags with copies of one slide have the same `content`. `cells` are
+    those of further columns of the labels file.
     """
 
     planned: ClassVar = 1
@@ -48,6 +49,7 @@ class Bag:
     patient: str | None
     site: str | None
     content: str | None
+    cells: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -69,7 +71,7 @@ class BagSet:
 
     The files come from `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file with the columns slide, label, and
     optionally patient and site; `allow_extra` ignores its rows that name no slide. By default they are those that
-    `histopipe embed` recorded. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones.
+    `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones.
 
     Raises:
         NothingToDo: the folder contains no features.
@@ -87,6 +89,8 @@ class BagSet:
         *,
         bag: BagOf = "slide",
         labels: Path | None = None,
+        columns: Sequence[str] = (),
+        with_label: bool = True,
         allow_extra: bool = False,
         numbers: Mapping[str, int] | None = None,
     ) -> None:
@@ -100,7 +104,13 @@ class BagSet:
             )
         self.dimension = _common_dimension(filled)
         self.uuid = _identity(folder, self.dimension)
-        labelled = _slide_labels(headers, labels, allow_extra=allow_extra)
+        rows = None
+        if labels is not None:
+            rows = read_labels(
+                labels, SlideNames(headers), columns=columns, with_label=with_label,
+                allow_extra=allow_extra,
+            )  # fmt: skip
+        labelled = _slide_labels(headers, rows)
         labelled = {name: label for name, label in labelled.items() if name in filled}
         groups = _by_patient(labelled) if bag == "patient" else {name: [name] for name in labelled}
         contents = _contents(groups, filled)
@@ -112,7 +122,7 @@ class BagSet:
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
             bags[known[name] if name in known else next(others)] = Bag(
                 name, tuple(slides), tuple(filled[slide] for slide in slides), first.label, first.patient,
-                sites.pop() if len(sites) == 1 else None, contents[name],
+                sites.pop() if len(sites) == 1 else None, contents[name], first.cells,
             )  # fmt: skip
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         empty = len(headers) - len(filled)
@@ -145,12 +155,9 @@ def _identity(folder: Path, dimension: int) -> str:
 
 
 def _slide_labels(
-    headers: Mapping[str, FeatureHeader], labels: Path | None, *, allow_extra: bool
+    headers: Mapping[str, FeatureHeader], rows: Mapping[str, SlideLabel] | None
 ) -> dict[str, SlideLabel]:
-    """Return label, patient and site of every slide. The patient is never empty."""
-    rows = None
-    if labels is not None:
-        rows = read_labels(labels, SlideNames(headers), allow_extra=allow_extra)
+    """Return label, patient and site of every slide. The patient is never empty. `rows` are of the labels file."""
     found = {}
     for name, header in headers.items():
         label, patient, site = (
@@ -158,7 +165,7 @@ def _slide_labels(
         )
         given = SlideLabel(label) if rows is None else rows.get(name, SlideLabel(None))
         patient = given.patient or patient or patient_of(name)
-        found[name] = SlideLabel(given.label, patient, given.site or site)
+        found[name] = SlideLabel(given.label, patient, given.site or site, given.cells)
     return found
 
 
@@ -191,19 +198,21 @@ def _contents(
 
 
 def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
-    """Return the labelled slides of each patient. All of them must have the same label."""
+    """Return the labelled slides of each patient. All of them must have the same label and the same cells."""
     groups: dict[str, list[str]] = {}
     for name, label in labels.items():
-        if label.label:
+        if label.label or any(label.cells.values()):
             groups.setdefault(str(label.patient), []).append(name)
     for patient, slides in groups.items():
-        found = sorted({str(labels[name].label) for name in slides})
-        if len(found) > 1:
-            raise UsageError(
-                f"patient {patient}", found=f"slides with labels {' and '.join(found)}",
-                expected="one label for all slides of a patient with --bag patient",
-                todo="use --bag slide, or one label per patient in --labels",
-            )  # fmt: skip
+        texts = [{"labels": str(it.label), **it.cells} for it in map(labels.__getitem__, slides)]
+        for column in texts[0]:
+            found = sorted({text[column] or "empty" for text in texts})
+            if len(found) > 1:
+                raise UsageError(
+                    f"patient {patient}", found=f"slides with {column} {' and '.join(found)}",
+                    expected="the same for all slides of a patient with --bag patient",
+                    todo="use --bag slide, or one value per patient in --labels",
+                )  # fmt: skip
     return dict(sorted(groups.items()))
 
 
@@ -233,18 +242,21 @@ class BagBatches(BatchSampler):
         on_error: OnError = "raise",
         most: int = 0,
         seed: int = 0,
+        by_slide: Mapping[str, SlideValues] | None = None,
     ) -> None:
-        super().__init__(table, batch_size=batch_size, order=order, replicas=replicas)
+        super().__init__(
+            table, batch_size=batch_size, order=order, replicas=replicas, by_slide=by_slide
+        )
         self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
         self.dtype = np.result_type(*(h.dtype for bag in bags.bags.values() for h in bag.headers))
         self.fields = (
             Field("features", self.dtype, (bags.dimension,), ragged=True),
             Field("end", np.int64), Field("label", np.int32), Field("weight", np.float32),
-            Field("key", np.int64),
+            Field("key", np.int64), *self._slide_fields(),
         )  # fmt: skip
 
     def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Return the (R, D) features of a replica's part of a step; and the end row, label, weight and key of each bag.
+        """Return the fields of a replica's part of a step: (R, D) features, and for each bag its end row and so on.
 
         Raises:
             DamagedStore: a bag is damaged, and damaged bags are not skipped.
@@ -261,7 +273,7 @@ class BagBatches(BatchSampler):
                 weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
             parts.append(found)
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        return _joined(parts), ends, located.labels, weights, keys
+        return _joined(parts), ends, located.labels, weights, keys, *self._slide_values(located)
 
     def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 from histopipe.dataset.options import LabelsFrom, OnError, StainNorm
 from histopipe.errors import ScaleError, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
+from histopipe.evaluation.metrics import Metrics
 from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.slide_run import Network
 from histopipe.runs import folder as run_folder
@@ -92,6 +93,11 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
             todo="use the predictions and attention in its folder; to predict other slides, train with "
             "them as test slides (--splits)",
         )  # fmt: skip
+    if config.task != "classification":
+        raise UsageError(
+            f"the model of {folder} predicts no classes", found=f"--task {config.task}",
+            expected="--task classification", todo="use its model.keras, which opens in plain Keras",
+        )  # fmt: skip
     metrics = read_json(folder / METRICS)
     keras_network = load_quietly("histopipe.inference.keras_network")
     network = keras_network.KerasNetwork(
@@ -102,7 +108,8 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     return Classifier(
         folder, network, tuple(metrics["classes"]), network.patch_size, metrics.get("spec"),
         metrics.get("patch_mpp"), config.stain_norm, config.labels_from, config.judging,
-        {name: (judged.threshold, None) for name, judged in validation}, network.sha256,
+        {name: (it.threshold, None) for name, it in validation if isinstance(it, Metrics)},
+        network.sha256,
     )  # fmt: skip
 
 

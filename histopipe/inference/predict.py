@@ -18,7 +18,8 @@ from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import trained_on
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.predictions import AGGREGATIONS, Aggregation, Level, PatchScores
+from histopipe.evaluation.levels import AGGREGATIONS, Aggregation, Level
+from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier, PredictOptions, load_classifier
 from histopipe.inference.predictions_folder import (

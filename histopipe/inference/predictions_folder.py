@@ -20,15 +20,14 @@ from histopipe.evaluation.evaluate import (
     JudgeSettings,
     Thresholds,
     evaluate,
-    name_of,
     positive_class,
 )
+from histopipe.evaluation.levels import Aggregation, Level, name_of
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.predictions import (
-    Aggregation,
-    Level,
     PatchScores,
     joined_scores,
+    of_classes,
     read_slide_predictions,
     scores_of,
     write_predictions,
@@ -160,7 +159,7 @@ class PredictionsFolder:
 
     def read(self, slide: str) -> PatchScores:
         """Read the predictions of a slide."""
-        return read_slide_predictions(self.csv(slide))
+        return of_classes(read_slide_predictions(self.csv(slide)), self.csv(slide))
 
 
 def write_table(

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from histopipe.evaluation.metrics import Bin
 from histopipe.evaluation.statistics import Roc
+from histopipe.evaluation.target_metrics import RiskGroup
 from histopipe.system.files import appearing
 
 _Colours = tuple[str, str, tuple[str, ...]]
@@ -35,6 +36,8 @@ _VARIABLES = {
 }  # fmt: skip
 """Placeholder colours, and the CSS variables that replace them."""
 
+_POINTS = 2000
+"""Most points of a chart."""
 Line = tuple[str, Sequence[float], Sequence[float | None]]
 """Name, x values and y values."""
 
@@ -106,6 +109,35 @@ def calibration_chart(title: str, curves: Mapping[str, Sequence[Bin]]) -> str:
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.legend(loc="upper left")
         return _svg(figure, f"{title}: {', '.join(curves)}")
+
+
+def survival_chart(title: str, groups: Sequence[RiskGroup]) -> str:
+    """Draw Kaplan-Meier curves with their confidence bands."""
+    with _chart(title) as (figure, axes):
+        for it in groups:
+            name = f"{it.name} ({it.count})"
+            (line,) = axes.step(it.times, it.survival, where="post", linewidth=1.6, label=name)
+            colour = line.get_color()
+            axes.fill_between(
+                it.times, it.low, it.high, step="post", color=colour, alpha=0.15, linewidth=0
+            )
+        axes.set(xlabel="time", ylabel="survival", ylim=(-0.02, 1.02))
+        axes.legend()
+        return _svg(figure, f"{title}: {', '.join(it.name for it in groups)}")
+
+
+def scatter_chart(title: str, true: NDArray[np.floating], predicted: NDArray[np.floating]) -> str:
+    """Draw predicted against true values, with the line of equality."""
+    with _chart(title, square=True) as (figure, axes):
+        both = np.concatenate([true, predicted])
+        ends = [float(both.min()), float(both.max())] if len(both) else [0.0, 1.0]
+        axes.plot(ends, ends, color=mpl.rcParams["grid.color"], linewidth=0.8, linestyle="--")
+        chosen = np.linspace(0, len(true) - 1, min(len(true), _POINTS)).astype(int)
+        axes.plot(
+            true[chosen], predicted[chosen], linestyle="", marker="o", markersize=3, alpha=0.6
+        )
+        axes.set(xlabel="true", ylabel="predicted")
+        return _svg(figure, f"{title}: predicted against true values")
 
 
 def _style(colours: _Colours) -> Any:

@@ -11,7 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.evaluation.predictions import (
+    PatchScores,
+    joined_scores,
+    of_classes,
+    read_predictions,
+)
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.runs import folder as run_folder
@@ -135,7 +140,8 @@ def _of_run(
     folder: Path, stores: Sequence[Store], class_name: str | None
 ) -> tuple[Collection[str], ReadValues]:
     """Read validation and test patches. Training patches have no predictions."""
-    sides = list(read_predictions(folder / run_folder.PREDICTIONS).values())
+    found = read_predictions(folder / run_folder.PREDICTIONS).values()
+    sides = [of_classes(scores, folder) for scores in found]
     if sides and sides[0].level != "patch":
         raise UsageError(
             f"{folder} has no attention, and no predictions of patches, only of {sides[0].level}s",
@@ -154,7 +160,7 @@ def _of_run(
 def _of_attention(folder: Path, stores: Sequence[Store]) -> tuple[Collection[str], ReadValues]:
     found: dict[str, NDArray[np.float64]] = {}
     for path in sorted((folder / run_folder.ATTENTION).rglob("*.csv")):
-        found |= _read_attention(path)
+        found |= read_attention(path)
 
     def read(name: str) -> PatchValues:
         x, y, attention, side = found[name].T
@@ -168,7 +174,7 @@ def _of_attention(folder: Path, stores: Sequence[Store]) -> tuple[Collection[str
     return found, read
 
 
-def _read_attention(path: Path) -> dict[str, NDArray[np.float64]]:
+def read_attention(path: Path) -> dict[str, NDArray[np.float64]]:
     """Return (N, 4) x, y, attention and side of patches by slide, without patches with unknown positions."""
     rows: dict[str, list[tuple[float, ...]]] = {}
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
+from histopipe.evaluation.target_scores import TargetScores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
@@ -25,7 +26,7 @@ from histopipe.system.files import read_json
 class RunData:
     """A finished run, with the contents of its files.
 
-    `history` has one row per epoch. `predictions` are of patches or bags. `stores` are the open stores that were found.
+    `history` has one row per epoch. `predictions` are classes of patches or bags, `targets` those of other tasks. `stores` are the open stores that were found.
     `missing` lists the parts that could not be read, with the reasons.
     """
 
@@ -36,6 +37,7 @@ class RunData:
     splits: Mapping[str, Any]
     history: Sequence[Mapping[str, float | None]]
     predictions: Mapping[Side, PatchScores]
+    targets: Mapping[Side, TargetScores]
     stores: Sequence[Store]
     missing: Sequence[str]
 
@@ -68,9 +70,12 @@ def read_run(
         missing.append("No pictures of patches and slides: use --store to name the stores.")
     elif named is None and not opened:
         missing.append("No heatmaps of attention: use --store to name the store of the patches.")
+    read = read_predictions(folder / run_folder.PREDICTIONS).items()
     return RunData(
         folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
-        _history(folder / run_folder.HISTORY), read_predictions(folder / run_folder.PREDICTIONS),
+        _history(folder / run_folder.HISTORY),
+        {side: scores for side, scores in read if isinstance(scores, PatchScores)},
+        {side: scores for side, scores in read if isinstance(scores, TargetScores)},
         opened, missing,
     )  # fmt: skip
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.evaluation import table
-from histopipe.evaluation.evaluate import Evaluation, positive_class
+from histopipe.evaluation.evaluate import AnyMetrics, Evaluation, positive_class
+from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import Bin, Metrics
-from histopipe.evaluation.predictions import Level, scores_of
+from histopipe.evaluation.predictions import scores_of
 from histopipe.evaluation.statistics import roc_of
 from histopipe.reports import charts
 from histopipe.reports.html_page import (
@@ -32,6 +33,7 @@ from histopipe.reports.html_page import (
 )
 from histopipe.reports.run_data import RunData, read_run
 from histopipe.reports.run_slides import certain_patches, heatmaps, slide_table
+from histopipe.reports.run_targets import target_charts, target_metrics, target_table
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 
@@ -54,14 +56,21 @@ def run_page(
     """Return the page of a finished run. For the other arguments and the errors, see `read_run`."""
     with ExitStack() as stack:
         run = read_run(folder, stores, stack, follow=follow)
-        subtitle = f"{_network(run.config)}, {' vs. '.join(run.classes)}, in {folder}"
+        subject = " vs. ".join(run.classes)
+        if run.targets:
+            subject = f"{run.config.task} of {', '.join(run.config.target_columns)}"
+        subtitle = f"{_network(run.config)}, {subject}, in {folder}"
         page = Page(f"Run {folder.resolve().name}", subtitle)
         page.add("Summary", *_summary(run))
-        page.add("Metrics", *_metrics(run))
+        page.add("Metrics", *(target_metrics(run) if run.targets else _metrics(run)))
         page.add("Curves", _curves(run))
-        page.add("ROC and calibration", _roc_and_calibration(run))
-        page.add("Confusion", *_confusions(run))
-        page.add("Slides", slide_table(run))
+        if run.targets:
+            page.add("Predictions", *target_charts(run))
+            page.add("Slides", target_table(run))
+        else:
+            page.add("ROC and calibration", _roc_and_calibration(run))
+            page.add("Confusion", *_confusions(run))
+            page.add("Slides", slide_table(run))
         if pictures:
             page.add("Patches", *certain_patches(run))
             page.add("Heatmaps", heatmaps(run))
@@ -83,15 +92,23 @@ def _summary(run: RunData) -> Iterator[Block]:
     name = "Test set" if side == "test" else "Validation set (there is no test set)"
     cards = []
     for level, metrics in _shown(evaluation):
-        for figure, title in table.WITH_INTERVALS.items():
-            value = table.number(getattr(metrics, figure))
+        for figure, title in table.shown_figures(run.config.task)[0].items():
+            value = table.number(metrics.figures[figure])
             interval = table.interval(metrics, figure) or "no interval"
             cards.append(Card(f"{title}, {_NAMES[level.partition('_')[0]]}", value, interval))
     yield Text(f"{name}. Brackets show 95 % confidence intervals from resampling patients.", "soft")
     yield Cards(cards)
     result = run.result
+    if side in result.covariates_only:
+        finest = result.covariates_only[side].finest
+        name, title = next(iter(table.shown_figures(run.config.task)[0].items()))
+        yield Text(
+            f"A model of the covariates alone ({', '.join(getattr(run.config, 'covariates', ()))}): {title} "
+            f"{table.with_interval(finest, name)}. The difference is what the slides add."
+        )
     yield Text(
-        f"Model after epoch {result.best_epoch} of {result.epochs}, selected by validation AUC. "
+        f"Model after epoch {result.best_epoch} of {result.epochs}, selected by validation "
+        f"{table.main_figure(evaluation.finest)[0]}. "
         f"Training took {result.seconds:,.0f} s."
     )
     if run.splits.get("split_by") == "patch":
@@ -101,13 +118,11 @@ def _summary(run: RunData) -> Iterator[Block]:
         )
 
 
-def _shown(evaluation: Evaluation) -> Iterator[tuple[str, Metrics]]:
+def _shown(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
     """Yield metrics of patches, and of means per slide and patient. Patients are left out if equal to slides."""
-    slide = evaluation.slide.get("mean")
+    same = table.same_as_slides(evaluation, "mean")
     for name, metrics in evaluation.named():
-        if name == "patch" or (
-            name.endswith("_mean") and not (name.startswith("patient") and metrics == slide)
-        ):
+        if name in ("patch", "slide_mean") or (name == "patient_mean" and not same):
             yield name, metrics
 
 
@@ -128,6 +143,7 @@ def _metrics(run: RunData) -> Iterator[Block]:
         ])
         for side, evaluation in run.result.metrics.items()
         for level, metrics in evaluation.named()
+        if isinstance(metrics, Metrics)
     ]  # fmt: skip
     yield Table("Metrics of the validation and test sets at all levels", columns, rows)
 
@@ -144,8 +160,10 @@ def _curves(run: RunData) -> Charts | None:
 
     made = [
         charts.lines("Loss", [curve("training", "loss"), curve("validation", "val_loss")], x="epoch", y="loss", mark=best),
-        charts.lines("AUC", [curve("training", "auc"), curve("validation", "val_auc")], x="epoch", y="AUC", mark=best),
     ]  # fmt: skip
+    name, title = next(iter(table.shown_figures(run.config.task)[0].items()))
+    pair = [curve("training", name), curve("validation", f"val_{name}")]
+    made.append(charts.lines(title, pair, x="epoch", y=title, mark=best))
     rate = curve("learning rate", "learning_rate")
     if len(set(rate[2])) > 1:
         made.append(charts.lines("Learning rate", [rate], x="epoch", y="rate"))
@@ -154,7 +172,10 @@ def _curves(run: RunData) -> Charts | None:
 
 def _roc_and_calibration(run: RunData) -> Charts:
     judged = run.result.metrics.items()
-    found: dict[str, Sequence[Bin]] = {side: it.finest.reliability for side, it in judged}
+    finest = {side: it.finest for side, it in judged}
+    found: dict[str, Sequence[Bin]] = {
+        side: it.reliability for side, it in finest.items() if isinstance(it, Metrics)
+    }
     return Charts([*_roc_charts(run), charts.calibration_chart("Calibration", found)])
 
 
@@ -184,6 +205,8 @@ def _roc_charts(run: RunData) -> Iterator[str]:
 def _confusions(run: RunData) -> Iterator[Block]:
     side, evaluation = _main_evaluation(run)
     for level, metrics in _shown(evaluation):
+        if not isinstance(metrics, Metrics):
+            continue
         rows = [(name, metrics.confusion[i]) for i, name in enumerate(run.classes)]
         threshold = "" if metrics.threshold is None else f", threshold {metrics.threshold:.3f}"
         yield Confusion(f"{side}: {level.replace('_', ', ')}{threshold}", run.classes, rows)

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import positive_class
-from histopipe.evaluation.metrics import decide
-from histopipe.evaluation.predictions import Level, PatchScores, scores_of
+from histopipe.evaluation.levels import Level
+from histopipe.evaluation.metrics import Metrics, decide
+from histopipe.evaluation.predictions import PatchScores, scores_of
 from histopipe.reports.heatmap_sources import SlideImages, find_slide, open_values
 from histopipe.reports.html_page import (
     Block,
@@ -62,7 +63,8 @@ def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]
     scores = scores_of(blank, level, "mean", top_k=run.config.judging.top_k, positive=positive or 0)
     evaluation = run.result.metrics.get(side)
     metrics = evaluation.at(level, "mean") if evaluation else None
-    decided = decide(scores, positive, metrics.threshold if metrics else None)
+    threshold = metrics.threshold if isinstance(metrics, Metrics) else None
+    decided = decide(scores, positive, threshold)
     group = patches.slide if level == "slide" else patches.patient
     names = patches.slides if level == "slide" else patches.patients
     for i, item in enumerate(scores.item.tolist()):

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from histopipe.dataset.options import TaskName
 from histopipe.errors import UsageError
 from histopipe.runs.settings import check_settings, declared_settings, setting
 
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
     from histopipe.evaluation.evaluate import JudgeSettings
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
+
+Loss = Literal["auto", "huber", "squared", "cox", "discrete"]
+LOSSES: dict[str, tuple[Loss, ...]] = {
+    "classification": (), "multilabel": (), "regression": ("huber", "squared"),
+    "survival": ("cox", "discrete"),
+}  # fmt: skip
+"""Losses of each task; the first is the default."""
 
 _DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
@@ -44,6 +52,26 @@ class TrainConfig:
     labels: str | None = setting(
         None, "CSV file with the columns slide, label, and optionally patient and site; replaces the recorded labels.",
         group=DATA, format="path", search=False, per_worker=True,
+    )  # fmt: skip
+    task: TaskName = setting(
+        "classification", "What is predicted: a class, several labels, numbers, or survival.",
+        group=DATA, search=False,
+    )  # fmt: skip
+    target: tuple[str, ...] = setting(
+        (), "Columns of --labels to predict: 0/1 columns for multilabel, numbers for regression.",
+        group=DATA, search=False,
+    )  # fmt: skip
+    time: str | None = setting(
+        None, "Column of --labels with the time until the event, or until the last visit, for survival.",
+        group=DATA, search=False,
+    )  # fmt: skip
+    event: str | None = setting(
+        None, "Column of --labels with 1 if the event happened at --time, else 0.",
+        group=DATA, search=False,
+    )  # fmt: skip
+    loss: Loss = setting(
+        "auto", "Training loss of --task regression (huber or squared) or survival (cox or discrete); auto: the first.",
+        group=OPTIMIZATION,
     )  # fmt: skip
     allow_extra_rows: bool = setting(
         False, "Ignore rows of --labels that match no slide.", group=DATA, search=False
@@ -172,7 +200,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         # Imported late: `--help` does not need NumPy.
-        from histopipe.evaluation.evaluate import check_rule
+        from histopipe.evaluation.thresholds import check_rule
 
         check_rule(self.threshold)
         self._check_together()
@@ -204,11 +232,62 @@ class TrainConfig:
                 "--accumulate", found=self.accumulate,
                 expected=f"at most the {self.batch_size} {self.unit} of --batch-size",
             )  # fmt: skip
+        self._check_task()
         if self.balance == "class" and self.class_weights == "balanced":
             raise UsageError(
                 "--balance class and --class-weights balanced both correct for class frequencies",
                 todo="use one of them",
             )
+
+    def _check_task(self) -> None:
+        """Check that the settings of the task are complete, and that no others are set."""
+        task = f"--task {self.task}"
+        survival = self.task == "survival"
+        by_columns = self.task in ("multilabel", "regression")
+        for name, wanted in (("target", by_columns), ("time", survival), ("event", survival)):
+            if bool(getattr(self, name)) != wanted:
+                raise UsageError(
+                    f"--{name}", found="no column" if wanted else task,
+                    expected=f"a column of --labels for {task}" if wanted else "another --task",
+                )  # fmt: skip
+        if self.task == "classification":
+            if self.loss != "auto":
+                raise UsageError("--loss", found=task, expected="--task regression or survival")
+            return
+        columns = self.target_columns
+        if len(set(columns)) < len(columns):
+            raise UsageError(
+                task, found=", ".join(columns), expected="columns with different names"
+            )
+        if self.labels is None and self.splits is None:
+            raise UsageError(f"{task} needs --labels", expected="a CSV file with these columns")
+        if self.loss not in ("auto", *LOSSES[self.task]):
+            raise UsageError(
+                "--loss", found=self.loss, expected=f"auto, {', '.join(LOSSES[self.task])} for {task}"
+                if LOSSES[self.task] else f"auto for {task}",
+            )  # fmt: skip
+        for name, off in (("label_smoothing", 0.0), ("positive", None)):
+            if getattr(self, name) != off:
+                raise UsageError(
+                    f"--{name.replace('_', '-')}", found=task, expected="--task classification"
+                )
+        if self.task != "multilabel":
+            for name in ("class_weights", "balance"):
+                if getattr(self, name) in ("balanced", "class"):
+                    raise UsageError(
+                        f"--{name.replace('_', '-')} {getattr(self, name)}", found=task,
+                        expected="a task with classes",
+                    )  # fmt: skip
+
+    @property
+    def target_columns(self) -> tuple[str, ...]:
+        """Columns of the labels file with the target; empty for classification."""
+        return (self.time, self.event) if self.time and self.event else self.target
+
+    @property
+    def used_loss(self) -> str:
+        """The loss, if `loss` is auto the default of the task; empty for tasks with one loss."""
+        return self.loss if self.loss != "auto" else next(iter(LOSSES[self.task]), "")
 
     @property
     def judging(self) -> JudgeSettings:

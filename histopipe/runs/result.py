@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.table import number, split_lines
+from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
 from histopipe.system.files import read_json
 
 METRICS = "metrics.json"
+_BASELINE = "covariates_only"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -28,6 +29,7 @@ class TrainResult:
         seconds: duration of the epochs and of the evaluation.
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
+        covariates_only: metrics of a model of the covariates alone, by side; empty without covariates.
     """
 
     folder: Path
@@ -37,19 +39,25 @@ class TrainResult:
     seconds: float
     host_bytes: int
     gpu_bytes: int | None
+    covariates_only: Mapping[Side, Evaluation] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        found = (f", {side} AUC {number(it.finest.auc)}" for side, it in self.metrics.items())
+        main = {side: main_figure(it.finest) for side, it in self.metrics.items()}
+        found = (f", {side} {title} {number(value)}" for side, (title, value) in main.items())
         return (
             f"<TrainResult {self.folder}: epoch {self.best_epoch} of {self.epochs}{''.join(found)}>"
         )
 
     def __str__(self) -> str:
         place = f"model of epoch {self.best_epoch}, predictions and metrics: {self.folder}"
-        return "\n".join([*split_lines(self.metrics), place])
+        lines = split_lines(self.metrics)
+        for side, evaluation in self.covariates_only.items():
+            lines += evaluation_lines(f"covariates alone, {side}", evaluation)
+        return "\n".join([*lines, place])
 
     def to_json(self) -> dict[str, Any]:
         """Return the result in the form of `metrics.json`."""
+        baseline = {side: it.to_json() for side, it in self.covariates_only.items()}
         return {
             "epochs": self.epochs,
             "best_epoch": self.best_epoch,
@@ -57,6 +65,7 @@ class TrainResult:
             "host_bytes": self.host_bytes,
             "gpu_bytes": self.gpu_bytes,
             **{side: evaluation.to_json() for side, evaluation in self.metrics.items()},
+            **({_BASELINE: baseline} if baseline else {}),
         }
 
 
@@ -77,7 +86,12 @@ def read_result(folder: Path) -> TrainResult:
         value = read_json(path)
         names = ("epochs", "best_epoch", "seconds", "host_bytes", "gpu_bytes")
         metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
-        return TrainResult(folder=folder, metrics=metrics, **{name: value[name] for name in names})
+        found = value.get(_BASELINE, {})
+        baseline = {side: Evaluation.from_json(found[side]) for side in SIDES if side in found}
+        return TrainResult(
+            folder=folder, metrics=metrics, covariates_only=baseline,
+            **{name: value[name] for name in names},
+        )  # fmt: skip
     except FileNotFoundError as error:
         raise UsageError(
             f"no finished run in {folder}", expected=f"a {METRICS} in it",
@@ -94,24 +108,33 @@ def read_result(folder: Path) -> TrainResult:
 class EpochMetrics:
     """Metrics of the predictions of one epoch.
 
-    The loss is weighted by class as in training. For several classes, `auc` is the mean one-vs-rest AUC; it is None
-    with fewer than two classes.
+    Attributes:
+        count: number of samples.
+        loss: mean loss, weighted as in training.
+        figures: metrics by name; None if undefined. For several classes, `auc` is the mean one-vs-rest AUC.
+        score: the metric by which the best epoch is chosen; higher is better.
     """
 
     count: int
     loss: float
-    accuracy: float
-    auc: float | None
+    figures: Mapping[str, float | None]
+    score: float | None
 
 
-def epoch_line(row: dict[str, Any], epochs: int, *, better: bool) -> str:
+_TITLES = {"accuracy": ("acc", 3), "auc": ("auc", 4), "r2": ("R²", 4), "c_index": ("C-index", 4)}
+
+
+def epoch_line(row: Mapping[str, Any], epochs: int, *, better: bool) -> str:
     """Return the row of an epoch as one line of text."""
     unit = "patches" if "patches_per_s" in row else "bags"
     speed = f"{row[f'{unit}_per_s']:.{0 if unit == 'patches' else 1}f} {unit}/s"
-    return (
-        f"epoch {row['epoch']}/{epochs}  loss {row['loss']:.4f}  acc {row['accuracy']:.3f}  "
-        f"auc {number(row['auc'], 4)}  "
-        f"val loss {row['val_loss']:.4f}  acc {row['val_accuracy']:.3f}  "
-        f"auc {number(row['val_auc'], 4)}  "
-        f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}"
-    )
+    parts = [f"epoch {row['epoch']}/{epochs}"]
+    for title, prefix in (("", ""), ("val ", "val_")):
+        parts.append(f"{title}loss {row[f'{prefix}loss']:.4f}")
+        parts += [
+            f"{name} {number(row[prefix + key], digits)}"
+            for key, (name, digits) in _TITLES.items()
+            if key in row
+        ]
+    parts.append(f"{speed}, {row['input_wait']:.0%} waiting for input{'  *best' if better else ''}")
+    return "  ".join(parts)

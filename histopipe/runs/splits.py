@@ -13,6 +13,7 @@ from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.dataset.splitting import make_splits
+from histopipe.dataset.targets import make_task
 from histopipe.errors import UsageError
 from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
@@ -35,6 +36,8 @@ def opened_sources(
             Path(config.mil),
             bag=config.bag,
             labels=None if config.labels is None else Path(config.labels),
+            columns=(*config.target_columns, *config.covariates),
+            with_label=config.task == "classification",
             allow_extra=config.allow_extra_rows,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
         )
@@ -52,6 +55,12 @@ def new_splits(config: TrainConfig, sources: Sequence[SampleSource]) -> Splits:
     """
     if config.splits is not None:
         splits = read_splits(Path(config.splits), sources)
+        wanted = (config.task, config.target_columns, getattr(config, "covariates", ()))
+        if (splits.task, splits.targets, splits.covariates) != wanted:
+            raise UsageError(
+                f"--splits {config.splits}", found=f"{splits.task} {' '.join((*splits.targets, *splits.covariates))}",
+                expected=f"{wanted[0]} {' '.join((*wanted[1], *wanted[2]))}", todo="create new splits",
+            )  # fmt: skip
         if isinstance(config, PatchTrainConfig):
             _check_given(splits, config, sources)
     else:
@@ -94,9 +103,15 @@ def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[
     if isinstance(config, PatchTrainConfig):
         labelling, region_um = config.labelling, config.region_um
         if config.labels is not None:
-            extra = config.allow_extra_rows
-            labels = read_slide_labels(config.labels, sources, allow_extra=extra)
+            labels = read_slide_labels(
+                config.labels, sources, columns=config.target_columns,
+                with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
+            )  # fmt: skip
             labelling = replace(labelling, labels=labels)
+    labelling = replace(
+        labelling, task=make_task(config.task, config.target_columns),
+        covariates=getattr(config, "covariates", ()),
+    )  # fmt: skip
     return {
         "split_by": config.split_by,
         "seed": config.seed,

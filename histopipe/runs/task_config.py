@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from histopipe.dataset.options import Augmentation
 
 Pooling = Literal["gated", "attention", "mean", "max"]
+_COX_BATCH = 32
 _TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
 
 
@@ -116,6 +117,18 @@ class PatchTrainConfig(TrainConfig):
     def _check_together(self) -> None:
         # With slots, `super()` without arguments finds another class.
         super(PatchTrainConfig, self)._check_together()
+        if self.task == "survival":
+            raise UsageError(
+                "--task survival",
+                found="patches",
+                expected="a slide model: --mil with a folder of features",
+            )
+        if self.task != "classification" and self.labels_from == "annotation":
+            raise UsageError(
+                "--labels-from annotation",
+                found=f"--task {self.task}",
+                expected="--task classification",
+            )
         parse_trainable(self.trainable)
         if len(set(self.augment)) < len(self.augment) or (
             "none" in self.augment and len(self.augment) > 1
@@ -167,12 +180,32 @@ class BagTrainConfig(TrainConfig):
         "gated", "With --mil: pooling of a bag's patches; gated and attention are ABMIL.",
         group=MODEL,
     )  # fmt: skip
-    batch_size: int = setting(1, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1)
+    covariates: tuple[str, ...] = setting(
+        (), "With --mil: further columns of --labels as inputs of the model, such as age,stage.",
+        group=DATA,
+    )  # fmt: skip
+    batch_size: int = setting(
+        1, "Bags per step, over all devices.", group=OPTIMIZATION, at_least=1,
+        default_text="1; 32 for the Cox loss",
+    )  # fmt: skip
     learning_rate: float = setting(2e-4, "Learning rate.", group=OPTIMIZATION, above=0)
 
     def _check_together(self) -> None:
         # As above.
         super(BagTrainConfig, self)._check_together()
+        if self.used_loss == "cox" and self.batch_size < 2:
+            raise UsageError(
+                "--batch-size", found=self.batch_size,
+                expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
+            )  # fmt: skip
+        common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
+        if common or len(set(self.covariates)) < len(self.covariates):
+            raise UsageError(
+                "--covariates", found=", ".join(self.covariates),
+                expected="different columns that are not predicted",
+            )  # fmt: skip
+        if self.covariates and self.labels is None and self.splits is None:
+            raise UsageError("--covariates need --labels", expected="a CSV file with these columns")
         if self.split_by in ("region", "patch"):
             raise UsageError(
                 f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
@@ -194,6 +227,12 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
     values = {name: _plain(value) for name, value in settings.items()}
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
+    if (
+        on_bags
+        and values.get("task") == "survival"
+        and values.get("loss", "auto") in ("auto", "cox")
+    ):
+        values.setdefault("batch_size", _COX_BATCH)
     own, foreign = declared_settings(kind), declared_settings(other)
     for name in values.keys() - own.keys():
         # A setting of the other kind is accepted if it is switched off.

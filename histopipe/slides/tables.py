@@ -6,9 +6,9 @@ import csv
 import difflib
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from histopipe.errors import UsageError
@@ -24,11 +24,12 @@ _SURVIVAL_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class SlideLabel:
-    """Row of a labels file; None for empty cells and missing columns."""
+    """Row of a labels file; None for empty cells and missing columns. `cells` are those of other columns, by name."""
 
     label: str | None
     patient: str | None = None
     site: str | None = None
+    cells: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +83,29 @@ class SlideNames:
 
 
 def read_labels(
-    path: Path, names: SlideNames, *, allow_extra: bool = False
+    path: Path,
+    names: SlideNames,
+    *,
+    columns: Sequence[str] = (),
+    with_label: bool = True,
+    allow_extra: bool = False,
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
+
+    With `columns`, the file must have these too, and may have others. Without `with_label`, it needs no label.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
-    rows = _rows(path, required=("slide", "label"), allowed=_LABEL_COLUMNS)
-    labels = {
-        name: SlideLabel(*(row.others.get(column) or None for column in _LABEL_COLUMNS[1:]))
-        for name, row in _matched(path, rows, names, allow_extra=allow_extra).items()
-    }
-    _refuse_regression(path, labels.values())
+    required = ("slide", *(["label"] if with_label else []), *(name.lower() for name in columns))
+    rows = _rows(path, required=required, allowed=None if columns else _LABEL_COLUMNS)
+    labels = {}
+    for name, row in _matched(path, rows, names, allow_extra=allow_extra).items():
+        label, patient, site = (row.others.get(column) or None for column in _LABEL_COLUMNS[1:])
+        cells = {column: row.others.get(column.lower(), "") for column in columns}
+        labels[name] = SlideLabel(label if with_label else None, patient, site, cells)
+    if with_label:
+        _refuse_regression(path, labels.values())
     return labels
 
 
@@ -157,9 +168,9 @@ def _check_header(
     expected = ",".join(required) + "".join(f"[,{n}]" for n in allowed or () if n not in required)
     hint = "use these column names, separated by commas"
     if _SURVIVAL_WORDS & set(unknown):
-        hint = "this looks like a survival table: survival is not supported, only classes"
+        hint = "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN"
     elif sum(name.startswith("label") for name in header) > 1:
-        hint = "this looks like a multi-label table: only one label per slide is supported"
+        hint = "for several labels pass --task multilabel --target COLUMN,COLUMN"
     found = ",".join(header) or "an empty file"
     raise UsageError(f"{path}: wrong header", found=found, expected=expected, todo=hint)
 
@@ -217,7 +228,7 @@ def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:
             f"{path}: the labels are continuous values",
             found=", ".join(values[:4]),
             expected="classes",
-            todo="regression is not supported: group the values into classes",
+            todo="pass --task regression --target label, or group the values into classes",
         )
 
 

@@ -9,20 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from histopipe.dataset.options import TaskName
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.evaluate import (
-    LEVELS,
-    Evaluation,
-    JudgeSettings,
-    Part,
-    evaluate,
-    levels_of,
-    name_of,
-    positive_class,
-)
-from histopipe.evaluation.predictions import Level, with_common_patients
+from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part, evaluate, positive_class
+from histopipe.evaluation.levels import LEVELS, Level, levels_of, name_of
+from histopipe.evaluation.predictions import with_common_patients
 from histopipe.evaluation.statistics import bootstrap_draws
-from histopipe.evaluation.table import aligned, evaluation_lines
+from histopipe.evaluation.table import aligned, evaluation_lines, shown_figures
+from histopipe.evaluation.target_scores import TargetScores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
@@ -93,13 +87,23 @@ class CompareResult:
         return "\n".join(lines)
 
 
+_MAIN: Mapping[TaskName, tuple[str, ...]] = {
+    "survival": ("c_index", "auc", "brier"), "regression": ("r2", "pearson", "rmse"),
+    "classification": ("auc", "balanced_accuracy", "brier"),
+}  # fmt: skip
+"""Metrics of the differences, of tasks by their metrics; multilabel has those of classification."""
+
+
 def _as_json(metrics: Mapping[str, Difference]) -> dict[str, Any]:
     return {n: {"difference": it.value, "interval": it.interval} for n, it in metrics.items()}
 
 
 def _difference_rows(levels: Mapping[str, Mapping[str, Difference]]) -> list[list[str]]:
     """Return a row per level, without patients if each patient has one slide."""
-    shown = {"auc": "AUC", "balanced_accuracy": "bal. acc.", "brier": "Brier"}
+    names = next(iter(levels.values()))
+    task = next(task for task, main in _MAIN.items() if main[-1] in names and main[0] in names)
+    with_intervals, plain = shown_figures(task)
+    shown = {name: {**with_intervals, **plain}[name] for name in _MAIN[task]}
     rows = [["", *shown.values()]]
     for name, metrics in levels.items():
         level, _, how = name.partition("_")
@@ -205,12 +209,9 @@ def _compare_two(
     first: _Loaded, other: _Loaded, resamples: int, seed: int
 ) -> tuple[dict[str, dict[str, Difference]], tuple[str, ...]]:
     """Return differences by level and metric, and reasons why other levels are not compared."""
-    classes = first.parts[0][0].classes
-    if other.parts[0][0].classes != classes:
-        return {}, ("different classes",)
-    positive = positive_class(classes, first.judging.positive)
-    if positive_class(classes, other.judging.positive) != positive:
-        return {}, ("different positive classes",)
+    difference = _different_targets(first, other)
+    if difference is not None:
+        return {}, (difference,)
     parts = with_common_patients([scores for scores, _ in [*first.parts, *other.parts]])
     thresholds = [chosen for _, chosen in [*first.parts, *other.parts]]
     paired = list(zip(parts, thresholds, strict=True))
@@ -221,21 +222,33 @@ def _compare_two(
     notes: dict[Level, str] = {}
     units = {first_parts[0][0].level, other_parts[0][0].level}
     common_levels = [it for it in LEVELS if all(it in levels_of(unit) for unit in units)]
+    if isinstance(first_parts[0][0], TargetScores):
+        common_levels = [(level, how) for level, how in common_levels if how == "mean"]
     for level, how in common_levels:
-        items = tested_items(
-            first_parts, level, how, first.judging, positive, by_patches=same_stores
-        )
-        other_items = tested_items(
-            other_parts, level, how, other.judging, positive, by_patches=same_stores
-        )
+        items = tested_items(first_parts, level, how, first.judging, by_patches=same_stores)
+        other_items = tested_items(other_parts, level, how, other.judging, by_patches=same_stores)
         if level == "patch" and not same_stores:
             notes[level] = "patches of different stores"
         elif items.keys != other_items.keys or items.repeats:
             common = len(set(items.keys) & set(other_items.keys))
             counts = f"{len(items.keys)} and {len(other_items.keys)}, {common} in common"
             notes[level] = f"{level}: tested on different items ({counts})"
-        elif not np.array_equal(items.scores.label, other_items.scores.label):
+        elif not np.array_equal(
+            items.truth, other_items.truth, equal_nan=items.truth.dtype.kind == "f"
+        ):
             notes[level] = f"{level}: different labels"
         elif items.keys:
-            found[name_of(level, how)] = differences_of(items, other_items, positive, draws)
+            found[name_of(level, how)] = differences_of(items, other_items, draws)
     return found, tuple(notes.values())
+
+
+def _different_targets(first: _Loaded, other: _Loaded) -> str | None:
+    """Return what differs in the predictions of two runs, so that they cannot be compared; None if nothing does."""
+    a, b = first.parts[0][0], other.parts[0][0]
+    if isinstance(a, TargetScores) or isinstance(b, TargetScores):
+        both = [(it.task, it.columns) for it in (a, b) if isinstance(it, TargetScores)]
+        return None if len(both) == 2 and both[0] == both[1] else "different targets"
+    if a.classes != b.classes:
+        return "different classes"
+    of_both = [positive_class(a.classes, it.judging.positive) for it in (first, other)]
+    return None if of_both[0] == of_both[1] else "different positive classes"

@@ -9,14 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.evaluate import FALLBACK, Evaluation, Part, Thresholds, evaluate, judge
-from histopipe.evaluation.metrics import FIGURES
+from histopipe.evaluation.evaluate import Evaluation, Part, Thresholds, evaluate, judge
+from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.predictions import (
     read_predictions,
     with_common_patients,
     write_predictions,
 )
-from histopipe.evaluation.table import aligned, evaluation_lines, number
+from histopipe.evaluation.table import (
+    aligned,
+    evaluation_lines,
+    number,
+    shown_figures,
+    task_of,
+)
+from histopipe.evaluation.target_metrics import TargetMetrics
+from histopipe.evaluation.target_scores import TargetScores, with_common_grid
+from histopipe.evaluation.thresholds import FALLBACK
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
@@ -109,10 +118,12 @@ class CrossValidationResult:
         }
 
     def __repr__(self) -> str:
-        shown = [name for name in _SHOWN if not self.mean or f"{name}_accuracy" in self.mean]
-        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} AUC" for name in shown),
-                 "bal. acc.", "s", "host MB", "GPU MB"]]  # fmt: skip
-        columns = [*(f"{name}_auc" for name in shown), f"{shown[0]}_balanced_accuracy"]
+        task = task_of(self.pooled.finest) if self.pooled else "classification"
+        (main, title), (second, second_title) = list(shown_figures(task)[0].items())[:2]
+        shown = [name for name in _SHOWN if not self.mean or f"{name}_{main}" in self.mean]
+        rows = [["fold", "epochs", *(f"{name.replace('_', ' ')} {title}" for name in shown),
+                 second_title, "s", "host MB", "GPU MB"]]  # fmt: skip
+        columns = [*(f"{name}_{main}" for name in shown), f"{shown[0]}_{second}"]
         for fold in self.folds:
             summary, found = fold.summary(), fold.metrics
             rows.append([
@@ -151,18 +162,27 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
 
 def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     named = {
-        f"{level}_{figure}": getattr(metrics, figure)
+        f"{level}_{figure}": value
         for level, metrics in evaluation.named()
-        for figure in FIGURES
+        for figure, value in metrics.figures.items()
     }
     return {name: value for name, value in named.items() if value is not None}
 
 
 def _thresholds(evaluation: Evaluation) -> Thresholds:
     """Return the thresholds that an evaluation used."""
+    judged = dict(evaluation.named())
+    of_targets = {
+        level: metrics.thresholds
+        for level, metrics in judged.items()
+        if isinstance(metrics, TargetMetrics)
+    }
+    if of_targets:
+        return of_targets
     return {
         level: (metrics.threshold, next((n for n in metrics.notes if n.startswith(FALLBACK)), None))
-        for level, metrics in evaluation.named()
+        for level, metrics in judged.items()
+        if isinstance(metrics, Metrics)
     }
 
 
@@ -174,6 +194,9 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     """
     read = [read_predictions(result.folder / run_folder.PREDICTIONS)["test"] for result in results]
     common = with_common_patients(read)
+    targets = [scores for scores in common if isinstance(scores, TargetScores)]
+    if targets:
+        common = [*with_common_grid(targets)]
     return [
         (scores, _thresholds(result.metrics["test"]))
         for scores, result in zip(common, results, strict=True)

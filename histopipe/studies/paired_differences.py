@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.evaluation.evaluate import JudgeSettings, Part, joined
-from histopipe.evaluation.metrics import FIGURES, decide, interval_of
-from histopipe.evaluation.predictions import Aggregation, Level, PatchScores, Scores
+from histopipe.evaluation.evaluate import (
+    JudgeSettings,
+    Part,
+    class_parts,
+    joined,
+    positive_class,
+    target_parts,
+)
+from histopipe.evaluation.levels import Aggregation, Level
+from histopipe.evaluation.metrics import WeightedStatistics, decide, interval_of
+from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.statistics import Statistics
+from histopipe.evaluation.target_metrics import joined_targets, target_statistics
+from histopipe.evaluation.target_scores import GroupedScores, TargetScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +41,21 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class TestedItems:
-    """Test items of a run at one level, sorted by keys that identify them across runs."""
+    """Test items of a run at one level, sorted by keys that identify them across runs.
+
+    Attributes:
+        keys: one per item.
+        truth: (N, ...) labels or targets.
+        patient: (N,) numbers of the patients.
+        statistics: returns the metrics as functions of weights, for (N,) numbers of the patients.
+    """
 
     __test__ = False  # pytest must not collect this class
 
     keys: list[tuple[Any, ...]]
-    scores: Scores
-    decided: NDArray[np.intp]
+    truth: NDArray[Any]
+    patient: NDArray[np.int32]
+    statistics: Callable[[NDArray[np.int32]], WeightedStatistics]
 
     @property
     def repeats(self) -> bool:
@@ -50,28 +68,48 @@ def tested_items(
     level: Level,
     how: Aggregation,
     judging: JudgeSettings,
-    positive: int | None,
     *,
     by_patches: bool,
 ) -> TestedItems:
     """Return the test items of a level.
 
-    `positive` is None for more than two classes. With `by_patches`, slides and patients are equal if their patches are
-    equal, otherwise if their names are equal.
+    With `by_patches`, slides and patients are equal if their patches are equal, otherwise if their names are equal.
     """
-    scores, threshold, _ = joined(parts, level, how, judging)
-    decided = decide(scores, positive, threshold)
     part_keys = [_keys(part, level, by_patches=by_patches) for part, _ in parts]
-    keys = [part_keys[item >> 32][item & 0xFFFFFFFF] for item in scores.item.tolist()]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
-    ordered = replace(
-        scores, label=scores.label[order], probability=scores.probability[order],
-        patient=scores.patient[order], item=scores.item[order],
-    )  # fmt: skip
-    return TestedItems([keys[i] for i in order], ordered, decided[order])
+
+    def ordered(items: NDArray[np.int64]) -> tuple[list[tuple[Any, ...]], list[int]]:
+        keys = [part_keys[item >> 32][item & 0xFFFFFFFF] for item in items.tolist()]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        return [keys[i] for i in order], order
+
+    kind = parts[0][0]
+    if isinstance(kind, TargetScores):
+        found, limits = joined_targets(target_parts(parts), level, how)
+        keys, order = ordered(found.item)
+        target, output, limits = found.target[order], found.output[order], limits[order]
+
+        def of_targets(patient: NDArray[np.int32]) -> WeightedStatistics:
+            rows = GroupedScores(target, output, patient, np.arange(len(target)))
+            return target_statistics(kind, rows, limits)
+
+        return TestedItems(keys, target, found.patient[order], of_targets)
+    scores, threshold, _ = joined(class_parts(parts), level, how, judging)
+    positive = positive_class(kind.classes, judging.positive)
+    decided = decide(scores, positive, threshold)
+    keys, order = ordered(scores.item)
+    label, probability, decided = scores.label[order], scores.probability[order], decided[order]
+
+    def of_classes(patient: NDArray[np.int32]) -> WeightedStatistics:
+        return Statistics(
+            Scores(label, probability, patient, np.arange(len(label))), decided, positive
+        )
+
+    return TestedItems(keys, label, scores.patient[order], of_classes)
 
 
-def _keys(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[Any, ...]]:
+def _keys(
+    scores: PatchScores | TargetScores, level: Level, *, by_patches: bool
+) -> list[tuple[Any, ...]]:
     """Return a key for each patch, slide or patient."""
     columns = (scores.slide.tolist(), scores.x_l0.tolist(), scores.y_l0.tolist())
     patches = [(scores.slides[slide], x, y) for slide, x, y in zip(*columns, strict=True)]
@@ -91,20 +129,18 @@ def _keys(scores: PatchScores, level: Level, *, by_patches: bool) -> list[tuple[
 
 
 def differences_of(
-    items: TestedItems, other_items: TestedItems, positive: int | None, draws: NDArray[np.float64]
+    items: TestedItems, other_items: TestedItems, draws: NDArray[np.float64]
 ) -> dict[str, Difference]:
     """Return the metrics of `other_items` minus those of `items`, with intervals from resampling the same patients.
 
     `draws` is (R, P): how often each patient is drawn in each resample.
     """
-    first = Statistics(items.scores, items.decided, positive)
     # The runs may name the patient of an item differently, so the patients of `items` are used for both.
-    scores = replace(other_items.scores, patient=items.scores.patient)
-    other = Statistics(scores, other_items.decided, positive)
-    patients = len(np.unique(items.scores.patient))
+    first, other = items.statistics(items.patient), other_items.statistics(items.patient)
+    patients = len(np.unique(items.patient))
     values = _differences(other, first, np.ones((1, first.patients)))
     resampled = _differences(other, first, draws[:, : first.patients]) if len(draws) else {}
-    found = dict.fromkeys(FIGURES, Difference(None, None))
+    found = dict.fromkeys(values, Difference(None, None))
     for name, (value,) in values.items():
         if np.isfinite(value):
             known = resampled and patients > 1
@@ -114,7 +150,7 @@ def differences_of(
 
 
 def _differences(
-    a: Statistics, b: Statistics, weights: NDArray[np.float64]
+    a: WeightedStatistics, b: WeightedStatistics, weights: NDArray[np.float64]
 ) -> dict[str, NDArray[np.float64]]:
     figures, subtracted = a.figures(weights), b.figures(weights)
-    return {name: figures[name] - subtracted[name] for name in FIGURES}
+    return {name: values - subtracted[name] for name, values in figures.items()}

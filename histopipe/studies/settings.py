@@ -41,7 +41,10 @@ class StudySettings:
     """Settings of a search. `seed` is the seed of the sampler."""
 
     trials: int = setting(20, "Total number of trials of all processes.", group=_SEARCH, at_least=1)
-    metric: Metric = setting("auc", "Validation metric to optimize.", group=_SEARCH)
+    metric: Metric = setting(
+        "auc", "Validation metric to optimize; auc: R² for regression, the concordance index for survival.",
+        group=_SEARCH,
+    )  # fmt: skip
     sampler: Sampler = setting(
         "tpe", "Sampler: tpe (tree-structured Parzen estimator) or random.", group=_SEARCH
     )

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from histopipe.errors import MachineShort, UsageError
 from histopipe.runs.folder import writable
+from histopipe.runs.settings import declared_settings
+from histopipe.runs.task_config import CONFIGS
 from histopipe.studies.search_space import SearchSpace
 from histopipe.studies.settings import StudySettings
 from histopipe.system.files import locked
@@ -38,12 +40,16 @@ _POLL_SECONDS = 1.0
 def _are_same(recorded: str, wanted: str) -> bool:
     """Return whether two searches have the same settings, given as JSON.
 
-    Older versions recorded the settings of both patch and bag models. Only settings that have an effect are compared.
+    Older versions recorded the settings of both patch and bag models, of which only those that have an effect are
+    compared. Settings that they did not have count as their defaults.
     """
     old_space, old_base, old_metric = json.loads(recorded)
     space, base, metric = json.loads(wanted)
     kinds = "mil" in base, old_base.get("mil") is not None
-    old_base = {name: value for name, value in old_base.items() if name in base}
+    declared = declared_settings(*CONFIGS)
+    added = {name: declared[name].default for name in base.keys() - old_base.keys()}
+    added = json.loads(json.dumps(added, default=str))
+    old_base = {name: value for name, value in old_base.items() if name in base} | added
     return kinds[0] == kinds[1] and (old_space, old_base, old_metric) == (space, base, metric)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,9 +13,11 @@ import numpy as np
 from histopipe.dataset.options import SIDES
 from histopipe.dataset.splits import DROPPED, Splits, write_splits
 from histopipe.errors import HistopipeError, Interrupted, NothingToDo, UsageError
+from histopipe.evaluation.evaluate import AnyMetrics
+from histopipe.evaluation.metrics import Metrics
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
-from histopipe.runs.result import is_finished, read_result
+from histopipe.runs.result import TrainResult, is_finished, read_result
 from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.supervision import Supervision
 from histopipe.runs.task_config import changed_config, make_config, with_stores
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 _LOCAL = ("devices", "communication", "worker_timeout", "save_minutes", "log_device_placement")
 """Settings that may differ between the processes of a search."""
+_MAIN = {"regression": "r2", "survival": "c_index"}
 _MAX_WRONG_SETTINGS = 3
 """Number of trials with failing settings, and none that worked, after which the search ends."""
 
@@ -59,7 +63,7 @@ def tune(
         space: search space, as for `read_space`.
         out: folder of the search.
         trials: total number of trials, including those of other processes and earlier calls.
-        metric: validation metric: "auc", "accuracy" or "loss".
+        metric: validation metric: "auc" (for regression R², for survival the concordance index), "accuracy" or "loss".
         sampler: "tpe" or "random".
         pruner: "median" stops trials that are worse than the median at the same epoch; "none".
         storage: Optuna storage, for machines without a common folder; a file in `out` if None.
@@ -86,6 +90,8 @@ def tune(
     settings = with_stores(settings, stores)
     found = space_of(space) if isinstance(space, Mapping) else read_space(Path(space))
     base = make_config(settings | dict(found.fixed))
+    if metric == "accuracy" and base.task != "classification":
+        raise UsageError("--metric", found=metric, expected=f"auc or loss for --task {base.task}")
     own = StudySettings(
         trials=trials, metric=metric, sampler=sampler, pruner=pruner, seed=base.seed,
         storage=storage, name=name, trial_timeout=trial_timeout, retries=retries,
@@ -140,9 +146,10 @@ class _Search:
         value, reason = None, str(outcome.error)
         if outcome.result is not None:
             found = outcome.result.metrics["validation"].finest
-            values = {"auc": found.auc, "accuracy": found.accuracy, "loss": found.log_loss}
-            value = values[self._study.settings.metric]
-            reason = "the validation patches have only one class"
+            value = self._value(outcome.result, found)
+            reason = (
+                "the metric is undefined: the validation samples have only one class, or no event"
+            )
         trial.set_user_attr("seconds", outcome.seconds)
         if value is None:
             trial.set_user_attr("reason", reason)
@@ -151,8 +158,24 @@ class _Search:
             self._check_settings(outcome.error, folder)
         else:
             self._study.tell(trial, value, "COMPLETE")
-            show(f"trial {trial.number}: validation {self._study.settings.metric} {value:.4f}")
+            show(f"trial {trial.number}: validation {self._metric} {value:.4f}")
         self._finish(folder)
+
+    def _value(self, result: TrainResult, found: AnyMetrics) -> float | None:
+        """Return the metric of a trial on validation."""
+        if self._metric == "loss":
+            if isinstance(found, Metrics):
+                return found.log_loss
+            with (result.folder / run_folder.HISTORY).open(newline="", encoding="utf-8") as file:
+                rows = {int(row["epoch"]): float(row["val_loss"]) for row in csv.DictReader(file)}
+            return rows[result.best_epoch]
+        return found.figures[self._metric]
+
+    @property
+    def _metric(self) -> str:
+        """The metric of the search; "auc" stands for the main metric of a task without it."""
+        metric = self._study.settings.metric
+        return _MAIN.get(self._base.task, metric) if metric == "auc" else metric
 
     def _finish(self, folder: Path) -> None:
         """Remove the checkpoints of a trial, which are larger than the model, and summarize."""
@@ -174,7 +197,7 @@ class _Search:
         reported = set(self._study.trials()[trial.number].intermediate_values)
 
         def report(row: dict[str, Any]) -> None:
-            value = row[f"val_{settings.metric}"]
+            value = row[f"val_{self._metric}"]
             if value is not None and row["epoch"] not in reported:
                 trial.report(value, row["epoch"])
                 if trial.should_prune():

@@ -17,16 +17,18 @@ from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import Pooling
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
+from histopipe.training.objective import Objective
 
 _HIDDEN, _ATTENTION = 512, 256
 """Widths of CLAM's "small" model."""
 
 
 class BagModel:
-    """A classifier of bags.
+    """A model of bags.
 
-    `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)} and, with
-    attention, {"attention": (B, N)}. It has only stock layers. Training updates its weights.
+    `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)}, or the name of
+    the objective's outputs, and, with attention, {"attention": (B, N)}. With covariates, it takes {"features": …,
+    "covariates": (B, K)}. It has only stock layers. Training updates its weights.
     """
 
     def __init__(
@@ -34,18 +36,25 @@ class BagModel:
         pooling: Pooling,
         *,
         dimension: int,
-        classes: int,
+        objective: Objective,
         dropout: float,
+        covariates: int = 0,
         precision: Precision = "float32",
     ) -> None:
         with dtype_policy(precision):
-            self._build(pooling, dimension, classes, dropout)
+            self._build(pooling, dimension, objective, dropout, covariates)
         self.pooling: Pooling = pooling
-        self.classes = classes
         self.batch_norms: list[keras.layers.BatchNormalization] = []
         self.hidden_width = _HIDDEN
 
-    def _build(self, pooling: Pooling, dimension: int, classes: int, dropout: float) -> None:
+    def _build(
+        self,
+        pooling: Pooling,
+        dimension: int,
+        objective: Objective,
+        dropout: float,
+        covariates: int,
+    ) -> None:
         # Sums and probabilities need more than 16 bits.
         self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
         layers, self._drop = keras.layers, SampleDropout(dropout)
@@ -68,10 +77,14 @@ class BagModel:
             pooled = layers.GlobalAveragePooling1D(dtype=last)(hidden)
         else:
             pooled = layers.GlobalMaxPooling1D(dtype=last)(hidden)
-        self._logits = layers.Dense(classes, dtype=last, name=LOGITS)
-        softmax = layers.Softmax(dtype=last, name="probability")
-        outputs["probability"] = softmax(self._logits(pooled))
-        self.serving = self.training = keras.Model(features, outputs, name=f"mil_{pooling}")
+        self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)
+        inputs = features
+        if covariates:
+            clinical = keras.Input((covariates,), name="covariates")
+            pooled = layers.Concatenate(dtype=last)([pooled, clinical])
+            inputs = {"features": features, "covariates": clinical}
+        outputs[objective.name] = objective.layer(last)(self._logits(pooled))
+        self.serving = self.training = keras.Model(inputs, outputs, name=f"mil_{pooling}")
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
@@ -115,8 +128,15 @@ class BagModel:
                 scores = self._score(inner)[:, 0]
         return tf.cast(hidden, self.sum_dtype), scores
 
-    def logits(self, weights: Sequence[tf.Tensor], pooled: tf.Tensor) -> tf.Tensor:
-        """Return (1, C) logits from values of `last_weights` and the (H,) pooled features of a bag."""
+    def logits(
+        self,
+        weights: Sequence[tf.Tensor],
+        pooled: tf.Tensor,
+        covariates: tf.Tensor | None = None,
+    ) -> tf.Tensor:
+        """Return (1, C) logits from values of `last_weights`, the (H,) pooled features of a bag, and (1, K) covariates."""
+        if covariates is not None:
+            pooled = tf.concat([pooled, tf.cast(covariates[0], pooled.dtype)], axis=0)
         with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
             logits: tf.Tensor = self._logits(pooled[None])
         return logits

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from histopipe.dataset.augmentation import sample_seeds
 from histopipe.training.bag_model import BagModel
-from histopipe.training.train_step import TrainStep, cross_entropy, results, values_of
+from histopipe.training.train_step import TrainStep, results, values_of
 
 PIECE = 32_768
 """Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
@@ -24,6 +24,52 @@ class BagTrainStep(TrainStep):
 
     model: BagModel
 
+    def gradients(self, batch: Any, epoch_number: tf.Tensor, rows: int, size: int) -> Any:
+        """Compute the gradients of a batch, as `TrainStep`.
+
+        A joint loss depends on all bags: their outputs are computed first, with the same dropout.
+        """
+        if not self.settings.objective.joint:
+            return super().gradients(batch, epoch_number, rows, size)
+        pieces = list(self._pieces(rows, size))
+        parts = [self._forward_step(batch, epoch_number, *piece) for piece in pieces]
+        slopes = self._joint_step(parts)
+        so_far, values = None, []
+        for piece in pieces:
+            so_far, part = self._gradient_step(batch, epoch_number, so_far, *piece, slopes)
+            values.append(self.strategy.experimental_local_results(part))
+        return so_far, values
+
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _forward_step(self, *arguments: Any) -> Any:
+        return self.strategy.run(self._forward_replica, args=arguments)
+
+    @tf.function(autograph=False, reduce_retracing=True)  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def _joint_step(self, parts: Any) -> Any:
+        return self.strategy.run(self._joint_replica, args=(parts,))
+
+    def _forward_replica(
+        self, part: Any, epoch_number: tf.Tensor, number: tf.Tensor, size: tf.Tensor
+    ) -> tf.Tensor:
+        """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
+        model = self.model
+        features, bag = self._bag(part, number)
+        seed = sample_seeds(bag["key"], epoch_number)[0]
+        pooled = pool(model, values_of(model.patch_weights), features, size, seed)
+        last = values_of(model.last_weights)
+        logits = model.logits(last, pooled.value, bag.get("covariates"))
+        columns = (logits, bag["target"], bag["weight"][:, None])
+        return tf.concat([tf.cast(it, tf.float32) for it in columns], axis=1)
+
+    def _joint_replica(self, parts: list[tf.Tensor]) -> tf.Tensor:
+        """Return loss and slope of each bag of this replica, (rows, 2), from those of all replicas."""
+        context = tf.distribute.get_replica_context()
+        own = tf.concat(parts, axis=0)
+        together = context.all_gather(own, axis=0)
+        found = tf.numpy_function(self.settings.objective.slopes, [together], tf.float32)
+        begin = tf.cast(context.replica_id_in_sync_group, tf.int32) * tf.shape(own)[0]
+        return tf.ensure_shape(found, (None, 2))[begin : begin + tf.shape(own)[0]]
+
     def whole(self, rows: int) -> int:
         """Return the number of patches of a bag that are computed at once if memory suffices."""
         return PIECE
@@ -33,18 +79,30 @@ class BagTrainStep(TrainStep):
         for number in range(rows):
             yield tf.constant(number), tf.constant(size)
 
-    def _gradient_replica(
-        self, part: Any, epoch_number: tf.Tensor, so_far: Any, number: tf.Tensor, size: tf.Tensor
+    def _gradient_replica(  # noqa: PLR0917 - as of TrainStep
+        self,
+        part: Any,
+        epoch_number: tf.Tensor,
+        so_far: Any,
+        number: tf.Tensor,
+        size: tf.Tensor,
+        slopes: tf.Tensor | None = None,
     ) -> Any:
-        model = self.model
+        model, objective = self.model, self.settings.objective
         features, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
         own, last = values_of(model.patch_weights), values_of(model.last_weights)
         pooled = pool(model, own, features, size, seed)
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
-            logits = model.logits(last, pooled.value)
-            losses = cross_entropy(bag["label"], logits, self.settings.label_smoothing)
+            logits = model.logits(last, pooled.value, bag.get("covariates"))
+            weight = bag["weight"]
+            if slopes is None:
+                losses = objective.losses(bag, logits, self.settings.label_smoothing)
+            else:
+                # Its gradient is that of the loss of all bags, whose mean is per event.
+                losses = logits[:, 0] * tf.cast(slopes[number, 1], logits.dtype)
+                weight = weight * bag["target"][:, 1]
             factor = tf.cast(bag["weight"], losses.dtype) / self.settings.batch_size
             scale = 1.0 if self._scale is None else self._scale.value
             loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
@@ -53,30 +111,37 @@ class BagTrainStep(TrainStep):
         weights = [*model.patch_weights, *model.last_weights]
         found = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
         gradients = [found[id(weight)] for weight in model.training.trainable_variables]
-        total = tf.cast(bag["weight"][0], gradients[0].dtype)
+        total = tf.cast(weight[0], gradients[0].dtype)
         if so_far is not None:
             sums, _, sum_of_weights = so_far
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
             total += sum_of_weights
         # The state of the stock dropout layer, which training does not use.
         state = values_of(self._state)
-        return (gradients, state, total), results(tf.nn.softmax(logits), losses, bag["weight"])
+        if slopes is not None:
+            losses = slopes[number : number + 1, 0]
+        return (gradients, state, total), results(objective.activate(logits), losses, bag["weight"])
 
     def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         model = self.model
         features, bag = self._bag(part, number)
         pooled = pool(model, values_of(model.patch_weights), features, size)
-        logits = model.logits(values_of(model.last_weights), pooled.value)
-        losses = cross_entropy(bag["label"], logits)
-        return results(tf.nn.softmax(logits), losses, bag["weight"])
+        last = values_of(model.last_weights)
+        logits = model.logits(last, pooled.value, bag.get("covariates"))
+        objective = self.settings.objective
+        return results(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
-        """Return a bag's features (R, D), and its label, weight and key (1,). After the last bag, the weight is 0."""
+        """Return a bag's features (R, D), and its label, target, weight and key (1, ...).
+
+        After the last bag, the weight is 0.
+        """
         count = tf.shape(part["key"])[0]
         place = number % count
         end = part["end"][place]
         begin = tf.where(place > 0, part["end"][place - 1], 0)
-        bag = {name: part[name][place : place + 1] for name in ("label", "key")}
+        names = [name for name in ("label", "key", "target", "covariates") if name in part]
+        bag: dict[str, tf.Tensor] = {name: part[name][place : place + 1] for name in names}
         weight = tf.where(number < count, self._weight(part)[place : place + 1], 0.0)
         return part["features"][begin:end], {**bag, "weight": weight}
 

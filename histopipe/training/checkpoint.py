@@ -26,8 +26,10 @@ from histopipe.system.files import appearing
 STATE_FILE, OLDER_FILE = "resume.npz", "resume-older.npz"
 _DIGEST = "blake2b"
 _DIGEST_BYTES = 64
-_BETTER_AUC = 1e-4
-"""Minimum increase of the AUC that counts as better. For smaller differences, the lower loss is better."""
+_BETTER = 1e-4
+"""Minimum increase of the score that counts as better. For smaller differences, the lower loss is better."""
+LOWEST = -1e9
+"""Score if the metric is undefined."""
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class TrainState:
     """(S, B, C + 2) results of the completed steps of that epoch; the next step is S."""
     seconds: float = 0.0
     input_wait: float = 0.0
-    best_auc: float = -1.0
+    best_score: float = LOWEST
     best_loss: float = float("inf")
     best_epoch: int = -1
     """Epoch of the model in `model.keras`; -1 for none yet."""
@@ -54,10 +56,10 @@ class TrainState:
 
     def is_improved_by(self, metrics: EpochMetrics) -> bool:
         """Return whether validation metrics are better than in the best epoch so far."""
-        auc = -1.0 if metrics.auc is None else metrics.auc
-        if self.best_epoch < 0 or auc > self.best_auc + _BETTER_AUC:
+        score = LOWEST if metrics.score is None else metrics.score
+        if self.best_epoch < 0 or score > self.best_score + _BETTER:
             return True
-        return auc >= self.best_auc - _BETTER_AUC and metrics.loss < self.best_loss
+        return score >= self.best_score - _BETTER and metrics.loss < self.best_loss
 
 
 def save_state(folder: Path, state: TrainState, variables: Sequence[Any]) -> None:
@@ -120,7 +122,11 @@ def _read(path: Path) -> tuple[TrainState, list[NDArray[Any]]]:
     if hashlib.new(_DIGEST, content).digest() != digest:
         raise ValueError("does not match its checksum")
     with np.load(io.BytesIO(content), allow_pickle=False) as saved:
-        state = TrainState(**json.loads(str(saved["state"])), values=saved["values"])
+        facts = json.loads(str(saved["state"]))
+        if "best_auc" in facts:  # of version 0.2.0, where -1 was undefined
+            auc = facts.pop("best_auc")
+            facts["best_score"] = LOWEST if auc < 0 else auc
+        state = TrainState(**facts, values=saved["values"])
         # All arrays except the two above.
         return state, [saved[_name(i)] for i in range(len(saved.files) - 2)]
 

@@ -160,7 +160,7 @@ class EpochLoop:
     def gathered(self, results: StepResults) -> NDArray[np.float32]:
         """Return the results of all workers, (S, B, C + 2) float32. All workers must call it."""
         rows = sum(len(self._rows_of(replica)) for replica in self._own)
-        values = np.asarray(results.values, np.float32).reshape(-1, rows, self.step.classes + 2)
+        values = np.asarray(results.values, np.float32).reshape(-1, rows, self.step.outputs + 2)
         return gathered(self._cluster, self._strategy, values)
 
     def own_rows(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:

@@ -16,6 +16,7 @@ from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
 from histopipe.training.backbones import build_backbone
 from histopipe.training.fine_tuning import rate_factors, set_trainable
+from histopipe.training.objective import Objective
 
 _HASHES = 1 << 31
 LOGITS = "logits"
@@ -29,16 +30,11 @@ class PatchModel:
     training: keras.Model
     """(image (B, H, W, 3) uint8, seed (B,) int64) to logits (B, C), with dropout per sample."""
     serving: keras.Model
-    """Image (B, H, W, 3) uint8 RGB to probabilities (B, C). Saved in `model.keras`."""
+    """Image (B, H, W, 3) uint8 RGB to outputs (B, C), such as probabilities. Saved in `model.keras`."""
     rate_factors: Sequence[float] = ()
     """Factor of the learning rate for each trainable weight; empty: 1."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Origin and preprocessing of the backbone, as JSON values."""
-
-    @property
-    def classes(self) -> int:
-        """Number of classes."""
-        return int(self.serving.output_shape[-1])
 
     @property
     def batch_norms(self) -> list[keras.layers.BatchNormalization]:
@@ -64,14 +60,14 @@ def build_model(
     name: str,
     *,
     patch_size: int,
-    classes: int,
+    objective: Objective,
     dropout: float,
     weights: str = "none",
     precision: Precision = "float32",
     trainable: str = "all",
     layer_decay: float = 1.0,
 ) -> PatchModel:
-    """Build a patch classifier from a backbone, dropout, and a last layer of at least float32.
+    """Build a patch model from a backbone, dropout, and a last layer of at least float32.
 
     Name and weights as for `build_backbone`; `trainable` as for `set_trainable`; `layer_decay` as for `rate_factors`.
 
@@ -86,11 +82,9 @@ def build_model(
         features = backbone(image, **({"training": False} if frozen else {}))
         # At least 32 bits, also with 16-bit precision: sums and probabilities need it.
         last = keras.config.dtype_policy().variable_dtype
-        head = keras.layers.Dense(classes, dtype=last, name=LOGITS)
+        head = keras.layers.Dense(objective.outputs, dtype=last, name=LOGITS)
         training = head(SampleDropout(dropout)(features, seed))
-        serving = keras.layers.Softmax(dtype=last, name="probability")(
-            head(keras.layers.Dropout(dropout)(features))
-        )
+        serving = objective.layer(last)(head(keras.layers.Dropout(dropout)(features)))
         trained = keras.Model([image, seed], training, name="training")
         factors = rate_factors(backbone.core, trained, layer_decay) if layer_decay < 1 else ()
         saved_name = re.sub(r"\W", "_", f"model_{Path(name).stem}", flags=re.ASCII)

@@ -24,8 +24,12 @@ from histopipe.dataset.sample_table import SampleSource, unpack_keys
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.dataset.splits import Splits
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.predictions import Level, PatchScores, write_predictions
+from histopipe.evaluation.levels import Level
+from histopipe.evaluation.predictions import PatchScores, write_predictions
 from histopipe.evaluation.statistics import area_under_roc
+from histopipe.evaluation.survival import partial_likelihood
+from histopipe.evaluation.target_metrics import epoch_figures
+from histopipe.evaluation.target_scores import TargetScores
 from histopipe.features.bags import Bag, read_bag
 from histopipe.features.feature_file import read_coords
 from histopipe.runs import folder as run_folder
@@ -45,10 +49,10 @@ class Predictions:
     """(N,)"""
     label: NDArray[np.int32]
     """(N,)"""
-    probability: NDArray[np.float32]
-    """(N, C)"""
+    output: NDArray[np.float32]
+    """(N, C), such as probabilities."""
     loss: float
-    """Mean cross-entropy, weighted by class."""
+    """Mean loss, weighted by class."""
 
 
 @dataclass(slots=True)
@@ -104,14 +108,23 @@ def predictions(
     )
 
 
-def epoch_metrics(predictions: Predictions) -> EpochMetrics:
-    """Return the metrics of predictions. They are computed on the host, and are the same for any number of replicas."""
+def class_metrics(predictions: Predictions) -> EpochMetrics:
+    """Return the metrics of predicted classes. They are the same for any number of replicas."""
+    auc = area_under_roc(predictions.label, predictions.output)
+    accuracy = float((predictions.output.argmax(axis=1) == predictions.label).mean())
     return EpochMetrics(
-        count=len(predictions.label),
-        loss=predictions.loss,
-        accuracy=float((predictions.probability.argmax(axis=1) == predictions.label).mean()),
-        auc=area_under_roc(predictions.label, predictions.probability),
+        len(predictions.label), predictions.loss, {"accuracy": accuracy, "auc": auc}, auc
     )
+
+
+def target_metrics(predictions: Predictions, scores: TargetScores) -> EpochMetrics:
+    """Return the metrics of predictions of another task. They are the same for any number of replicas."""
+    loss, figures = predictions.loss, epoch_figures(scores)
+    if scores.task == "survival" and not scores.grid:  # Cox' loss is of all bags together
+        time, event = scores.target.T
+        total, _ = partial_likelihood(scores.output[:, 0].astype(np.float64), time, event)
+        loss = total / max(event.sum(), 1)
+    return EpochMetrics(len(predictions.key), loss, figures, next(iter(figures.values())))
 
 
 def patch_scores(
@@ -122,6 +135,39 @@ def patch_scores(
     level: Level = "patch",
 ) -> PatchScores:
     """Return predictions of patches or bags with their slides, patients and positions, in the order of the slides."""
+    where, order = located_rows(predictions, sources, splits, level)
+    return PatchScores(
+        splits.classes, **where, label=predictions.label[order], probability=predictions.output[order],
+        level=level,
+    )  # fmt: skip
+
+
+def target_scores(
+    predictions: Predictions,
+    sources: Sequence[SampleSource],
+    splits: Splits,
+    *,
+    level: Level = "patch",
+    output: NDArray[np.float32] | None = None,
+    grid: Sequence[float] = (),
+) -> TargetScores:
+    """Return predictions of targets as `patch_scores`. `output` replaces the outputs of the model."""
+    where, order = located_rows(predictions, sources, splits, level)
+    target_of = {(slide.store, slide.slide): slide.target for slide in splits.slides}
+    ordinals, slides, _ = unpack_keys(predictions.key[order])
+    target = [target_of[place] for place in zip(ordinals.tolist(), slides.tolist(), strict=True)]
+    outputs = predictions.output if output is None else output
+    return TargetScores(
+        splits.task, splits.targets, tuple(grid), **where,
+        target=np.array(target, np.float64).reshape(len(order), len(splits.targets)),
+        output=outputs[order], level=level,
+    )  # fmt: skip
+
+
+def located_rows(
+    predictions: Predictions, sources: Sequence[SampleSource], splits: Splits, level: Level
+) -> tuple[dict[str, Any], NDArray[np.intp]]:
+    """Return slides, patients and positions of predictions, as of `PatchScores`, in the order of the slides; the order."""
     order = np.argsort(predictions.key, kind="stable")
     ordinals, slides, rows = unpack_keys(predictions.key[order])
     patient_of = {(slide.store, slide.slide): slide.patient for slide in splits.slides}
@@ -142,11 +188,11 @@ def patch_scores(
         if level == "patch":
             index = source.index(place[1])
             corners[here] = np.stack([index["x_l0"][rows[here]], index["y_l0"][rows[here]]], axis=1)
-    return PatchScores(
-        splits.classes, tuple(slide_names), tuple(patient_names), slide=slide, patient=patient,
-        x_l0=corners[:, 0], y_l0=corners[:, 1], label=predictions.label[order],
-        probability=predictions.probability[order], level=level,
-    )  # fmt: skip
+    found = {
+        "slides": tuple(slide_names), "patients": tuple(patient_names), "slide": slide,
+        "patient": patient, "x_l0": corners[:, 0], "y_l0": corners[:, 1],
+    }  # fmt: skip
+    return found, order
 
 
 _TENSORBOARD = "tensorboard"
@@ -178,7 +224,10 @@ def _write(name: str, value: float, step: int) -> None:
 
 
 def write_results(
-    folder: Path, scores: Mapping[Side, PatchScores], result: TrainResult, facts: Mapping[str, Any]
+    folder: Path,
+    scores: Mapping[Side, PatchScores | TargetScores],
+    result: TrainResult,
+    facts: Mapping[str, Any],
 ) -> None:
     """Write the predictions, and then `metrics.json`, which marks the run as finished. `facts` are added to it."""
     tables = [({"split": side}, patches) for side, patches in scores.items()]

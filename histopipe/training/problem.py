@@ -3,32 +3,47 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
+from histopipe.dataset.covariates import Covariates
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleSource, SampleTable, unpack_keys
+from histopipe.dataset.sample_table import SampleSource, SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
 from histopipe.dataset.selection import select
-from histopipe.dataset.splits import Splits, site_by_label
+from histopipe.dataset.splits import Splits
 from histopipe.dataset.stain_normalization import StainNormalizer
-from histopipe.evaluation.predictions import Level, PatchScores
+from histopipe.evaluation.levels import Level
+from histopipe.evaluation.predictions import PatchScores
+from histopipe.evaluation.target_metrics import require_lifelines
+from histopipe.evaluation.target_scores import TargetScores
 from histopipe.features.bags import BagBatches, BagSet
 from histopipe.pretrained.sources import named_preset
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import EpochMetrics
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
 from histopipe.system.progress import message
 from histopipe.training.bag_model import BagModel
 from histopipe.training.bag_train_step import BagTrainStep
+from histopipe.training.covariate_baseline import baseline_scores
 from histopipe.training.models import build_model
+from histopipe.training.objective import CoxObjective, make_objective
 from histopipe.training.optimizer import make_optimizer
-from histopipe.training.outputs import Predictions, patch_scores, write_attention
+from histopipe.training.outputs import (
+    Predictions,
+    class_metrics,
+    patch_scores,
+    target_metrics,
+    target_scores,
+    write_attention,
+)
 from histopipe.training.train_step import StepSettings, TrainStep
 
 
@@ -60,6 +75,12 @@ class Problem:
         max_per_slide: int = 0,
     ) -> None:
         self.splits = splits
+        self.objective = make_objective(
+            config.task, config.used_loss, splits.targets_on("train"),
+            classes=len(splits.classes), balanced=config.class_weights == "balanced",
+        )  # fmt: skip
+        if config.task == "survival":
+            require_lifelines()  # for the evaluation; not only after the training
         self.facts: Mapping[str, Any] = {}
         """Facts for users of the model, written to `metrics.json`."""
         self._settings, self._sources = config, sources
@@ -81,9 +102,42 @@ class Problem:
         """Return the training step of a new model with its optimizer."""
         raise NotImplementedError
 
-    def scores(self, predictions: Predictions) -> PatchScores:
+    def metrics(self, predictions: Predictions) -> EpochMetrics:
+        """Return the metrics of an epoch."""
+        if self.splits.kind is None:
+            return class_metrics(predictions)
+        scores = self.scores(predictions)
+        assert isinstance(scores, TargetScores)  # noqa: S101 - for mypy
+        return target_metrics(predictions, scores)
+
+    def scores(self, predictions: Predictions) -> PatchScores | TargetScores:
         """Return predictions with their slides, patients and positions."""
-        return patch_scores(predictions, self._sources, self.splits, level=self.level)
+        if self.splits.kind is None:
+            return patch_scores(predictions, self._sources, self.splits, level=self.level)
+        output = self.objective.predictions(predictions.output)
+        grid = getattr(self.objective, "grid", ()) if output.shape[1] > 1 else ()
+        return target_scores(
+            predictions, self._sources, self.splits, level=self.level, output=output, grid=grid
+        )
+
+    def finish(self, predict_train: Callable[[], Predictions]) -> None:
+        """Compute what predictions need from those of the training, with the best model."""
+        if isinstance(self.objective, CoxObjective):
+            scores = self.scores(predict_train())
+            assert isinstance(scores, TargetScores)  # noqa: S101 - for mypy
+            self.objective.fit_baseline(scores.output[:, 0], scores.target)
+
+    @property
+    def _by_slide(self) -> dict[str, SlideValues]:
+        """Fields of batches with a row per slide."""
+        if self.splits.kind is None:
+            return {}
+        slides = self.splits.slides
+        return {"target": SlideValues({(it.store, it.slide): it.target or () for it in slides})}
+
+    def baseline(self) -> dict[Side, PatchScores | TargetScores]:
+        """Return the predictions of a model of the covariates alone; empty without covariates."""
+        return {}
 
     def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
         """Write outputs of the evaluated samples that are not in `predictions.csv`. Patches have none."""
@@ -98,19 +152,22 @@ class Problem:
     def _step_settings(self, **more: Any) -> StepSettings:
         config, classes = self._settings, self.splits.classes
         weights = np.ones(len(classes), np.float32)
-        if config.class_weights != "none":  # inverse to class frequency
+        if (
+            config.class_weights != "none" and config.task == "classification"
+        ):  # inverse to class frequency
             counts = self.splits.count()["train"]
             samples = np.array([counts[name] for name in classes], np.float64)
             weights = samples.sum() / (len(samples) * np.maximum(samples, 1))
         return StepSettings(
-            batch_size=config.batch_size, class_weight=weights.astype(np.float32),
+            batch_size=config.batch_size, objective=self.objective,
+            class_weight=weights.astype(np.float32),
             label_smoothing=config.label_smoothing, clip_norm=config.clip_norm,
             scale_loss=config.precision == "mixed_float16", **more,
         )  # fmt: skip
 
 
 class PatchProblem(Problem):
-    """Classification of patches."""
+    """Training on patches."""
 
     holders = "complete slides"
 
@@ -137,6 +194,7 @@ class PatchProblem(Problem):
         return PatchBatches(
             self._stores, self._tables[side], batch_size=config.batch_size, replicas=replicas,
             order=self._order(side, shuffle_block=config.shuffle_block), on_error=config.on_error,
+            by_slide=self._by_slide,
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
@@ -145,7 +203,7 @@ class PatchProblem(Problem):
         with strategy.scope():
             model = build_model(
                 config.model, patch_size=self._stores[0].patch_size,
-                classes=len(self.splits.classes), dropout=config.dropout, weights=config.weights,
+                objective=self.objective, dropout=config.dropout, weights=config.weights,
                 precision=config.precision, trainable=config.trainable, layer_decay=config.layer_decay,
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
@@ -161,7 +219,7 @@ class PatchProblem(Problem):
 
 
 class BagProblem(Problem):
-    """Classification of bags of features (multiple-instance learning)."""
+    """Training on bags of features (multiple-instance learning)."""
 
     def __init__(self, config: BagTrainConfig, bags: BagSet, splits: Splits) -> None:
         for note in bags.notes:
@@ -169,6 +227,31 @@ class BagProblem(Problem):
         super().__init__(config, [bags], splits)
         self._config, self._bags = config, bags
         self.holders, self.level = f"{config.bag}s", config.bag
+        self._covariates: Covariates | None = None
+        if splits.covariates:
+            rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
+            self._covariates = Covariates.of(splits.covariates, rows)
+            self.facts = {"covariates": self._covariates.to_json()}
+            for slide in splits.slides:
+                for text in self._covariates.unknown(slide.covariates):
+                    message(
+                        f"warning: slide {slide.id}, {text} is not in training: taken as missing"
+                    )
+
+    @property
+    def _by_slide(self) -> dict[str, SlideValues]:
+        found = super()._by_slide
+        if self._covariates is not None:
+            encode, slides = self._covariates.encode, self.splits.slides
+            values = {(slide.store, slide.slide): encode(slide.covariates) for slide in slides}
+            found["covariates"] = SlideValues(values)
+        return found
+
+    def baseline(self) -> dict[Side, PatchScores | TargetScores]:
+        """Return the predictions of a model of the covariates alone; empty without covariates."""
+        if self._covariates is None:
+            return {}
+        return baseline_scores(self.splits, self._covariates, self.level)
 
     def batches(self, side: Side, replicas: int) -> BagBatches:
         """Return the batches of a side. Training bags are limited to `max_per_slide` patches."""
@@ -177,6 +260,7 @@ class BagProblem(Problem):
             self._bags, self._tables[side], order=self._order(side), batch_size=config.batch_size,
             replicas=replicas, on_error=config.on_error,
             most=config.max_per_slide if side == "train" else 0, seed=config.seed,
+            by_slide=self._by_slide,
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
@@ -184,8 +268,9 @@ class BagProblem(Problem):
         config = self._config
         with strategy.scope():
             model = BagModel(
-                config.pooling, dimension=self._bags.dimension, classes=len(self.splits.classes),
+                config.pooling, dimension=self._bags.dimension, objective=self.objective,
                 dropout=config.dropout, precision=config.precision,
+                covariates=0 if self._covariates is None else len(self._covariates.inputs),
             )  # fmt: skip
             optimizer = make_optimizer(config, steps_per_epoch)
         return BagTrainStep(strategy, model, optimizer, self._step_settings())
@@ -201,7 +286,15 @@ class BagProblem(Problem):
 def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, unit: str) -> None:
     """Print the samples per side and class. `holders` (see `Problem`) and `unit` are plural nouns."""
     for side, counts in splits.count().items():
-        message(f"{side:<11}" + ", ".join(f"{counts[c]} {c}" for c in splits.classes))
+        text = ", ".join(f"{counts[c]} {c}" for c in splits.classes)
+        if splits.kind is not None:
+            targets = splits.targets_on(side)
+            text = (
+                f"{counts.total()} {unit}: {splits.kind.summary(targets)}"
+                if len(targets)
+                else "none"
+            )
+        message(f"{side:<11}{text}")
     if splits.split_by == "patch":
         message(
             "warning: split by patch: test patches are neighbours of training patches, so test metrics"
@@ -216,7 +309,9 @@ def print_splits(splits: Splits, sources: Sequence[SampleSource], holders: str, 
             f"{dropped} {unit} left out (unreadable, no class, filtered out, too near another side, "
             "or held out from a search)"
         )
-    sites = site_by_label(splits.slides)
+    sites: dict[str, Counter[str]] = defaultdict(Counter)
+    for slide in splits.slides:
+        sites[slide.site or "no site"][slide.label] += 1
     if len(sites) > 1:
         message("slides by site and label:")
         for site, counts in sorted(sites.items()):

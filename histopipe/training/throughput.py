@@ -135,17 +135,19 @@ def measure_device(
 
     from histopipe.training.devices import make_strategy, one_per_replica
     from histopipe.training.models import build_model
+    from histopipe.training.objective import Classification
     from histopipe.training.train_step import StepSettings, TrainStep
 
     strategy = make_strategy(devices)
     replicas = strategy.num_replicas_in_sync
     with strategy.scope():
-        built = build_model(model, patch_size=side, classes=_CLASSES, dropout=0.15, **network)
+        objective = Classification(_CLASSES)
+        built = build_model(model, patch_size=side, objective=objective, dropout=0.15, **network)
         optimizer = keras.optimizers.Adam()
 
     def step_rate(size: int) -> float:
         settings = StepSettings(
-            batch_size=size, class_weight=np.ones(_CLASSES, np.float32), xla=xla,
+            batch_size=size, objective=objective, class_weight=np.ones(_CLASSES, np.float32), xla=xla,
             scale_loss=network.get("precision") == "mixed_float16",
         )  # fmt: skip
         train_step = TrainStep(strategy, built, optimizer, settings)

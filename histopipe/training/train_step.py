@@ -22,6 +22,7 @@ from histopipe.errors import UsageError
 from histopipe.training.bag_model import BagModel
 from histopipe.training.fine_tuning import changing_state, digest, frozen_weights
 from histopipe.training.models import PatchModel
+from histopipe.training.objective import Objective
 from histopipe.training.optimizer import LossScale
 
 
@@ -31,6 +32,7 @@ class StepSettings:
 
     batch_size: int
     """Rows of a step, over all replicas."""
+    objective: Objective
     class_weight: NDArray[np.float32]
     """(C,) weight of each class in the loss."""
     augmentations: Sequence[Augmentation] = ()
@@ -82,9 +84,9 @@ class TrainStep:
         optimizer._all_reduce_sum_gradients = list
 
     @property
-    def classes(self) -> int:
-        """Number of classes."""
-        return int(self.model.classes)
+    def outputs(self) -> int:
+        """Number of outputs of the model."""
+        return self.settings.objective.outputs
 
     def whole(self, rows: int) -> int:
         """Return the number of rows computed at once if memory suffices: all rows of a replica."""
@@ -116,8 +118,7 @@ class TrainStep:
         """Compute the gradients of a batch, summed over micro-batches of `size` rows. Nothing changes.
 
         The batch has a part per replica; `rows` is the size of the largest. `epoch_number` comes from `epoch_seed`.
-        Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: probabilities, loss,
-        weight.
+        Return the argument of `apply`, and by micro-batch and replica (size, C + 2) float32: outputs, loss, weight.
         """
         so_far, values = None, []
         for piece in self._pieces(rows, size):
@@ -174,14 +175,15 @@ class TrainStep:
         values = values_of(model.trainable_variables)
         others = values_of(model.non_trainable_variables)
         scale = 1.0 if self._scale is None else self._scale.value
-        gradients, state, probability, losses = self._differentiated(
-            values, state, others, images, seeds, part["label"], weight, scale
+        truth = {name: part[name] for name in ("label", "target") if name in part}
+        gradients, state, outputs, losses = self._differentiated(
+            values, state, others, images, seeds, truth, weight, scale
         )
         total = tf.reduce_sum(tf.cast(weight, gradients[0].dtype))
         if so_far is not None:
             gradients = [a + b for a, b in zip(sums, gradients, strict=True)]
             total += weights
-        return (gradients, state, total), results(probability, losses, weight)
+        return (gradients, state, total), results(outputs, losses, weight)
 
     def _differentiate(  # noqa: PLR0917 - a pure function: all inputs are arguments
         self,
@@ -190,11 +192,11 @@ class TrainStep:
         others: list[tf.Tensor],
         images: tf.Tensor,
         seeds: tf.Tensor,
-        label: tf.Tensor,
+        truth: dict[str, tf.Tensor],
         weight: tf.Tensor,
         scale: tf.Tensor | float,
     ) -> tuple[list[tf.Tensor], list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """Return gradients of the weighted sum of losses, the new state, (B, C) probabilities and (B,) losses.
+        """Return gradients of the weighted sum of losses, the new state, (B, C) outputs and (B,) losses.
 
         `others` are all variables without a gradient. Those of `state` replace them; the rest is frozen, and not part of
         the result: a copy of each would need as much memory as the network.
@@ -211,18 +213,20 @@ class TrainStep:
             tape.watch(values)
             logits, others = model.stateless_call(values, others, [images, seeds], training=True)
             state = [others[place] for place in own]
-            losses = cross_entropy(label, logits, self.settings.label_smoothing)
+            objective = self.settings.objective
+            losses = objective.losses(truth, logits, self.settings.label_smoothing)
             # Divide by the batch size, which is the same on all replicas: sums overflow in float16.
             factor = tf.cast(weight, losses.dtype) / self.settings.batch_size
             loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
         gradients = tape.gradient(loss, values, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return gradients, state, tf.nn.softmax(logits), losses
+        return gradients, state, objective.activate(logits), losses
 
     def _predict_replica(self, part: Any, start: tf.Tensor, size: int | None) -> tf.Tensor:
         part = _micro_batch(part, start, size)
-        probability = self.model.serving(to_uint8(self._normalized(part)), training=False)
-        losses = cross_entropy(part["label"], tf.math.log(tf.maximum(probability, 1e-12)))
-        return results(probability, losses, self._weight(part))
+        outputs = self.model.serving(to_uint8(self._normalized(part)), training=False)
+        objective = self.settings.objective
+        losses = objective.losses(part, objective.logits(outputs))
+        return results(outputs, losses, self._weight(part))
 
     def _reduce(self, sums: list[tf.Tensor], weight: tf.Tensor, requests: tf.Tensor) -> Any:
         """Return the mean gradient over all replicas, clipped; whether it is finite; and the sum of all requests."""
@@ -292,16 +296,7 @@ def _micro_batch(part: dict[str, tf.Tensor], start: tf.Tensor, size: int | None)
     return piece | {"weight": tf.where(places < rows, piece["weight"], 0.0)}
 
 
-def results(probability: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Return (B, C + 2) float32: probabilities, loss, weight."""
-    parts = [tf.cast(x, tf.float32) for x in (probability, losses[:, None], weight[:, None])]
+def results(outputs: tf.Tensor, losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """Return (B, C + 2) float32: outputs, loss, weight."""
+    parts = [tf.cast(x, tf.float32) for x in (outputs, losses[:, None], weight[:, None])]
     return tf.concat(parts, axis=1)
-
-
-def cross_entropy(label: tf.Tensor, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
-    """Return the (B,) softmax cross-entropy, with label smoothing."""
-    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(label, logits)
-    if not smoothing:
-        return losses
-    spread = -tf.reduce_mean(tf.nn.log_softmax(logits), axis=-1)
-    return (1 - smoothing) * losses + smoothing * spread

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
-from histopipe.evaluation.evaluate import judge, positive_class
+from histopipe.evaluation.evaluate import Evaluation, judge, positive_class
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report
@@ -24,7 +24,7 @@ from histopipe.runs.result import TrainResult, epoch_line
 from histopipe.runs.workers import Cluster
 from histopipe.system.files import appearing
 from histopipe.system.progress import message
-from histopipe.training.checkpoint import TrainState, load_state, save_state
+from histopipe.training.checkpoint import LOWEST, TrainState, load_state, save_state
 from histopipe.training.devices import check_same, make_strategy
 from histopipe.training.epoch_loop import EpochLoop, Requests, StopSignals
 from histopipe.training.memory import (
@@ -38,7 +38,6 @@ from histopipe.training.outputs import (
     Predictions,
     StepResults,
     check_finite,
-    epoch_metrics,
     predictions,
     step_losses,
     write_results,
@@ -61,8 +60,9 @@ class Trainer:
     ) -> None:
         self._config, self._folder, self._problem = config, folder, problem
         self._cluster, self._report = cluster, report
-        # Raises early if there is no such class.
-        positive_class(problem.splits.classes, config.positive)
+        if problem.splits.kind is None:
+            # Raises early if there is no such class.
+            positive_class(problem.splits.classes, config.positive)
         report("cluster", (cluster.workers, cluster.index))
         cluster.beat = lambda: report("beat", None)
         tf.debugging.set_log_device_placement(config.log_device_placement)
@@ -151,17 +151,15 @@ class Trainer:
         state, number = self._state, self._state.epoch + 1
         started = time.monotonic() - state.seconds
         trained = self._train_epoch(f"epoch {number}/{self._config.epochs}")
-        training = epoch_metrics(trained)  # from predictions before each step's update
-        metrics = epoch_metrics(self._predict("validation", saving=True))
+        training = self._problem.metrics(trained)  # from predictions before each step's update
+        metrics = self._problem.metrics(self._predict("validation", saving=True))
         better = state.is_improved_by(metrics)
         row: dict[str, Any] = {
             "epoch": number,
             "loss": training.loss,
-            "accuracy": training.accuracy,
-            "auc": training.auc,
+            **training.figures,
             "val_loss": metrics.loss,
-            "val_accuracy": metrics.accuracy,
-            "val_auc": metrics.auc,
+            **{f"val_{name}": value for name, value in metrics.figures.items()},
             "learning_rate": self._step.learning_rate,
             f"{self._config.unit}_per_s": training.count / state.seconds,
             "input_wait": state.input_wait / state.seconds,  # share of the training time
@@ -173,7 +171,7 @@ class Trainer:
         state.epoch, state.waited = number, 0 if better else state.waited + 1
         if better:
             state.best_epoch, state.best_loss = number, metrics.loss
-            state.best_auc = -1.0 if metrics.auc is None else metrics.auc
+            state.best_score = LOWEST if metrics.score is None else metrics.score
         if self._cluster.chief:
             self._write_epoch(losses, better=better)
 
@@ -261,6 +259,19 @@ class Trainer:
             )
         return found
 
+    def _covariates_only(self) -> dict[Side, Evaluation]:
+        """Return the evaluation of a model of the covariates alone; empty without covariates."""
+        baseline = self._problem.baseline()
+        return judge(baseline, self._config.judging) if baseline else {}
+
+    def _task_facts(self) -> dict[str, Any]:
+        """Return the task and what its predictions need; nothing for classification."""
+        splits = self._problem.splits
+        if splits.kind is None:
+            return {}
+        facts = self._problem.objective.facts()
+        return {"task": splits.task, "targets": splits.targets, "objective": facts}
+
     def _finish(self) -> TrainResult:
         """Evaluate the best model on validation and test, and write the results."""
         began = time.monotonic()
@@ -269,13 +280,14 @@ class Trainer:
         self._step.model.serving.set_weights(best.get_weights())
         sides: list[Side] = [side for side in self._batches if side != "train"]
         found = {side: self._predict(side, saving=False) for side in sides}
+        self._problem.finish(lambda: self._predict("train", saving=False))
         scores = {side: self._problem.scores(predictions) for side, predictions in found.items()}
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history)
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
             judge(scores, self._config.judging), seconds=seconds + time.monotonic() - began,
-            host_bytes=host_bytes, gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))
@@ -285,6 +297,7 @@ class Trainer:
             splits = self._problem.splits
             facts = {
                 "classes": splits.classes,
+                **self._task_facts(),
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
                 **self._problem.facts,

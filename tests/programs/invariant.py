@@ -27,6 +27,7 @@ from histopipe.training.devices import find_cluster, make_strategy
 from histopipe.training.epoch_loop import EpochLoop
 from histopipe.training.memory import MicroBatch
 from histopipe.training.models import PatchModel, SampleDropout, build_model, dtype_policy
+from histopipe.training.objective import Classification
 from histopipe.training.optimizer import make_optimizer
 from histopipe.training.outputs import StepResults, step_losses
 from histopipe.training.train_step import StepSettings, TrainStep
@@ -42,8 +43,13 @@ TINY = {
 CASES: dict[str, dict[str, Any]] = {
     "adagrad-clipped": {"optimizer": "adagrad", "learning_rate": 0.01, "clip_norm": 0.05},
     "adamw-accumulated": {"optimizer": "adamw", "accumulate": 3, "label_smoothing": 0.1},
-    "cosine": {"optimizer": "sgd", "learning_rate": 0.05, "schedule": "cosine", "warmup_steps": 9},
-    "batch-norm": {"optimizer": "sgd", "learning_rate": 0.05, "model": "batch-norm-1"},
+    "batch-norm-cosine": {
+        "optimizer": "sgd",
+        "learning_rate": 0.05,
+        "schedule": "cosine",
+        "warmup_steps": 9,
+        "model": "batch-norm-1",
+    },
     "last-block": {
         **TINY,
         "optimizer": "adamw",
@@ -92,13 +98,13 @@ def train(store: Store, strategy: Any, cluster: Cluster | None, case: str) -> di
                 model = batch_norm_model(store.patch_size, config.dropout, depth)
         else:
             model = build_model(
-                config.model, patch_size=store.patch_size, classes=2, dropout=config.dropout,
+                config.model, patch_size=store.patch_size, objective=Classification(2), dropout=config.dropout,
                 precision=config.precision, weights=config.weights, trainable=config.trainable,
                 layer_decay=config.layer_decay,
             )  # fmt: skip
         optimizer = make_optimizer(config, 8)
     settings = StepSettings(
-        batch_size=BATCH, class_weight=np.array([0.7, 1.3], np.float32),
+        batch_size=BATCH, objective=Classification(2), class_weight=np.array([0.7, 1.3], np.float32),
         augmentations=config.augmentations, clip_norm=config.clip_norm,
         label_smoothing=config.label_smoothing,
     )  # fmt: skip

@@ -1,0 +1,108 @@
+"""Sides of patches by region: the squares of a slide are assigned to sides, and patches near another side are left out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.assignment import Assignment, copies_note, merge_small_strata
+from histopipe.dataset.sample_table import SampleSource
+from histopipe.dataset.splits import DROPPED, SlideSplit
+from histopipe.errors import UsageError
+from histopipe.geometry import Micrometres
+from histopipe.store.record import SlideRecord
+
+
+def sides_by_region(
+    slides: Sequence[SlideSplit],
+    classes: Sequence[str],
+    stores: Sequence[SampleSource],
+    assignment: Assignment,
+    region: Micrometres,
+) -> list[NDArray[np.int8]]:
+    """Return the sides of the patches of each slide by the square that contains their centre.
+
+    Patches within a patch width of another side are left out.
+    """
+    squares = [_squares(slide, stores[slide.store], region) for slide in slides]
+    # Copies of one slide have the same squares.
+    keys = [slide.content or f"{slide.store}/{slide.id}" for slide in slides]
+    strata: dict[str, set[tuple[str, int, int]]] = defaultdict(set)
+    for slide, key, (position, _) in zip(slides, keys, squares, strict=True):
+        for name, x, y in _labelled_squares(slide, position, classes):
+            strata[name].add((key, x, y))
+    merged = merge_small_strata(strata, slides)
+    notes = {}
+    for name, units in merged.items():
+        used = {key for key, _, _ in units}
+        own = [slide for slide, key in zip(slides, keys, strict=True) if key in used]
+        notes[name] = copies_note(own, slides)
+    sides = assignment.assign(merged, "region", notes)
+    found_sides = []
+    for key, (position, nearby) in zip(keys, squares, strict=True):
+        own_sides = _sides_of(position, key, sides)
+        others = [_sides_of(points, key, sides) for points in nearby]
+        # A square without patches is on no side, so patches need no distance from it.
+        mixed = np.any([(other != own_sides) & (other != DROPPED) for other in others], axis=0)
+        found_sides.append(np.where(mixed, DROPPED, own_sides).astype(np.int8))
+    return found_sides
+
+
+def _labelled_squares(
+    slide: SlideSplit, position: NDArray[np.int64], classes: Sequence[str]
+) -> Iterator[tuple[str, int, int]]:
+    """Yield the most frequent class and the coordinates of each square that has patches."""
+    fit = slide.sides != DROPPED
+    squares, square = np.unique(position[fit], axis=0, return_inverse=True)
+    if slide.labels is None:
+        names = [slide.label] * len(squares)
+    else:
+        votes = np.zeros((len(squares), len(classes)), np.int64)
+        np.add.at(votes, (square.ravel(), slide.labels[fit]), 1)
+        names = [classes[n] for n in votes.argmax(axis=1).tolist()]
+    for name, (x, y) in zip(names, squares.tolist(), strict=True):
+        yield name, x, y
+
+
+def _sides_of(
+    squares: NDArray[np.int64], key: str, sides: Mapping[tuple[str, int, int], int]
+) -> NDArray[np.int8]:
+    """Return the side of each of (N, 2) squares: (N,) int8, `DROPPED` for those without patches."""
+    return np.array([sides.get((key, x, y), DROPPED) for x, y in squares.tolist()], np.int8)
+
+
+def _squares(
+    slide: SlideSplit, store: SampleSource, region: Micrometres
+) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """Return the square of each patch's centre, (N, 2), and the squares of points within a patch width of the patch.
+
+    A patch with its margin is three patch widths wide. It is covered with a grid of points that are close enough to
+    meet every square that it touches.
+    """
+    record = store.records[slide.slide]
+    if (
+        not isinstance(record, SlideRecord)  # bags have no position on a slide
+        or not record.mpp
+        or not record.read_size
+        or not record.downsample
+    ):
+        raise UsageError(
+            f"slide {slide.id} has no mpp",
+            todo="ingest it with --default-mpp, or use another --split-by",
+        )
+    index = store.index(slide.slide)
+    side = region / record.mpp  # level-0 pixels
+    width = record.read_size * record.downsample
+    corners = np.stack([index["x_l0"], index["y_l0"]], axis=1).astype(np.float64)
+    position = np.floor((corners + width / 2) / side).astype(np.int64)
+    points = max(4, int(np.ceil(3 * width / side)) + 1)
+    offsets = np.linspace(-width, 2 * width, points)
+    nearby = [
+        np.floor((corners + np.array([dx, dy])) / side).astype(np.int64)
+        for dx in offsets
+        for dy in offsets
+    ]
+    return position, nearby

@@ -1,0 +1,27 @@
+"""Levels of an evaluation, patches, slides and patients, and aggregations of patches to them."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Level = Literal["patch", "slide", "patient"]
+Aggregation = Literal["mean", "top_k", "majority"]
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+LEVELS: tuple[tuple[Level, Aggregation], ...] = (
+    ("patch", "mean"),
+    *(("slide", how) for how in AGGREGATIONS),
+    *(("patient", how) for how in AGGREGATIONS),
+)
+"""Levels and aggregations of an evaluation; patches are not aggregated."""
+
+
+def levels_of(level: Level) -> tuple[tuple[Level, Aggregation], ...]:
+    """Return the levels at which predictions can be evaluated. Slides are aggregated to patients by their mean only."""
+    if level == "patch":
+        return LEVELS
+    return (("slide", "mean"), ("patient", "mean")) if level == "slide" else (("patient", "mean"),)
+
+
+def name_of(level: Level, how: Aggregation) -> str:
+    """Return the name of a level: `patch`, `slide_mean`, …"""
+    return level if level == "patch" else f"{level}_{how}"

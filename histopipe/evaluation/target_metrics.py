@@ -1,0 +1,283 @@
+"""Evaluate predictions of several labels, numbers and survival, at every level."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.options import TaskName
+from histopipe.errors import MachineShort
+from histopipe.evaluation.levels import Aggregation, Level, levels_of, name_of
+from histopipe.evaluation.metrics import WeightedStatistics, intervals_of
+from histopipe.evaluation.multilabel import MultilabelStatistics, label_scores
+from histopipe.evaluation.regression import RegressionStatistics
+from histopipe.evaluation.survival import SurvivalStatistics
+from histopipe.evaluation.target_scores import GroupedScores, TargetScores, grouped
+from histopipe.evaluation.thresholds import choose_threshold
+from histopipe.system.result import counted
+
+_MIN_PATIENTS = 10
+_MAX_UNDEFINED = 0.05
+Thresholds = Mapping[str, tuple[float, ...]]
+"""By name of the level: a probability per label, or the risk between the risk groups; empty for regression."""
+Part = tuple[TargetScores, Thresholds]
+"""Predictions of one model, with its thresholds. A cross-validation has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetMetrics:
+    """Metrics of patches, slides or patients.
+
+    Attributes:
+        task: "multilabel", "regression" or "survival".
+        count: number of patches, slides or patients.
+        patients: number of patients.
+        figures: metrics by name, None if undefined. With several columns, the means over them, and `metric:column`.
+        intervals: 95 % confidence intervals by metric, from resampling patients; only where defined.
+        thresholds: see `Thresholds`; empty if several were used.
+        groups: survival of patients with a high and a low risk.
+        log_rank: p value of their difference, by the log-rank test; None if it is undefined.
+        notes: remarks on the metrics.
+    """
+
+    task: TaskName
+    count: int
+    patients: int
+    figures: Mapping[str, float | None]
+    intervals: Mapping[str, tuple[float, float]]
+    thresholds: tuple[float, ...] = ()
+    groups: tuple[RiskGroup, ...] = ()
+    log_rank: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TargetMetrics:
+        """Create the metrics from the result of `to_json`.
+
+        Raises:
+            KeyError, TypeError: the value has the wrong form.
+        """
+        parts = {
+            "intervals": {name: tuple(ends) for name, ends in value["intervals"].items()},
+            "thresholds": tuple(value["thresholds"]),
+            "groups": tuple(RiskGroup.from_json(group) for group in value["groups"]),
+            "notes": tuple(value["notes"]),
+        }
+        return cls(**{**value, **parts})
+
+
+@dataclass(frozen=True, slots=True)
+class RiskGroup:
+    """Patients with a risk above or below the threshold, and their Kaplan-Meier curve.
+
+    Attributes:
+        name: "high risk" or "low risk".
+        count, events: number of patients or slides, and of their events.
+        median: median survival; None if it is not reached.
+        times, survival: steps of the curve, from time 0.
+        low, high: its 95 % confidence band.
+        at_risk: number at risk at each of `at_risk_times`.
+    """
+
+    name: str
+    count: int
+    events: int
+    median: float | None
+    times: tuple[float, ...]
+    survival: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    at_risk_times: tuple[float, ...]
+    at_risk: tuple[int, ...]
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> RiskGroup:
+        """Create a group from JSON, where tuples are lists."""
+        fields: dict[str, Any] = {
+            name: tuple(it) if isinstance(it, list) else it for name, it in value.items()
+        }
+        return cls(**fields)
+
+
+def choose_target_thresholds(validation: TargetScores, rule: str) -> Thresholds:
+    """Choose thresholds for every level on validation data.
+
+    Each label has a threshold by `rule`, as for classes. The risk groups are divided at the median risk.
+    """
+    if validation.task == "regression":
+        return {}
+    chosen: dict[str, tuple[float, ...]] = {}
+    for level, how in target_levels(validation.level):
+        scores = grouped(validation, level)
+        if validation.task == "survival":
+            limits = [float(np.median(scores.output[:, 0]))] if len(scores.output) else []
+        else:
+            limits = [_threshold(scores, number, rule) for number in range(len(validation.columns))]
+        chosen[name_of(level, how)] = tuple(limits)
+    return chosen
+
+
+def _threshold(scores: GroupedScores, number: int, rule: str) -> float:
+    known = np.isfinite(scores.target[:, number])
+    own = label_scores(
+        scores.target[known, number], scores.output[known, number], scores.patient[known]
+    )
+    return choose_threshold(own, 1, rule)[0]
+
+
+def target_levels(level: Level) -> list[tuple[Level, Aggregation]]:
+    """Return the levels of an evaluation. Patches are aggregated by their mean only."""
+    return [(level, how) for level, how in levels_of(level) if how == "mean"]
+
+
+def evaluate_target_parts(
+    parts: Sequence[Part], draws: NDArray[np.float64]
+) -> dict[Level, dict[Aggregation, TargetMetrics]]:
+    """Evaluate the predictions of one or several models together, at every level.
+
+    Each part has at least one row. All parts have the same task, columns, times and numbering of patients. `draws` are from
+    `bootstrap_draws`.
+    """
+    first = parts[0][0]
+    found: dict[Level, dict[Aggregation, TargetMetrics]] = {"patch": {}, "slide": {}, "patient": {}}
+    for level, how in target_levels(first.level):
+        scores, limits = joined_targets(parts, level, how)
+        if len(scores.target):
+            found[level][how] = _metrics(first, scores, limits, draws, several=len(parts) > 1)
+    return found
+
+
+def joined_targets(
+    parts: Sequence[Part], level: Level, how: Aggregation
+) -> tuple[GroupedScores, NDArray[np.float64]]:
+    """Return the predictions of all parts at one level, and their (N, L) thresholds. Items are part << 32 | item."""
+    each = [grouped(scores, level) for scores, _ in parts]
+    limits = [
+        np.tile(np.array(thresholds.get(name_of(level, how), ())), (len(own.target), 1))
+        for own, (_, thresholds) in zip(each, parts, strict=True)
+    ]
+    joined = GroupedScores(
+        np.concatenate([it.target for it in each]), np.concatenate([it.output for it in each]),
+        np.concatenate([it.patient for it in each]),
+        np.concatenate([it.item + (number << 32) for number, it in enumerate(each)]),
+        sum(it.left_out for it in each),
+    )  # fmt: skip
+    return joined, np.concatenate(limits)
+
+
+def target_statistics(
+    kind: TargetScores, scores: GroupedScores, limits: NDArray[np.float64]
+) -> WeightedStatistics:
+    """Return the metrics of predictions as functions of weights. `kind` has the task, columns and times."""
+    if kind.task == "survival":
+        time, event = scores.target.T
+        return SurvivalStatistics(time, event, scores.output, kind.grid, scores.patient)
+    if kind.task == "multilabel":
+        return MultilabelStatistics(
+            scores.target, scores.output, kind.columns, limits, scores.patient
+        )
+    return RegressionStatistics(scores.target, scores.output, kind.columns, scores.patient)
+
+
+def epoch_figures(scores: TargetScores) -> dict[str, float | None]:
+    """Return the main metric of an epoch, by name: mean AUC, R², or concordance index."""
+    limits = np.full(len(scores.columns), 0.5)
+    own = GroupedScores(
+        scores.target,
+        scores.output.astype(np.float64),
+        scores.patient,
+        np.arange(len(scores.target)),
+    )
+    statistics = target_statistics(scores, own, limits)
+    values = statistics.figures(np.ones((1, statistics.patients)))
+    name = {"multilabel": "auc", "regression": "r2", "survival": "c_index"}[scores.task]
+    return {name: _known(float(values[name][0]))}
+
+
+def _metrics(
+    kind: TargetScores,
+    scores: GroupedScores,
+    limits: NDArray[np.float64],
+    draws: NDArray[np.float64],
+    *,
+    several: bool,
+) -> TargetMetrics:
+    statistics = target_statistics(kind, scores, limits)
+    values = statistics.figures(np.ones((1, statistics.patients)))
+    figures = {name: _known(value[0]) for name, value in values.items()}
+    patients = len(np.unique(scores.patient))
+    intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
+    notes = []
+    if scores.left_out:
+        notes.append(f"{scores.left_out} excluded, because their slides have several targets")
+    if len(draws) and patients < _MIN_PATIENTS:
+        notes.append(f"confidence intervals are unreliable: only {counted(patients, 'patient')}")
+    elif undefined > _MAX_UNDEFINED and None not in figures.values():
+        notes.append(f"{undefined:.0%} of the resamples are undefined: excluded from the intervals")
+    groups, log_rank = _risk_groups(kind, scores, limits)
+    return TargetMetrics(
+        kind.task, len(scores.target), patients, figures,
+        {name: ends for name, ends in intervals.items() if figures[name] is not None},
+        () if several else tuple(limits[0].tolist()), groups, log_rank, tuple(notes),
+    )  # fmt: skip
+
+
+def _known(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _risk_groups(
+    kind: TargetScores, scores: GroupedScores, limits: NDArray[np.float64]
+) -> tuple[tuple[RiskGroup, ...], float | None]:
+    if kind.task != "survival":
+        return (), None
+    lifelines = require_lifelines()
+    time, event = scores.target.T
+    high = scores.output[:, 0] > limits[:, 0]
+    times = np.linspace(0, time.max(), 6)
+    groups = []
+    for name, rows in (("high risk", high), ("low risk", ~high)):
+        if not rows.any():
+            continue
+        curve = lifelines.KaplanMeierFitter().fit(time[rows], event[rows])
+        band = curve.confidence_interval_.to_numpy()
+        median = float(curve.median_survival_time_)
+        groups.append(
+            RiskGroup(
+                name, int(rows.sum()), int(event[rows].sum()), _known(median),
+                tuple(curve.survival_function_.index.to_numpy(np.float64).tolist()),
+                tuple(curve.survival_function_.to_numpy()[:, 0].tolist()),
+                tuple(band[:, 0].tolist()), tuple(band[:, 1].tolist()), tuple(times.tolist()),
+                tuple(int((time[rows] >= at).sum()) for at in times),
+            )
+        )  # fmt: skip
+    if len(groups) < 2 or not event.any():
+        return tuple(groups), None
+    test = lifelines.statistics.logrank_test(time[high], time[~high], event[high], event[~high])
+    return tuple(groups), _known(float(test.p_value))
+
+
+def require_lifelines() -> Any:
+    """Return lifelines, which has Kaplan-Meier curves, the log-rank test and Cox' model.
+
+    Raises:
+        MachineShort: it is not installed.
+    """
+    try:
+        import lifelines
+        import lifelines.statistics
+    except ImportError as error:
+        raise MachineShort(
+            f"survival needs {error.name}", todo="pip install 'histopipe[survival]'"
+        ) from error
+    return lifelines

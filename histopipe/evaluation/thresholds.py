@@ -1,0 +1,71 @@
+"""Decision thresholds, chosen on validation data."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.errors import UsageError
+from histopipe.evaluation.predictions import Scores
+
+RULE = re.compile(
+    r"youden|(?P<of>sensitivity|specificity)[:=](?P<least>0?\.\d+|1(\.0*)?)|(?P<fixed>0?\.\d+)"
+)
+"""Values of `--threshold`."""
+EVEN = 0.5
+FALLBACK = f"threshold {EVEN}"
+"""Start of a note on why no threshold was chosen."""
+
+
+def check_rule(rule: str) -> re.Match[str]:
+    """Return the match of a rule. Raise UsageError if the text is not a rule."""
+    match = RULE.fullmatch(rule)
+    if match is None:
+        raise UsageError(
+            "--threshold", found=repr(rule),
+            expected="youden, sensitivity:0.95, specificity:0.95, or a probability such as 0.5",
+        )  # fmt: skip
+    return match
+
+
+def choose_threshold(scores: Scores, positive: int, rule: str) -> tuple[float, str | None]:
+    """Return the threshold that a rule chooses, with a note or None.
+
+    "youden": highest sensitivity + specificity. "sensitivity:S": highest threshold with at least this sensitivity. "specificity:S":
+    lowest threshold with at least this specificity. The threshold is half way between the last positive score and the
+    next score, since scores of other data may be close to either of them.
+
+    Source:
+        W. J. Youden, Index for rating diagnostic tests, Cancer 3 (1950).
+    """
+    match = check_rule(rule)
+    if match["fixed"]:
+        return float(match["fixed"]), None
+    truth = scores.label == positive
+    if truth.all() or not truth.any():
+        return EVEN, f"{FALLBACK} used: validation has only one class"
+    thresholds, score_number = np.unique(-scores.probability[:, positive], return_inverse=True)
+    # The ROC curve: false and true positive rates at decreasing scores.
+    false_positive, true_positive = (
+        np.append(0, np.cumsum(np.bincount(score_number[members], minlength=len(thresholds))))
+        / members.sum()
+        for members in (~truth, truth)
+    )
+    if match["of"] is None:
+        place = int(np.argmax(true_positive - false_positive))
+    elif match["of"] == "sensitivity":
+        place = int(np.argmax(true_positive >= float(match["least"])))
+    else:
+        place = int(np.flatnonzero(1 - false_positive >= float(match["least"]))[-1])
+    return _half_way(-thresholds.astype(np.float64), place), None
+
+
+def _half_way(scores: NDArray[np.float64], positives: int) -> float:
+    """Return a threshold for which the first `positives` of the decreasing scores are positive."""
+    if positives == 0:
+        return float(np.nextafter(scores[0], np.inf))
+    last, after = scores[positives - 1], scores[positives] if positives < len(scores) else 0.0
+    middle = (last + after) / 2
+    return float(middle if middle > after else last)

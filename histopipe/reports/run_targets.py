@@ -1,0 +1,153 @@
+"""Report of a run with another task than classification: metrics, charts, and predictions of slides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from histopipe.dataset.options import Side
+from histopipe.evaluation import table
+from histopipe.evaluation.levels import Level
+from histopipe.evaluation.multilabel import label_scores
+from histopipe.evaluation.statistics import Roc, roc_of
+from histopipe.evaluation.target_metrics import RiskGroup, TargetMetrics
+from histopipe.evaluation.target_scores import TargetScores, grouped
+from histopipe.reports import charts
+from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
+from histopipe.reports.run_data import RunData
+
+_MOST_ROWS = 5000
+_TITLES = {
+    "auc": "AUC", "balanced_accuracy": "balanced accuracy", "sensitivity": "sensitivity",
+    "specificity": "specificity", "f1": "F1", "brier": "Brier score", "r2": "R²", "pearson": "Pearson",
+    "spearman": "Spearman", "mae": "MAE", "rmse": "RMSE", "c_index": "C-index (Harrell)",
+    "c_index_uno": "C-index (Uno)",
+}  # fmt: skip
+_OF_SURVIVAL = {"auc": "AUC over time", "brier": "integrated Brier score"}
+
+
+def target_metrics(run: RunData) -> Iterator[Block]:
+    """Yield a table of the metrics of all sides and levels, with a row per column."""
+    judged = [
+        (side, level, metrics)
+        for side, evaluation in run.result.metrics.items()
+        for level, metrics in evaluation.named()
+        if isinstance(metrics, TargetMetrics)
+        and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
+    ]
+    titles = _TITLES | (_OF_SURVIVAL if judged and judged[0][2].task == "survival" else {})
+    found = [name for name in titles if any(name in _bare(it[2]) for it in judged)]
+    main = list(table.shown_figures(judged[0][2].task)[0]) if judged else []
+    figures = [*main, *(name for name in found if name not in main)]
+    columns = (
+        Column("split"), Column("level"), Column("column"), Column("n", True),
+        *(Column(titles[name], True) for name in figures), Column("notes"),
+    )  # fmt: skip
+    rows = []
+    for side, level, metrics in judged:
+        names = dict.fromkeys(name.partition(":")[2] for name in metrics.figures)
+        for name in names:
+            ending = f":{name}" if name else ""
+            rows.append(Row([
+                Cell(side), Cell(level.partition("_")[0]), Cell(name or ("mean" if len(names) > 1 else "")),
+                number(metrics.count), *(_figure(metrics, it + ending) for it in figures),
+                Cell("; ".join(metrics.notes) if not name else "", tone="why"),
+            ]))  # fmt: skip
+    yield Table("Metrics of the validation and test sets at all levels", columns, rows)
+
+
+def _bare(metrics: TargetMetrics) -> set[str]:
+    return {name.partition(":")[0] for name in metrics.figures}
+
+
+def _figure(metrics: TargetMetrics, name: str) -> Cell:
+    value = metrics.figures.get(name)
+    return number(None) if value is None else Cell(table.with_interval(metrics, name), value, "n")
+
+
+def target_charts(run: RunData) -> Iterator[Block]:
+    """Yield charts: survival of the risk groups, true against predicted values, or ROC curves and calibration."""
+    yield Charts(list(_charts(run)))
+    for side, evaluation in run.result.metrics.items():
+        groups = getattr(evaluation.finest, "groups", ())
+        if groups:
+            yield _at_risk(side, groups)
+
+
+def _charts(run: RunData) -> Iterator[str]:
+    for side, scores in run.targets.items():
+        if scores.task == "survival":
+            metrics = run.result.metrics[side].finest
+            if isinstance(metrics, TargetMetrics) and metrics.groups:
+                p = "" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"
+                yield charts.survival_chart(f"Survival, {side}{p}", metrics.groups)
+        elif scores.task == "regression":
+            for i, name in enumerate(scores.columns):
+                known = np.isfinite(scores.target[:, i])
+                yield charts.scatter_chart(
+                    f"{name}, {side}", scores.target[known, i], scores.output[known, i]
+                )
+        else:
+            yield from _label_charts(run, side, scores)
+
+
+def _label_charts(run: RunData, side: Side, scores: TargetScores) -> Iterator[str]:
+    rows = grouped(scores, scores.level)
+    curves: dict[str, Roc] = {}
+    for i, name in enumerate(scores.columns):
+        known = np.isfinite(rows.target[:, i])
+        own = label_scores(rows.target[known, i], rows.output[known, i], rows.patient[known])
+        seed = run.config.judging.seed
+        roc = roc_of(own, 1, patients=len(scores.patients), seed=seed) if known.any() else None
+        if roc is not None:
+            curves[name] = roc
+    if curves:
+        yield charts.roc_chart(f"ROC, {side}", curves)
+
+
+def _at_risk(side: Side, groups: tuple[RiskGroup, ...]) -> Table:
+    times = groups[0].at_risk_times
+    columns = (
+        Column("group"), Column("n", True), Column("events", True), Column("median", True),
+        *(Column(f"at {time:.4g}", True) for time in times),
+    )  # fmt: skip
+    rows = [
+        Row([
+            Cell(it.name), number(it.count), number(it.events), number(it.median, 3),
+            *(number(count) for count in it.at_risk),
+        ])
+        for it in groups
+    ]  # fmt: skip
+    return Table(f"{side.capitalize()}: risk groups and numbers at risk", columns, rows)
+
+
+def _value(value: float) -> Cell:
+    return number(None) if math.isnan(value) else Cell(f"{value:.4g}", value, "n")
+
+
+def target_table(run: RunData) -> Table | None:
+    """Return a table of all validation and test slides, or bags, with targets and predictions."""
+    found = list(run.targets.items())
+    if not found:
+        return None
+    _, first = found[0]
+    level: Level = "patient" if first.level == "patient" else "slide"
+    names = first.output_names[: len(first.columns)] if first.task != "survival" else ("risk",)
+    columns = (
+        Column(level), Column("patient"), Column("split"),
+        *(Column(f"true {name}", True) for name in first.columns),
+        *(Column(name.replace("_", " ", 1), True) for name in names),
+    )  # fmt: skip
+    rows = []
+    for side, scores in found:
+        means = grouped(scores, level)
+        ids = scores.slides if level == "slide" else scores.patients
+        for i, item in enumerate(means.item.tolist()):
+            rows.append(Row([
+                Cell(ids[item], tone="id"), Cell(scores.patients[means.patient[i]]), Cell(side),
+                *map(_value, means.target[i].tolist()), *map(_value, means.output[i, : len(names)].tolist()),
+            ]))  # fmt: skip
+    title = "Slides (mean over patches)" if first.level == "patch" else "Bags"
+    return Table(f"{title}: targets and predictions", columns, rows[:_MOST_ROWS])

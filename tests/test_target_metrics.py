@@ -1,0 +1,332 @@
+"""Metrics of several labels, numbers and survival: compared with scikit-learn, SciPy, scikit-survival and lifelines."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lifelines import CoxPHFitter, KaplanMeierFitter
+from lifelines.statistics import logrank_test
+from numpy.typing import NDArray
+from scipy import stats
+from sklearn import metrics as sk
+from sksurv.linear_model import CoxPHSurvivalAnalysis
+from sksurv.metrics import (
+    concordance_index_censored,
+    concordance_index_ipcw,
+    cumulative_dynamic_auc,
+    integrated_brier_score,
+)
+from sksurv.util import Surv
+
+from histopipe.errors import DamagedStore
+from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, judge
+from histopipe.evaluation.multilabel import MultilabelStatistics
+from histopipe.evaluation.predictions import (
+    joined_scores,
+    read_predictions,
+    with_common_patients,
+    write_predictions,
+)
+from histopipe.evaluation.regression import RegressionStatistics
+from histopipe.evaluation.survival import (
+    SurvivalStatistics,
+    breslow_survival,
+    partial_likelihood,
+    time_grid,
+)
+from histopipe.evaluation.table import evaluation_lines
+from histopipe.evaluation.target_metrics import TargetMetrics
+from histopipe.evaluation.target_scores import TargetScores, grouped, with_common_grid
+
+# Of scikit-survival and lifelines.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def cohort(
+    seed: int, count: int = 80, *, decimals: int = 6
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return risk, time and event of patients. Few decimals give tied times and risks."""
+    rng = np.random.default_rng(seed)
+    risk = np.round(rng.normal(size=count), decimals)
+    time, censored = rng.exponential(np.exp(-risk)), rng.exponential(1.5, count)
+    event = (time <= censored).astype(np.float64)
+    times = np.asarray(np.round(np.minimum(time, censored), decimals) + 0.1, np.float64)
+    return np.asarray(risk, np.float64), times, event
+
+
+def figures(statistics: Any, weights: NDArray[np.float64]) -> dict[str, float]:
+    return {name: float(values[0]) for name, values in statistics.figures(weights).items()}
+
+
+@pytest.mark.parametrize("decimals", [6, 1])
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=12)
+def test_survival_metrics_equal_those_of_scikit_survival(seed: int, decimals: int) -> None:
+    risk, time, event = cohort(seed, decimals=decimals)
+    grid = time_grid(time, event)
+    survival = np.exp(-np.outer(np.exp(risk), grid))
+    patients = np.arange(len(risk), dtype=np.int32)
+    output = np.column_stack([risk, survival])
+    statistics = SurvivalStatistics(time, event, output, grid, patients)
+    found = figures(statistics, np.ones((1, len(risk))))
+    truth = Surv.from_arrays(event.astype(bool), time)
+    assert found["c_index"] == pytest.approx(
+        concordance_index_censored(event.astype(bool), time, risk)[0]
+    )
+    last = time == time.max()
+    if not event[last].any():  # else the probability not to be censored is 0 there
+        assert found["c_index_uno"] == pytest.approx(concordance_index_ipcw(truth, truth, risk)[0])
+    inside = [at for at in grid if time.min() <= at < time.max()]
+    assert found["auc"] == pytest.approx(cumulative_dynamic_auc(truth, truth, risk, inside)[1])
+    columns = survival[:, [grid.index(at) for at in inside]]
+    assert found["brier"] == pytest.approx(integrated_brier_score(truth, truth, columns, inside))
+    # A weight of a patient is the number of times that the patient occurs.
+    weights = np.random.default_rng(seed).integers(0, 3, len(risk))
+    rows = np.repeat(np.arange(len(risk)), weights)
+    again = SurvivalStatistics(
+        time[rows], event[rows], output[rows], grid, np.arange(len(rows), dtype=np.int32)
+    )
+    expected = figures(again, np.ones((1, len(rows))))
+    inside_again = [at for at in grid if time[rows].min() <= at < time[rows].max()]
+    weighted = figures(statistics, weights[None].astype(np.float64))
+    for name in ("c_index", "c_index_uno", *(("auc", "brier") if inside_again == inside else ())):
+        assert weighted[name] == pytest.approx(expected[name], nan_ok=True)
+
+
+def test_higher_risk_means_earlier_event() -> None:
+    time, event = np.arange(1.0, 9.0), np.ones(8)
+    output = np.column_stack([-time, np.full(8, 0.5)])
+    found = figures(
+        SurvivalStatistics(time, event, output, [4.0], np.arange(8, dtype=np.int32)),
+        np.ones((1, 8)),
+    )
+    assert found["c_index"] == found["c_index_uno"] == found["auc"] == 1
+    _, slope = partial_likelihood(np.zeros(8), time, event)
+    assert slope[0] < 0 < slope[-1]  # descending this slope raises the risk of the first to die
+
+
+@pytest.mark.parametrize("decimals", [6, 1])
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=10)
+def test_cox_loss_equals_that_of_lifelines_and_its_gradient(seed: int, decimals: int) -> None:
+    import pandas as pd
+
+    rng = np.random.default_rng(seed)
+    _, time, event = cohort(seed, 40, decimals=decimals)
+    covariates = rng.normal(size=(40, 2))
+    frame = pd.DataFrame({"a": covariates[:, 0], "b": covariates[:, 1], "t": time, "e": event})
+    fitted = CoxPHFitter().fit(frame, "t", "e")
+    risk = covariates @ fitted.params_.to_numpy()
+    loss, gradient = partial_likelihood(risk, time, event)
+    assert -loss == pytest.approx(fitted.log_likelihood_, rel=1e-6)  # Efron's, with ties
+    assert covariates.T @ gradient == pytest.approx(0, abs=1e-2)  # at the maximum of the likelihood
+    other = CoxPHSurvivalAnalysis(ties="efron").fit(
+        covariates, Surv.from_arrays(event.astype(bool), time)
+    )
+    assert other.coef_ == pytest.approx(fitted.params_.to_numpy(), rel=1e-3, abs=1e-4)
+    for place in (0, 7, 39):
+        step = 1e-6 * np.eye(40)[place]
+        ends = [partial_likelihood(risk + sign * step, time, event)[0] for sign in (1, -1)]
+        assert gradient[place] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-6)
+    # Weight 0 leaves a patient out.
+    weight = (rng.random(40) < 0.7).astype(np.float64)
+    kept = weight > 0
+    some, slopes = partial_likelihood(risk, time, event, weight)
+    assert some == pytest.approx(partial_likelihood(risk[kept], time[kept], event[kept])[0])
+    assert (slopes[~kept] == 0).all()
+
+
+def test_baseline_survival_equals_that_of_scikit_survival() -> None:
+    rng = np.random.default_rng(3)
+    _, time, event = cohort(3, 100)
+    covariates = rng.normal(size=(100, 2))
+    fitted = CoxPHSurvivalAnalysis().fit(covariates, Surv.from_arrays(event.astype(bool), time))
+    grid = time_grid(time, event)
+    ours = breslow_survival(covariates @ fitted.coef_, time, event, grid)
+    functions = fitted.predict_survival_function(np.zeros((1, 2)))
+    assert ours == pytest.approx(functions[0](grid), rel=1e-6)
+
+
+@given(seed=st.integers(0, 1000), ties=st.booleans())
+@settings(max_examples=20)
+def test_regression_metrics_equal_those_of_scikit_learn(seed: int, ties: bool) -> None:
+    rng = np.random.default_rng(seed)
+    target = rng.normal(size=(30, 2))
+    output = target + rng.normal(size=(30, 2))
+    if ties:
+        target, output = np.round(target), np.round(output)
+    target[rng.random(30) < 0.2, 1] = np.nan
+    patients = np.arange(30, dtype=np.int32)
+    weights = rng.integers(0, 3, 30).astype(np.float64)
+    statistics = RegressionStatistics(target, output, ("a", "b"), patients)
+    for weight in (np.ones(30), weights):
+        found = figures(statistics, weight[None])
+        for number, name in enumerate("ab"):
+            rows = np.repeat(patients, weight.astype(int))
+            rows = rows[np.isfinite(target[rows, number])]
+            true, predicted = target[rows, number], output[rows, number]
+            assert found[f"r2:{name}"] == pytest.approx(sk.r2_score(true, predicted))
+            assert found[f"mae:{name}"] == pytest.approx(sk.mean_absolute_error(true, predicted))
+            assert found[f"rmse:{name}"] == pytest.approx(
+                sk.root_mean_squared_error(true, predicted)
+            )
+            assert found[f"pearson:{name}"] == pytest.approx(stats.pearsonr(true, predicted)[0])
+            assert found[f"spearman:{name}"] == pytest.approx(stats.spearmanr(true, predicted)[0])
+        assert found["r2"] == pytest.approx((found["r2:a"] + found["r2:b"]) / 2)
+        assert "mae" not in found  # of different units
+
+
+@given(seed=st.integers(0, 1000))
+@settings(max_examples=20)
+def test_multilabel_metrics_equal_those_of_scikit_learn(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    target = (rng.random((60, 2)) < 0.4).astype(np.float64)
+    output = np.round(rng.random((60, 2)), 2)
+    target[rng.random((60, 2)) < 0.2] = np.nan
+    limits = np.array([0.5, 0.3])
+    patients = np.arange(60, dtype=np.int32)
+    found = figures(
+        MultilabelStatistics(target, output, ("a", "b"), limits, patients), np.ones((1, 60))
+    )
+    for number, name in enumerate("ab"):
+        known = np.isfinite(target[:, number])
+        true, p = target[known, number], output[known, number]
+        assert found[f"auc:{name}"] == pytest.approx(sk.roc_auc_score(true, p))
+        assert found[f"brier:{name}"] == pytest.approx(sk.brier_score_loss(true, p))
+        decided = p >= limits[number]
+        assert found[f"balanced_accuracy:{name}"] == pytest.approx(
+            sk.balanced_accuracy_score(true, decided)
+        )
+        assert found[f"f1:{name}"] == pytest.approx(sk.f1_score(true, decided))
+    assert found["auc"] == pytest.approx((found["auc:a"] + found["auc:b"]) / 2)
+
+
+def survival_scores(seed: int, count: int = 60, *, slides: int = 1) -> TargetScores:
+    """Return predictions of patients with one or several slides each."""
+    risk, time, event = cohort(seed, count)
+    grid = tuple(time_grid(time, event, 4))
+    rows = np.repeat(np.arange(count), slides)
+    noise = np.random.default_rng(seed).normal(size=len(rows)) * 0.5
+    survival = np.exp(-np.outer(np.exp(risk[rows]), grid))
+    return TargetScores(
+        "survival", ("time", "event"), grid, tuple(f"s{i}" for i in range(len(rows))),
+        tuple(f"p{i}" for i in range(count)), np.arange(len(rows), dtype=np.int32),
+        rows.astype(np.int32), np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64),
+        np.column_stack([time, event])[rows],
+        np.column_stack([risk[rows] + noise, survival]).astype(np.float32), "slide",
+    )  # fmt: skip
+
+
+def test_risk_groups_equal_those_of_lifelines() -> None:
+    scores = {"validation": survival_scores(1), "test": survival_scores(2)}
+    found = judge(scores, JudgeSettings(resamples=50))  # type: ignore[arg-type]
+    metrics = found["test"].slide["mean"]
+    assert isinstance(metrics, TargetMetrics)
+    limit = np.median(scores["validation"].output[:, 0].astype(np.float64))
+    assert list(metrics.thresholds) == pytest.approx([limit])
+    time, event = scores["test"].target.T
+    high = scores["test"].output[:, 0] > limit
+    expected = logrank_test(time[high], time[~high], event[high], event[~high])
+    assert metrics.log_rank == pytest.approx(expected.p_value)
+    curve = KaplanMeierFitter().fit(time[high], event[high])
+    assert metrics.groups[0].survival == pytest.approx(
+        curve.survival_function_.to_numpy()[:, 0].tolist()
+    )
+    assert metrics.groups[0].at_risk[0] == metrics.groups[0].count == high.sum()
+    low, value, ends = 0.0, metrics.figures["c_index"], metrics.intervals["c_index"]
+    assert value is not None
+    assert low < ends[0] < value < ends[1] < 1
+    lines = "\n".join(evaluation_lines("test", found["test"]))
+    assert "C-index" in lines
+    assert "patients: same as slides" in lines
+    for evaluation in found.values():
+        text = json.dumps(evaluation.to_json())
+        assert Evaluation.from_json(json.loads(text)) == evaluation
+
+
+def test_slides_are_aggregated_to_patients() -> None:
+    scores = survival_scores(1, 40, slides=3)
+    means = grouped(scores, "patient")
+    assert len(means.target) == 40
+    assert means.output[:, 0] == pytest.approx(
+        scores.output[:, 0].astype(np.float64).reshape(40, 3).mean(axis=1)
+    )
+    changed = scores.target.copy()
+    changed[0, 0] += 1  # this patient has two times
+    other = replace(scores, target=changed)
+    assert (len(grouped(other, "patient").target), grouped(other, "patient").left_out) == (39, 1)
+
+
+@given(
+    task=st.sampled_from(["regression", "multilabel", "survival"]),
+    level=st.sampled_from(["patch", "slide", "patient"]), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=20)
+def test_written_predictions_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, task: Any, level: Any, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    names = tuple(f"P {i}, ü" for i in range(5))
+    outputs = 4 if task == "survival" else 2
+    target = rng.random((5, 2))
+    if task != "survival":
+        target[1, 0] = np.nan
+    corner = rng.integers(0, 9, 5) * (level == "patch")
+    scores = TargetScores(
+        task, ("a b", "c"), (0.1, 2.0, 1e3 / 3) if task == "survival" else (),
+        names if level == "patient" else tuple("vwxyz"), names,
+        np.arange(5, dtype=np.int32), np.arange(5, dtype=np.int32),
+        corner, corner, target, rng.random((5, outputs)).astype(np.float32), level,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("predictions") / "predictions.csv"
+    write_predictions(path, [({"split": "test"}, scores)])
+    found = read_predictions(path)["test"]
+    assert isinstance(found, TargetScores)
+    assert found.grid == pytest.approx(scores.grid)
+    for name in ("task", "columns", "slides", "patients", "level"):
+        assert getattr(found, name) == getattr(scores, name)
+    for name in ("slide", "patient", "x_l0", "y_l0", "target", "output"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(scores, name))
+    twice = joined_scores(with_common_patients([found, found]))
+    assert len(twice.output) == 10
+    path.write_text(path.read_text().replace(",0.", ",x", 1))
+    with pytest.raises(DamagedStore, match="is damaged"):
+        read_predictions(path)
+
+
+def test_models_of_other_training_sets_get_the_times_of_the_first() -> None:
+    """The times of folds differ. Constant hazards have the same survival at any times, to interpolation."""
+    one = survival_scores(1)
+    times = tuple(np.linspace(0.01, 2 * one.grid[-1], 60).tolist())
+    hazard = np.exp(one.output[:, :1].astype(np.float64))
+    grids = [
+        replace(
+            one, grid=grid,
+            output=np.hstack([one.output[:, :1], np.exp(-hazard * np.array(grid))]).astype(np.float32),
+        )
+        for grid in (one.grid, times)
+    ]  # fmt: skip
+    same, other = with_common_grid(grids)
+    assert same is grids[0]
+    assert other.grid == one.grid
+    np.testing.assert_array_equal(other.output[:, 0], one.output[:, 0])
+    np.testing.assert_allclose(other.output, same.output, atol=0.03)
+
+
+def test_undefined_metrics_are_none() -> None:
+    one = survival_scores(1, 12)
+    same = replace(one, target=np.column_stack([one.target[:, 0], np.zeros(12)]))
+    found = judge({"validation": same, "test": same}, JudgeSettings(resamples=20))["test"].slide[
+        "mean"
+    ]
+    assert isinstance(found, TargetMetrics)
+    assert found.figures["c_index"] is None
+    assert found.log_rank is None
+    assert all(value is None or math.isfinite(value) for value in found.figures.values())

@@ -1,0 +1,406 @@
+"""Targets of several labels, numbers and survival: labels files, splits, and trainings."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_memory import faulty
+from test_mil import write_bag
+from test_resume import EACH_STEP
+
+import histopipe
+from histopipe.dataset.assignment import AssignByFolds, assign_labels
+from histopipe.dataset.covariates import Covariates
+from histopipe.dataset.splits import load_splits
+from histopipe.dataset.targets import Multilabel, Regression, Survival
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.evaluation.predictions import read_predictions
+from histopipe.evaluation.target_scores import TargetScores
+from histopipe.store.store import Store
+
+DIMENSION, BAGS = 8, 60
+COLUMNS = ("slide", "patient", "time", "event", "age", "MSI", "BRAF", "share")
+
+
+@pytest.fixture(scope="module")
+def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bags in which a share of the patches has an offset. The targets depend on this share, the age does not."""
+    folder = tmp_path_factory.mktemp("targets") / "features"
+    rng = np.random.default_rng(3)
+    rows: list[tuple[object, ...]] = [COLUMNS]
+    for i in range(BAGS):
+        share, size = rng.random(), int(rng.integers(20, 40))
+        values = rng.normal(size=(size, DIMENSION)).astype(np.float32)
+        values[rng.random(size) < share] += 2 * np.linspace(-1, 1, DIMENSION, dtype=np.float32)
+        write_bag(folder / f"s{i}.h5", values, np.stack([256 * np.arange(size)] * 2, axis=1))
+        time, censored = rng.exponential(np.exp(-4 * (share - 0.5))), rng.exponential(1.5)
+        braf = "" if rng.random() < 0.2 else int(rng.random() < 0.2 + 0.6 * share)
+        rows.append((
+            f"s{i}", f"P{i}", round(min(time, censored), 5), int(time <= censored),
+            round(rng.normal(60, 10), 1), int(share > 0.5), braf, round(share, 5),
+        ))  # fmt: skip
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder
+
+
+TASKS: dict[str, tuple[str, ...]] = {
+    "cox": ("--task", "survival", "--time", "time", "--event", "event"),
+    "discrete": ("--task", "survival", "--time", "time", "--event", "event", "--loss", "discrete"),
+    "regression": ("--task", "regression", "--target", "share,age"),
+    "multilabel": ("--task", "multilabel", "--target", "MSI,BRAF", "--class-weights", "balanced"),
+}
+
+
+def arguments(bags: Path, task: str, *more: object) -> tuple[object, ...]:
+    return (
+        "train", "--mil", bags, "--labels", bags / "labels.csv", *TASKS[task], "--epochs", 6,
+        "--patience", 0, "--resamples", 50, "--learning-rate", 3e-3, "--deterministic", *more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task: str) -> None:
+    done = run(*arguments(bags, task, "--out", "run", "--fractions", "0.5,0.2,0.3"))
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    found = metrics["test"]["slide"]["mean"]["figures"]
+    scores = read_predictions(tmp_path / "run" / "predictions.csv")["test"]
+    assert isinstance(scores, TargetScores)
+    match task:
+        case "regression":
+            assert found["r2:share"] > 0.6
+            assert found["r2:age"] < 0.4  # there is nothing to learn
+        case "multilabel":
+            assert found["auc:MSI"] > 0.85
+            assert np.isnan(scores.target[:, 1]).any()
+        case _:
+            assert found["c_index"] > 0.65
+            time, event = scores.target.T
+            early, late = (
+                scores.output[(time < np.median(time)) & (event == 1), 0],
+                scores.output[time > np.median(time), 0],
+            )
+            assert early.mean() > late.mean()  # a higher risk means an earlier event
+            assert (np.diff(scores.output[:, 1:], axis=1) <= 1e-6).all()
+            assert metrics["objective"]["times"] == pytest.approx(scores.grid)
+    text = (tmp_path / "run" / "history.csv").read_text().splitlines()[0]
+    assert f"val_{ {'regression': 'r2', 'multilabel': 'auc'}.get(task, 'c_index') }" in text
+
+
+@pytest.mark.parametrize("task", ["cox", "regression"])
+def test_devices_and_interruptions_change_nothing(
+    run: Run, bags: Path, tmp_path: Path, task: str
+) -> None:
+    own = arguments(bags, task, "--batch-size", 16)
+    whole = run(*own, "--out", "whole")
+    assert whole.returncode == 0, whole.stderr
+    several = run(*own, "--out", "several", "--devices", "cpu:3")
+    assert several.returncode == 0, several.stderr
+    one, three = (
+        read_predictions(tmp_path / name / "predictions.csv")["test"]
+        for name in ("whole", "several")
+    )
+    np.testing.assert_allclose(three.output, one.output, rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
+    fault = faulty("apply:5:parent", tmp_path / "failed")
+    killed = run(*own, *EACH_STEP, "--out", "run", env=fault, new_process=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    resumed = run("train", "--resume", "--out", "run")
+    assert resumed.returncode == 0, resumed.stderr
+    for name in ("predictions.csv", "splits.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_cross_validation_search_comparison_and_report(
+    run: Run, bags: Path, tmp_path: Path
+) -> None:
+    own = arguments(bags, "cox", "--epochs", 2)
+    done = run(*own, "--out", "cv", "--folds", 2)
+    assert done.returncode == 0, done.stderr
+    assert "slide mean C-index" in done.stdout
+    pooled = json.loads((tmp_path / "cv" / "summary.json").read_text())["pooled"]
+    assert pooled["slide"]["mean"]["count"] == BAGS
+    grids = [
+        read_predictions(tmp_path / "cv" / f"fold-{n}" / "predictions.csv")["test"] for n in (1, 2)
+    ]
+    assert grids[0].grid != grids[1].grid  # type: ignore[union-attr]
+    found = histopipe.tune(
+        space={"learning_rate": {"low": 1e-4, "high": 1e-2, "log": True}}, out=tmp_path / "study",
+        trials=2, mil=str(bags), labels=str(bags / "labels.csv"), task="survival", time="time",
+        event="event", epochs=1, resamples=0,
+    )  # fmt: skip
+    assert found.best is not None
+    assert 0 < (found.best.value or 0) < 1
+    first = run(*own, "--out", "a")
+    second = run(*own, "--out", "b", "--pooling", "mean")
+    assert first.returncode == second.returncode == 0, second.stderr
+    compared = histopipe.compare([tmp_path / "a", tmp_path / "b"], resamples=50)
+    difference = compared.differences[0]["slide_mean"]["c_index"]
+    values = [it.test.finest.figures["c_index"] for it in compared.runs]
+    assert difference.value == pytest.approx(values[1] - values[0])  # type: ignore[operator]
+    assert difference.interval is not None
+    assert "C-index" in str(compared)
+    for name in ("a", "cv/fold-1"):
+        done = run("report", name)
+        assert done.returncode == 0, done.stderr
+    page = (tmp_path / "a" / "report.html").read_text()
+    for words in ("C-index (Harrell)", "log-rank p", "numbers at risk", "integrated Brier score"):
+        assert words in page
+    done = run("predict", "a", bags)
+    assert done.returncode == 2
+
+
+def test_a_signal_in_the_covariates_is_found_there(run: Run, bags: Path, tmp_path: Path) -> None:
+    """The label depends on the stage only, which the model of the covariates alone finds as well as the whole model."""
+    rng = np.random.default_rng(1)
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["slide", "label", "stage", "age"])
+        for i in range(BAGS):
+            stage = ["I", "II", "III", ""][int(rng.integers(4))]
+            writer.writerow(
+                [
+                    f"s{i}",
+                    "yes" if stage in ("II", "III") else "no",
+                    stage,
+                    int(rng.integers(40, 80)),
+                ]
+            )
+    done = run(
+        "train", "--mil", bags, "--labels", "labels.csv", "--covariates", "stage,age", "--epochs", 30,
+        "--patience", 0, "--learning-rate", 3e-3, "--out", "run", "--devices", "cpu:2", "--batch-size", 4,
+        "--fractions", "0.5,0.2,0.3",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "covariates alone, test" in done.stdout
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    whole, alone = (
+        it["test"]["slide"]["mean"]["auc"] for it in (metrics, metrics["covariates_only"])
+    )
+    assert alone == pytest.approx(1)
+    assert 0.7 < whole <= alone
+    assert [it["name"] for it in metrics["covariates"]] == ["stage", "age"]
+    assert run("report", "run").returncode == 0
+    assert (
+        "A model of the covariates alone (stage, age)"
+        in (tmp_path / "run" / "report.html").read_text()
+    )
+    import keras
+
+    model = keras.models.load_model(tmp_path / "run" / "model.keras")
+    assert sorted(len(it.shape) for it in model.inputs) == [2, 3]
+    wrong = run(
+        "train",
+        "--mil",
+        bags,
+        "--labels",
+        bags / "labels.csv",
+        *TASKS["cox"],
+        "--covariates",
+        "time",
+    )
+    assert wrong.returncode == 2
+    assert "expected different columns that are not predicted" in wrong.stderr
+
+
+def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
+    import tensorflow as tf
+
+    from histopipe.training.objective import MultilabelObjective, RegressionObjective
+
+    targets = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+    missing = targets.copy()
+    missing[0, 1] = missing[2, 1] = np.nan
+    for objective in (
+        MultilabelObjective(np.array([2.0, 1.0])),
+        RegressionObjective(targets, "huber"),
+    ):
+        found = []
+        for target in (targets, missing):
+            logits = tf.Variable([[0.3, -0.2], [1.0, 2.0], [-0.5, 0.1]])
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(objective.losses({"target": tf.constant(target)}, logits))
+            found.append(tape.gradient(loss, logits).numpy())
+        np.testing.assert_array_equal(found[0][:, 0], found[1][:, 0])
+        assert found[1][0, 1] == found[1][2, 1] == 0 != found[0][0, 1]
+        outputs = objective.activate(tf.constant([[0.3, -0.2]]))
+        np.testing.assert_allclose(objective.logits(outputs), [[0.3, -0.2]], rtol=1e-5)
+        layer = objective.layer("float32")
+        np.testing.assert_allclose(layer(tf.constant([[0.3, -0.2]])), outputs, rtol=1e-6)
+
+
+@given(seed=st.integers(0, 999))
+@settings(max_examples=10)
+def test_discrete_survival_is_a_likelihood(seed: int) -> None:
+    """The loss is -log of the probability of what happened, and the survival falls from 1."""
+    import tensorflow as tf
+
+    from histopipe.training.objective import DiscreteSurvival
+
+    rng = np.random.default_rng(seed)
+    targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
+    objective = DiscreteSurvival(targets)
+    logits = rng.normal(size=(1, objective.outputs)).astype(np.float32)
+    hazard = objective.activate(tf.constant(logits)).numpy()[0]
+    rows = tf.constant(np.repeat(logits, 50, axis=0))
+    losses = objective.losses({"target": tf.constant(targets)}, rows).numpy()
+    edges = np.array(objective.facts()["edges"])
+    part = np.minimum(np.searchsorted(edges, targets[:, 0], "right") - 1, len(hazard) - 1)
+    before = np.append(1, np.cumprod(1 - hazard))[part]
+    np.testing.assert_allclose(losses, -np.log(before * hazard[part]), rtol=1e-4)
+    found = objective.predictions(hazard[None])
+    assert found.shape == (1, 1 + len(objective.grid))
+    assert (np.diff(found[0, 1:]) <= 0).all()
+    assert (found[0, 1:] <= 1).all()
+    higher = objective.predictions(np.minimum(hazard[None] * 1.2, 0.99))
+    assert higher[0, 0] > found[0, 0]  # a higher hazard is a higher risk
+
+
+def test_covariates_are_encoded() -> None:
+    rows = [("60", "I"), ("70", "II"), ("", ""), ("80", "I")]
+    covariates = Covariates.of(("age", "stage"), rows)
+    assert covariates.inputs == ("age", "age missing", "stage=I", "stage=II", "stage missing")
+    found = np.array([covariates.encode(row) for row in rows])
+    np.testing.assert_allclose(found[:, 0], [-1.2247449, 0, 0, 1.2247449], atol=1e-6)
+    np.testing.assert_array_equal(
+        found[:, 1:], [[0, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [0, 1, 0, 0]]
+    )
+    assert covariates.encode(("old", "IV")) == [0, 1, 0, 0, 1]
+    assert covariates.unknown(("old", "IV")) == ["column age: 'old'", "column stage: 'IV'"]
+    assert Covariates.from_json(json.loads(json.dumps(covariates.to_json()))) == covariates
+    for cells, message in (
+        ([("1",), ("1",)], "only '1' in training"),
+        ([("",)], "no value"),
+        ([(f"x{i}",) for i in range(60)], "60 categories"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Covariates.of(("a",), cells)
+
+
+def test_patch_models_learn_numbers_and_labels(run: Run, made_store: Path, tmp_path: Path) -> None:
+    with Store(made_store) as store:
+        slides = {record.id: record.label == "tumour" for record in store.complete.values()}
+    assert {*slides.values()} == {False, True}
+    with (tmp_path / "labels.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["slide", "size", "tumour", "other"])
+        for number, (name, tumour) in enumerate(slides.items()):
+            writer.writerow([name, 1 + 2 * tumour, int(tumour), number % 2])
+    for task, key in (("regression", "r2"), ("multilabel", "auc:tumour")):
+        target = "size" if task == "regression" else "tumour,other"
+        done = run(
+            "train", made_store, "--labels", "labels.csv", "--task", task, "--target", target,
+            "--out", task, "--epochs", 6, "--max-per-slide", 20, "--fractions", "0.6,0.2,0.2",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        metrics = json.loads((tmp_path / task / "metrics.json").read_text())
+        assert metrics["validation"]["patch"]["figures"][key] > 0.3
+        assert {"patch", "slide", "patient"} <= set(metrics["validation"])
+        assert run("report", task).returncode == 0
+
+
+@given(st.integers(20, 80), st.integers(1, 5), st.integers(0, 99))
+@settings(max_examples=30)
+def test_labels_are_divided_evenly(units: int, labels: int, seed: int) -> None:
+    found = np.random.default_rng(seed).random((units, labels)) < 0.3
+    parts = assign_labels(found, (0.6, 0.2, 0.2), seed)
+    assert set(parts.tolist()) == {0, 1, 2}
+    for share, part in ((0.6, 0), (0.2, 1), (0.2, 2)):
+        assert abs((parts == part).sum() - share * units) <= 2 + labels
+        for label in found.T:
+            assert abs(label[parts == part].sum() - share * label.sum()) <= 3
+    folds = [AssignByFolds(k, 4, (0.8, 0.2, 0.0), seed).assign_labels(found) for k in range(4)]
+    assert (sum(sides == 2 for sides in folds) == 1).all()  # each unit is tested once
+
+
+def test_splits_hold_the_targets(run: Run, bags: Path, tmp_path: Path) -> None:
+    done = run(*arguments(bags, "multilabel", "--epochs", 1, "--out", "run"))
+    assert done.returncode == 0, done.stderr
+    splits = load_splits(tmp_path / "run" / "splits.json")
+    assert (splits.task, splits.targets) == ("multilabel", ("MSI", "BRAF"))
+    with (bags / "labels.csv").open() as file:
+        rows = {row["slide"]: row for row in csv.DictReader(file)}
+    for slide in splits.slides:
+        assert slide.target is not None
+        expected = [float(rows[slide.id][name] or "nan") for name in splits.targets]
+        np.testing.assert_array_equal(slide.target, expected)
+    other = run(*arguments(bags, "cox", "--splits", "run/splits.json", "--out", "other"))
+    assert other.returncode == 2
+    assert "expected survival time event" in other.stderr
+
+
+def test_wrong_cells_are_named() -> None:
+    survival = Survival(("time", "event"))
+    for cells, message in (
+        ({"time": "-1", "event": "1"}, "time: found '-1', expected a time, 0 or more"),
+        ({"time": "", "event": "1"}, "time: found '', expected a time"),
+        ({"time": "soon", "event": "1"}, "time: found 'soon', expected a number"),
+        ({"time": "inf", "event": "1"}, "time: found 'inf', expected a number"),
+        ({"time": "3", "event": "2"}, "event: found '2', expected 0, 1"),
+        ({"time": "3", "event": ""}, "event: found an empty cell"),
+    ):
+        with pytest.raises(UsageError, match=f"slide s1: {message}"):
+            survival.target(cells, "slide s1")
+    assert survival.target({"time": "", "event": ""}, "s") is None
+    with pytest.raises(UsageError, match="slide s1: a: found 'yes', expected 0, 1"):
+        Multilabel(("a",)).target({"a": "yes"}, "slide s1")
+    assert Regression(("a", "b")).target({"a": "", "b": "2"}, "s")[1] == 2  # type: ignore[index]
+    for task, targets, message in (
+        (survival, [[1, 0], [2, 0]], "no event in column event"),
+        (survival, [[1, 1], [1, 1]], "no time later than the first event"),
+        (Regression(("a",)), [[1], [1]], "2 slides with one value"),
+        (Multilabel(("a",)), [[1], [math.nan]], "1 of 1 with 1, expected both 0 and 1"),
+    ):
+        with pytest.raises(NothingToDo, match=message):
+            task.check(np.array(targets, np.float64), "train")
+
+
+WRONG: list[tuple[tuple[str, ...], str]] = [
+    (("--task", "survival"), "--time: found no column, expected a column of --labels"),
+    (("--task", "survival", "--time", "time", "--event", "time"), "columns with different names"),
+    (("--task", "regression"), "--target: found no column"),
+    (("--target", "age"), "--target: found --task classification, expected another --task"),
+    (("--task", "regression", "--target", "nothing"), "wrong header"),
+    (("--task", "regression", "--target", "age", "--loss", "cox"), "--loss: found cox, expected auto, huber, squared"),
+    (("--task", "regression", "--target", "age", "--class-weights", "balanced"), "a task with classes"),
+    (("--task", "survival", "--time", "time", "--event", "event", "--batch-size", "1"), "2 or more: the Cox loss"),
+    (("--task", "multilabel", "--target", "MSI", "--label-smoothing", "0.1"), "--label-smoothing: found --task multilabel"),
+    (("--task", "multilabel", "--target", "age"), "slide s0: age: found"),
+    (("--loss", "huber"), "--loss: found --task classification"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_wrong_use_is_explained(
+    run: Run, bags: Path, tmp_path: Path, words: tuple[str, ...], message: str
+) -> None:
+    done = run("train", "--mil", bags, "--labels", bags / "labels.csv", *words, "--out", "run")
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_survival_of_patches_is_refused(run: Run, small_store: Path) -> None:
+    done = run(
+        "train",
+        small_store,
+        "--labels",
+        "l.csv",
+        "--task",
+        "survival",
+        "--time",
+        "t",
+        "--event",
+        "e",
+    )
+    assert done.returncode == 2
+    assert "a slide model: --mil" in done.stderr
