@@ -31,7 +31,7 @@ from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.features.bags import BagBatches, BagSet
 
 DIMENSION = 12
-POOLINGS = ("gated", "attention", "mean", "max")
+POOLINGS = ("gated", "attention", "mean", "max", "clam", "dsmil", "transformer")
 
 
 def write_bag(
@@ -89,6 +89,7 @@ def weights_of(run: Path) -> dict[str, np.ndarray]:
         return {name: file[name] for name in file.files}
 
 
+@pytest.mark.filterwarnings("ignore:You are using a softmax over axis 1")
 @pytest.mark.parametrize("pooling", POOLINGS)
 @given(
     rows=st.integers(1, 12), size=st.integers(1, 15), seed=st.integers(0, 99), dropped=st.booleans()
@@ -100,22 +101,28 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     import keras
     import tensorflow as tf
 
-    from histopipe.training.bag_model import BagModel
-    from histopipe.training.bag_train_step import patch_gradients, pool
+    from histopipe.training.attention import patch_values
+    from histopipe.training.bag_model import JOINT, BagModel, Patches
+    from histopipe.training.bag_pooling import patch_gradients, pool
     from histopipe.training.objective import Classification
 
     keras.utils.set_random_seed(seed)
     model = BagModel(
         pooling, dimension=4, objective=Classification(3), dropout=0.4, precision="float64"
     )
-    features = np.random.default_rng(seed).normal(size=(rows, 4))
+    rng = np.random.default_rng(seed)
+    values, places = rng.normal(size=(rows, 4)), rng.integers(0, 40, (rows, 2))
+    patches = Patches(tf.constant(values), tf.constant(places, tf.float64))
     own = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
     last = [tf.convert_to_tensor(v.value) for v in model.last_weights]
     bag_seed = tf.constant(seed, tf.int64) if dropped else None
+    slopes = tf.constant([1, -2, 0.5], tf.float64)
 
     def plain() -> Any:
+        if pooling in JOINT:
+            return model.together(own, patches, bag_seed).pooled[0]
         hidden, scores = model.patches(
-            own, tf.constant(features), tf.range(rows, dtype=tf.int64), bag_seed
+            own, patches.features, tf.range(rows, dtype=tf.int64), bag_seed
         )
         if pooling == "max":
             return tf.reduce_max(hidden, axis=0)
@@ -126,26 +133,70 @@ def test_gradients_of_micro_batches_equal_those_of_the_bag(
     with tf.GradientTape() as tape:
         tape.watch([*own, *last])
         value = plain()
-        loss = tf.tensordot(model.logits(last, value)[0], tf.constant([1, -2, 0.5], tf.float64), 1)
+        loss = tf.tensordot(model.logits(last, value)[0], slopes, 1)
     expected = tape.gradient(loss, own, unconnected_gradients="zero")
-    found = pool(model, own, tf.constant(features), tf.constant(size), bag_seed)
+    found = pool(model, own, patches, tf.constant(size), bag_seed)
     np.testing.assert_allclose(found.value, value, rtol=1e-10, atol=1e-12)
     with tf.GradientTape() as tape:
         tape.watch(found.value)
-        loss = tf.tensordot(
-            model.logits(last, found.value)[0], tf.constant([1, -2, 0.5], tf.float64), 1
-        )
+        loss = tf.tensordot(model.logits(last, found.value)[0], slopes, 1)
     outer = tape.gradient(loss, found.value)
-    gradients = patch_gradients(
-        model, own, tf.constant(features), tf.constant(size), bag_seed, found, outer
-    )
+    gradients = patch_gradients(model, own, patches, tf.constant(size), bag_seed, found, outer)
     for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
-    if not dropped and rows > 1:  # Keras warns of a softmax over one row
-        served = model.serving(features[None].astype(np.float32))
-        probability = tf.nn.softmax(model.logits(last, found.value))
-        np.testing.assert_allclose(served["probability"], probability, rtol=1e-4, atol=1e-6)
-        assert ("attention" in served) == (pooling in ("gated", "attention"))
+    if not dropped:
+        logits = model.logits(last, found.value)
+        inputs = {"features": values[None].astype(np.float32)}
+        if model.takes_positions:
+            inputs["positions"] = places[None].astype(np.float32)
+        served = model.serving(inputs if len(inputs) > 1 else inputs["features"])
+        np.testing.assert_allclose(
+            served["probability"], tf.nn.softmax(logits), rtol=1e-4, atol=1e-6
+        )
+        worth = patch_values(model, patches)
+        assert worth.attention.sum() == pytest.approx(1)
+        # The parts of all patches and the bias are the whole.
+        bias = np.asarray(last[1]) * (0.5 if pooling == "dsmil" else 1)
+        np.testing.assert_allclose(worth.parts.sum(axis=0) + bias, logits[0], atol=1e-9)
+        if "attention" in served:
+            np.testing.assert_allclose(served["attention"][0], worth.attention, atol=1e-6)
+        assert ("attention" in served) == (pooling not in ("mean", "max"))
+
+
+@given(rows=st.integers(1, 30), size=st.integers(1, 40), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_loss_of_single_patches_equals_that_of_clam(rows: int, size: int, seed: int) -> None:
+    import keras
+    import tensorflow as tf
+
+    from histopipe.training.bag_model import BagModel, Patches
+    from histopipe.training.bag_pooling import instance_gradients
+    from histopipe.training.objective import Classification
+
+    keras.utils.set_random_seed(seed)
+    model = BagModel(
+        "clam", dimension=4, objective=Classification(3), dropout=0.4, precision="float64"
+    )
+    features = tf.constant(np.random.default_rng(seed).normal(size=(rows, 4)))
+    own = [tf.convert_to_tensor(v.value) for v in model.patch_weights]
+    label, bag_seed, some = seed % 3, tf.constant(seed, tf.int64), min(8, rows // 2)
+    with tf.GradientTape() as tape:
+        tape.watch(own)
+        hidden, scores = model.patches(own, features, tf.range(rows, dtype=tf.int64), bag_seed)
+        ordered = np.argsort(-scores.numpy(), kind="stable")
+        chosen = np.concatenate([ordered[:some], ordered[rows - some :]])
+        answers = tf.nn.log_softmax(model.instances(own, tf.gather(hidden, chosen))[:, label])
+        signs = np.repeat([1, 0], some)
+        loss = -sum(answers[i, sign] for i, sign in enumerate(signs)) / max(len(signs), 1)
+        loss = tf.cast(loss, tf.float64) * 0.3
+    expected = tape.gradient(loss, own, unconnected_gradients="zero") if some else None
+    found = instance_gradients(
+        model, own, Patches(features), tf.constant(size), bag_seed,
+        tf.constant(label), tf.constant(0.3, tf.float64),
+    )  # fmt: skip
+    for i, ours in enumerate(found):
+        theirs = np.zeros(ours.shape) if expected is None else expected[i]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
 def texture_store(folder: Path, slides: int, patches: int) -> Path:

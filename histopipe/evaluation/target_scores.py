@@ -26,6 +26,15 @@ _PLACES: Mapping[Level, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+def prediction_names(
+    task: TaskName, classes: Sequence[str], targets: Sequence[str]
+) -> tuple[str, ...]:
+    """Return a name for each number that a task predicts; for survival that of the risk alone."""
+    if task == "survival":
+        return (_RISK,)
+    return tuple(targets) if targets else tuple(classes)
+
+
 @dataclass(frozen=True, slots=True)
 class TargetScores:
     """Predictions of patches; of slides or patients if the model takes bags.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from histopipe.dataset.labelling import Labelling
     from histopipe.dataset.options import Augmentation
 
-Pooling = Literal["gated", "attention", "mean", "max"]
+Pooling = Literal["gated", "attention", "mean", "max", "clam", "dsmil", "transformer"]
 _COX_BATCH = 32
 _TRAINABLE = re.compile(r"(?P<kind>all|head|last|lora)(:(?P<number>[1-9]\d{0,3}))?")
 
@@ -177,7 +177,8 @@ class BagTrainConfig(TrainConfig):
         "slide", "With --mil: one bag per slide or per patient.", group=DATA, search=False
     )
     pooling: Pooling = setting(
-        "gated", "With --mil: pooling of a bag's patches; gated and attention are ABMIL.",
+        "gated",
+        "With --mil: pooling of a bag's patches; gated and attention are ABMIL, transformer is like TransMIL.",
         group=MODEL,
     )  # fmt: skip
     covariates: tuple[str, ...] = setting(
@@ -197,6 +198,12 @@ class BagTrainConfig(TrainConfig):
             raise UsageError(
                 "--batch-size", found=self.batch_size,
                 expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
+            )  # fmt: skip
+        if self.pooling == "clam" and self.task != "classification":
+            raise UsageError(
+                "--pooling clam", found=f"--task {self.task}",
+                expected="--task classification: its loss of single patches needs classes",
+                todo="use --pooling gated, which is the same model without this loss",
             )  # fmt: skip
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
         if common or len(set(self.covariates)) < len(self.covariates):

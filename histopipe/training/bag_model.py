@@ -1,14 +1,17 @@
-"""Attention-based multiple-instance learning: class probabilities and patch attention from a bag of features.
+"""Models of bags (multiple-instance learning): outputs and patch attention from the features of a bag.
 
 Source:
     M. Ilse, J. M. Tomczak and M. Welling, "Attention-based Deep Multiple Instance Learning" (2018): attention as in its
     equation 8, gated as in equation 9; mean and max pooling as its baselines.
+    M. Y. Lu et al., "Data-efficient and weakly supervised computational pathology on whole-slide images" (2021): CLAM,
+    which is gated attention with classifiers of single patches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -16,19 +19,34 @@ import tensorflow as tf
 from histopipe.dataset.augmentation import hash31
 from histopipe.runs.config import Precision
 from histopipe.runs.task_config import Pooling
+from histopipe.training.bag_layers import DualStream, InducedAttention, JointPooling, Together
 from histopipe.training.models import LOGITS, SampleDropout, dtype_policy
 from histopipe.training.objective import Objective
 
 _HIDDEN, _ATTENTION = 512, 256
 """Widths of CLAM's "small" model."""
+JOINT = ("dsmil", "transformer")
+"""Poolings that need all patches of a bag in memory."""
+
+
+class Patches(NamedTuple):
+    """The patches of a bag."""
+
+    features: tf.Tensor
+    """(N, D) of any float type."""
+    positions: tf.Tensor | None = None
+    """(N, 2) float32 top left corners in units of the patch side, for models with `takes_positions`."""
 
 
 class BagModel:
     """A model of bags.
 
     `serving` is the model saved in `model.keras`: features (B, N, D) float32 to {"probability": (B, C)}, or the name of
-    the objective's outputs, and, with attention, {"attention": (B, N)}. With covariates, it takes {"features": …,
-    "covariates": (B, K)}. It has only stock layers. Training updates its weights.
+    the objective's outputs, and, with attention, {"attention": (B, N)}. With covariates or positions, it takes
+    {"features": …, "covariates": (B, K), "positions": (B, N, 2)}. It has only stock layers. Training updates its weights.
+
+    Raises:
+        UsageError: the pooling does not apply to the objective.
     """
 
     def __init__(
@@ -41,50 +59,71 @@ class BagModel:
         covariates: int = 0,
         precision: Precision = "float32",
     ) -> None:
-        with dtype_policy(precision):
-            self._build(pooling, dimension, objective, dropout, covariates)
         self.pooling: Pooling = pooling
         self.batch_norms: list[keras.layers.BatchNormalization] = []
-        self.hidden_width = _HIDDEN
+        self.takes_positions = pooling == "transformer"
+        self.outputs = objective.outputs
+        with dtype_policy(precision):
+            self._build(dimension, objective, dropout, covariates)
+        if objective.bias is not None:
+            self._logits.bias.assign(objective.bias)
 
-    def _build(
-        self,
-        pooling: Pooling,
-        dimension: int,
-        objective: Objective,
-        dropout: float,
-        covariates: int,
-    ) -> None:
+    def _build(self, dimension: int, objective: Objective, dropout: float, covariates: int) -> None:
         # Sums and probabilities need more than 16 bits.
         self.sum_dtype = last = keras.config.dtype_policy().variable_dtype
         layers, self._drop = keras.layers, SampleDropout(dropout)
-        features = keras.Input((None, dimension), name="features")
-        self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
-        hidden = layers.Dropout(dropout)(self._hidden(features))
-        self._score, outputs = None, {}
-        if pooling in ("attention", "gated"):
-            self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
-            self._gate = None
-            inner = self._tanh(hidden)
-            if pooling == "gated":
-                self._gate = layers.Dense(_ATTENTION, activation="sigmoid", name="attention_gate")
-                inner = layers.Multiply()([inner, self._gate(hidden)])
-            self._score = layers.Dense(1, dtype=last, name="attention_score")
-            shares = layers.Softmax(axis=1, dtype=last)(self._score(inner))
-            pooled = layers.Flatten(dtype=last)(layers.Dot(axes=1, dtype=last)([shares, hidden]))
-            outputs["attention"] = layers.Reshape((-1,), dtype=last, name="attention")(shares)
-        elif pooling == "mean":
-            pooled = layers.GlobalAveragePooling1D(dtype=last)(hidden)
-        else:
-            pooled = layers.GlobalMaxPooling1D(dtype=last)(hidden)
-        self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)
-        inputs = features
+        inputs = {"features": keras.Input((None, dimension), name="features")}
         if covariates:
-            clinical = keras.Input((covariates,), name="covariates")
-            pooled = layers.Concatenate(dtype=last)([pooled, clinical])
-            inputs = {"features": features, "covariates": clinical}
-        outputs[objective.name] = objective.layer(last)(self._logits(pooled))
-        self.serving = self.training = keras.Model(inputs, outputs, name=f"mil_{pooling}")
+            inputs["covariates"] = keras.Input((covariates,), name="covariates")
+        if self.takes_positions:
+            inputs["positions"] = keras.Input((None, 2), name="positions")
+        self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
+        hidden = layers.Dropout(dropout)(self._hidden(inputs["features"]))
+        self._score, self._instances = None, None
+        self._joint: JointPooling | None = None
+        pooled, outputs = self._pool(hidden, inputs.get("positions"), last)
+        self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)
+        best = None
+        if self.pooling == "dsmil":
+            pooled, best = pooled[:, : -self.outputs], pooled[:, -self.outputs :]
+        if covariates:
+            pooled = layers.Concatenate(dtype=last)([pooled, inputs["covariates"]])
+        logits = self._logits(pooled)
+        if best is not None:
+            logits = layers.Average(dtype=last)([logits, best])
+        outputs[objective.name] = objective.layer(last)(logits)
+        plain = inputs if len(inputs) > 1 else inputs["features"]
+        self.serving = self.training = keras.Model(plain, outputs, name=f"mil_{self.pooling}")
+        if self.pooling == "clam":
+            self._instances = layers.Dense(2 * self.outputs, dtype=last, name="instances")
+            more = {**outputs, "instances": self._instances(hidden)}
+            self.training = keras.Model(plain, more, name="training")
+
+    def _pool(self, hidden: Any, positions: Any, last: Any) -> tuple[Any, dict[str, Any]]:
+        """Return symbolic pooled features, and {"attention": …} if the pooling has one."""
+        layers = keras.layers
+        if self.pooling == "mean":
+            return layers.GlobalAveragePooling1D(dtype=last)(hidden), {}
+        if self.pooling == "max":
+            return layers.GlobalMaxPooling1D(dtype=last)(hidden), {}
+        if self.pooling in JOINT:
+            self._joint = (
+                DualStream(self.outputs, _HIDDEN, last)
+                if self.pooling == "dsmil"
+                else InducedAttention(_HIDDEN, last)
+            )
+            found = self._joint(hidden, positions)
+            return found.pooled, {"attention": keras.ops.mean(found.shares, axis=-1)}
+        self._tanh = layers.Dense(_ATTENTION, activation="tanh", name="attention_tanh")
+        self._gate = None
+        inner = self._tanh(hidden)
+        if self.pooling != "attention":
+            self._gate = layers.Dense(_ATTENTION, activation="sigmoid", name="attention_gate")
+            inner = layers.Multiply()([inner, self._gate(hidden)])
+        self._score = layers.Dense(1, dtype=last, name="attention_score")
+        shares = layers.Softmax(axis=1, dtype=last)(self._score(inner))
+        pooled = layers.Flatten(dtype=last)(layers.Dot(axes=1, dtype=last)([shares, hidden]))
+        return pooled, {"attention": layers.Reshape((-1,), dtype=last, name="attention")(shares)}
 
     def save(self, path: Path) -> None:
         """Save the serving model, for any backend of Keras."""
@@ -92,15 +131,20 @@ class BagModel:
 
     @property
     def patch_weights(self) -> list[keras.Variable]:
-        """Weights used by `patches`."""
+        """Weights used by `patches`, `together` and `instances`."""
         last = {id(weight) for weight in self.last_weights}
         return [w for w in self.training.trainable_variables if id(w) not in last]
 
     @property
     def last_weights(self) -> list[keras.Variable]:
-        """Weights used by `logits`."""
+        """Weights used by `logits`: kernel, whose rows are pooled features and then covariates, and bias."""
         weights: list[keras.Variable] = self._logits.trainable_variables
         return weights
+
+    @property
+    def hidden_width(self) -> int:
+        """Number of hidden features of a patch, H."""
+        return _HIDDEN
 
     def patches(
         self,
@@ -114,11 +158,8 @@ class BagModel:
         Weights are values of `patch_weights`; features (n, D) of any float type; rows (n,) int64 are positions in the
         bag. `seed` () int64 is that of the bag in this epoch; None outside of training.
         """
-        with keras.StatelessScope(zip(self.patch_weights, weights, strict=True)):
-            hidden = self._hidden(features)
-            if seed is not None:
-                seeds = hash31(hash31(rows, 5) ^ seed, 6)
-                hidden = self._drop(hidden, seeds, training=True)
+        with self._using(weights):
+            hidden = self._dropped(features, rows, seed)
             if self._score is None:
                 scores = tf.zeros(tf.shape(hidden)[:1], self.sum_dtype)
             else:
@@ -128,15 +169,44 @@ class BagModel:
                 scores = self._score(inner)[:, 0]
         return tf.cast(hidden, self.sum_dtype), scores
 
+    def together(
+        self, weights: Sequence[tf.Tensor], patches: Patches, seed: tf.Tensor | None
+    ) -> Together:
+        """Pool all patches of a bag by one of the `JOINT` poolings, with B = 1. Weights and seed as for `patches`."""
+        assert self._joint is not None  # noqa: S101 - for mypy
+        rows = tf.range(tf.shape(patches.features, tf.int64)[0])
+        with self._using(weights):
+            hidden = self._dropped(patches.features, rows, seed)
+            places = None if patches.positions is None else patches.positions[None]
+            return self._joint(hidden[None], places)
+
+    def instances(self, weights: Sequence[tf.Tensor], hidden: tf.Tensor) -> tf.Tensor:
+        """Return (n, C, 2) logits of CLAM's classifiers of single patches, from (n, H) hidden features."""
+        with self._using(weights):
+            return tf.reshape(self._instances(hidden), (-1, self.outputs, 2))
+
     def logits(
         self,
         weights: Sequence[tf.Tensor],
         pooled: tf.Tensor,
         covariates: tf.Tensor | None = None,
     ) -> tf.Tensor:
-        """Return (1, C) logits from values of `last_weights`, the (H,) pooled features of a bag, and (1, K) covariates."""
+        """Return (1, C) logits from values of `last_weights`, the pooled features of a bag, and (1, K) covariates."""
+        best = None
+        if self.pooling == "dsmil":
+            pooled, best = pooled[: -self.outputs], pooled[-self.outputs :]
         if covariates is not None:
             pooled = tf.concat([pooled, tf.cast(covariates[0], pooled.dtype)], axis=0)
         with keras.StatelessScope(zip(self.last_weights, weights, strict=True)):
             logits: tf.Tensor = self._logits(pooled[None])
-        return logits
+        return logits if best is None else (logits + best) / 2
+
+    def _using(self, weights: Sequence[tf.Tensor]) -> Any:
+        return keras.StatelessScope(zip(self.patch_weights, weights, strict=True))
+
+    def _dropped(self, features: tf.Tensor, rows: tf.Tensor, seed: tf.Tensor | None) -> tf.Tensor:
+        """Return the hidden features after dropout."""
+        hidden = self._hidden(features)
+        if seed is None:
+            return hidden
+        return self._drop(hidden, hash31(hash31(rows, 5) ^ seed, 6), training=True)

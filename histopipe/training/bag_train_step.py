@@ -1,22 +1,22 @@
-"""Training step on bags: bags are computed one by one, in pieces, and the gradients of a batch are summed.
+"""Training step on bags: bags are computed one by one, most in pieces, and the gradients of a batch are summed.
 
-Memory does not grow with the size of a bag. Gradients need each piece a second time, with the pooled features of the
-first pass: a third more work than keeping all activations. Mean pooling is attention with equal scores.
+See `histopipe.training.bag_pooling`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
 from histopipe.dataset.augmentation import sample_seeds
-from histopipe.training.bag_model import BagModel
+from histopipe.training.bag_model import BagModel, Patches
+from histopipe.training.bag_pooling import PIECE, instance_gradients, patch_gradients, pool
 from histopipe.training.train_step import TrainStep, results, values_of
 
-PIECE = 32_768
-"""Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
+BAG_SHARE = 0.7
+"""Share of the bag's loss in the loss of CLAM; the rest is that of the classifiers of single patches."""
 
 
 class BagTrainStep(TrainStep):
@@ -53,9 +53,9 @@ class BagTrainStep(TrainStep):
     ) -> tf.Tensor:
         """Return (1, 4) float32 of a bag: output of the last layer, time, event, weight."""
         model = self.model
-        features, bag = self._bag(part, number)
+        patches, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
-        pooled = pool(model, values_of(model.patch_weights), features, size, seed)
+        pooled = pool(model, values_of(model.patch_weights), patches, size, seed)
         last = values_of(model.last_weights)
         logits = model.logits(last, pooled.value, bag.get("covariates"))
         columns = (logits, bag["target"], bag["weight"][:, None])
@@ -89,10 +89,10 @@ class BagTrainStep(TrainStep):
         slopes: tf.Tensor | None = None,
     ) -> Any:
         model, objective = self.model, self.settings.objective
-        features, bag = self._bag(part, number)
+        patches, bag = self._bag(part, number)
         seed = sample_seeds(bag["key"], epoch_number)[0]
         own, last = values_of(model.patch_weights), values_of(model.last_weights)
-        pooled = pool(model, own, features, size, seed)
+        pooled = pool(model, own, patches, size, seed)
         with tf.GradientTape() as tape:
             tape.watch([pooled.value, *last])
             logits = model.logits(last, pooled.value, bag.get("covariates"))
@@ -104,10 +104,16 @@ class BagTrainStep(TrainStep):
                 losses = logits[:, 0] * tf.cast(slopes[number, 1], logits.dtype)
                 weight = weight * bag["target"][:, 1]
             factor = tf.cast(bag["weight"], losses.dtype) / self.settings.batch_size
-            scale = 1.0 if self._scale is None else self._scale.value
-            loss = tf.reduce_sum(losses * factor) * tf.cast(scale, losses.dtype)
+            if self._scale is not None:
+                factor *= tf.cast(self._scale.value, losses.dtype)
+            share = BAG_SHARE if model.pooling == "clam" else 1.0
+            loss = share * tf.reduce_sum(losses * factor)
         outer, *of_last = tape.gradient(loss, [pooled.value, *last])
-        of_patches = patch_gradients(model, own, features, size, seed, pooled, outer)
+        of_patches = patch_gradients(model, own, patches, size, seed, pooled, outer)
+        if model.pooling == "clam":
+            slope = (1 - BAG_SHARE) * factor[0]
+            more = instance_gradients(model, own, patches, size, seed, bag["label"][0], slope)
+            of_patches = [a + b for a, b in zip(of_patches, more, strict=True)]
         weights = [*model.patch_weights, *model.last_weights]
         found = dict(zip(map(id, weights), [*of_patches, *of_last], strict=True))
         gradients = [found[id(weight)] for weight in model.training.trainable_variables]
@@ -124,15 +130,15 @@ class BagTrainStep(TrainStep):
 
     def _predict_replica(self, part: Any, number: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         model = self.model
-        features, bag = self._bag(part, number)
-        pooled = pool(model, values_of(model.patch_weights), features, size)
+        patches, bag = self._bag(part, number)
+        pooled = pool(model, values_of(model.patch_weights), patches, size)
         last = values_of(model.last_weights)
         logits = model.logits(last, pooled.value, bag.get("covariates"))
         objective = self.settings.objective
         return results(objective.activate(logits), objective.losses(bag, logits), bag["weight"])
 
     def _bag(self, part: dict[str, tf.Tensor], number: tf.Tensor) -> Any:
-        """Return a bag's features (R, D), and its label, target, weight and key (1, ...).
+        """Return a bag's patches, and its label, target, weight and key (1, ...).
 
         After the last bag, the weight is 0.
         """
@@ -143,110 +149,5 @@ class BagTrainStep(TrainStep):
         names = [name for name in ("label", "key", "target", "covariates") if name in part]
         bag: dict[str, tf.Tensor] = {name: part[name][place : place + 1] for name in names}
         weight = tf.where(number < count, self._weight(part)[place : place + 1], 0.0)
-        return part["features"][begin:end], {**bag, "weight": weight}
-
-
-class Pooled(NamedTuple):
-    """The result of pooling a bag."""
-
-    value: tf.Tensor
-    """(H,) pooled hidden features."""
-    norm: tf.Tensor
-    """() logarithm of the sum of the exponentials of all attention scores."""
-    best: tf.Tensor
-    """(H,) int64 rows of the maximum of each hidden feature, for max pooling."""
-
-
-def pool(
-    model: BagModel,
-    weights: Sequence[tf.Tensor],
-    features: tf.Tensor,
-    size: tf.Tensor,
-    seed: tf.Tensor | None = None,
-) -> Pooled:
-    """Pool a bag of (N, D) features, `size` patches at once. `weights` are the values of `model.patch_weights`."""
-    width = (model.hidden_width,)
-    zeros = tf.zeros(width, model.sum_dtype)
-    lowest = tf.constant(float("-inf"), model.sum_dtype)
-
-    def weighted_sum(
-        piece: tf.Tensor, rows: tf.Tensor, highest: Any, total: Any, value: Any
-    ) -> Any:
-        hidden, scores = model.patches(weights, piece, rows, seed)
-        top = tf.maximum(highest, tf.reduce_max(scores))
-        before, own = tf.exp(highest - top), tf.exp(scores - top)
-        value = value * before + tf.linalg.matvec(hidden, own, transpose_a=True)
-        return top, total * before + tf.reduce_sum(own), value
-
-    def maximum(piece: tf.Tensor, rows: tf.Tensor, value: Any, best: Any) -> Any:
-        hidden, _ = model.patches(weights, piece, rows, seed)
-        found = tf.reduce_max(hidden, axis=0)
-        at = tf.gather(rows, tf.argmax(hidden, axis=0))
-        return tf.maximum(value, found), tf.where(found > value, at, best)
-
-    no_rows = tf.zeros(width, tf.int64)
-    if model.pooling == "max":
-        value, best = _in_pieces(features, size, maximum, (zeros + lowest, no_rows))
-        return Pooled(value, lowest, best)
-    highest, total, value = _in_pieces(features, size, weighted_sum, (lowest, zeros[0], zeros))
-    return Pooled(value / total, highest + tf.math.log(total), no_rows)
-
-
-def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
-    model: BagModel,
-    weights: Sequence[tf.Tensor],
-    features: tf.Tensor,
-    size: tf.Tensor,
-    seed: tf.Tensor | None,
-    pooled: Pooled,
-    outer: tf.Tensor,
-) -> list[tf.Tensor]:
-    """Return the gradients of a loss for `weights`. (H,) `outer` is its gradient for `pooled.value`."""
-    common = tf.tensordot(pooled.value, outer, 1)
-
-    def add_gradients(piece: tf.Tensor, rows: tf.Tensor, *sums: Any) -> Any:
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            hidden, scores = model.patches(weights, piece, rows, seed)
-            along = tf.linalg.matvec(hidden, outer)
-            shares = tf.stop_gradient(tf.exp(scores - pooled.norm))
-            # The softmax's gradient depends on the difference between a patch and the pooled features.
-            loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
-        return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
-
-    if model.pooling == "max":
-        # Only patches with the maximum of a feature contribute.
-        with tf.GradientTape() as tape:
-            tape.watch(weights)
-            chosen = tf.gather(features, pooled.best)
-            hidden, _ = model.patches(weights, chosen, pooled.best, seed)
-            loss = tf.tensordot(tf.linalg.diag_part(hidden), outer, 1)
-        return _gradients(tape, loss, weights)
-    return list(_in_pieces(features, size, add_gradients, [tf.zeros_like(w) for w in weights]))
-
-
-def _gradients(
-    tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
-) -> list[tf.Tensor]:
-    found: list[tf.Tensor] = tape.gradient(
-        loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO
-    )
-    return found
-
-
-def _in_pieces(
-    features: tf.Tensor, size: tf.Tensor, step: Callable[..., Any], state: Sequence[tf.Tensor]
-) -> Sequence[tf.Tensor]:
-    """Apply a function of (piece, its rows, *state) to the pieces of a bag in sequence: memory holds one piece."""
-    size = tf.cast(size, tf.int64)
-    count = tf.shape(features, tf.int64)[0]
-
-    def body(start: tf.Tensor, *state: tf.Tensor) -> Any:
-        stop = tf.minimum(start + size, count)
-        return (stop, *step(features[start:stop], tf.range(start, stop), *state))
-
-    begin = tf.zeros((), tf.int64)
-    found = tf.while_loop(
-        lambda start, *_: start < count, body, (begin, *state), parallel_iterations=1
-    )
-    return tuple(found[1:])
+        positions = part["position"][begin:end] if "position" in part else None
+        return Patches(part["features"][begin:end], positions), {**bag, "weight": weight}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,15 @@ from histopipe.dataset.options import Side
 from histopipe.dataset.sample_table import SampleSource, unpack_keys
 from histopipe.dataset.sampling import BatchSampler
 from histopipe.dataset.splits import Splits
-from histopipe.errors import DamagedStore, UsageError
+from histopipe.errors import UsageError
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores, write_predictions
 from histopipe.evaluation.statistics import area_under_roc
 from histopipe.evaluation.survival import partial_likelihood
 from histopipe.evaluation.target_metrics import epoch_figures
 from histopipe.evaluation.target_scores import TargetScores
-from histopipe.features.bags import Bag, read_bag
-from histopipe.features.feature_file import read_coords
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, EpochMetrics, TrainResult
-from histopipe.system.files import appearing, path_within
-from histopipe.system.progress import message
-from histopipe.training.bag_model import BagModel
-from histopipe.training.bag_train_step import PIECE
-from histopipe.training.train_step import values_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +188,6 @@ def located_rows(
 
 
 _TENSORBOARD = "tensorboard"
-_COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
 
 
 def write_tensorboard(folder: Path, row: dict[str, Any], step_losses: NDArray[np.float64]) -> None:
@@ -254,43 +245,3 @@ def _environment() -> dict[str, object]:
         "gpus": [str(it.get("device_name", "unknown")) for it in details],
         "cuda": str(build.get("cuda_version", "none")) if gpus else "none used",
     }
-
-
-def attention_of(model: BagModel, features: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Return the (N,) attention weights of a bag's (N, D) patches, which sum to 1."""
-    weights = values_of(model.patch_weights)
-    pieces = np.split(features, range(PIECE, len(features), PIECE))
-    found = [model.patches(weights, piece, np.arange(len(piece)), None)[1] for piece in pieces]
-    scores = np.concatenate(found).astype(np.float64)
-    shares = np.exp(scores - scores.max())
-    return np.asarray(shares / shares.sum())
-
-
-def write_attention(folder: Path, bags: Sequence[Bag], model: BagModel) -> None:
-    """Write a file per bag: slide, corner and side in level-0 pixels (empty if unknown) and attention of each patch."""
-    for bag in bags:
-        try:
-            path = path_within(folder / run_folder.ATTENTION, f"{bag.id}.csv")
-            attention = attention_of(model, read_bag(bag, bag.headers[0].dtype))
-            rows = list(_rows(bag, attention))
-        except DamagedStore as error:  # training skipped this bag, too
-            message(f"cannot write attention of {bag.id}: {error}")
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            appearing(path, hidden=True) as part,
-            part.open("w", newline="", encoding="utf-8") as file,
-        ):
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            writer.writerows(rows)
-
-
-def _rows(bag: Bag, attention: NDArray[np.float64]) -> Iterable[tuple[object, ...]]:
-    shares = iter(attention.tolist())
-    for slide, header in zip(bag.slides, bag.headers, strict=True):
-        coords = read_coords(header)
-        side = header.coords.get("patch_size_level0", "")
-        corners = [("", "")] * header.rows if coords is None else coords.tolist()
-        for (x, y), share in zip(corners, shares, strict=False):
-            yield slide, x, y, side, f"{share:.9g}"

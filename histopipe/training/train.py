@@ -19,9 +19,10 @@ from histopipe.runs.splits import new_splits, opened_sources
 from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import use_progress
+from histopipe.training.bag_problem import make_problem
 from histopipe.training.devices import find_cluster
 from histopipe.training.memory import is_out_of_memory
-from histopipe.training.problem import make_problem, print_splits
+from histopipe.training.problem import print_splits
 from histopipe.training.trainer import Trainer
 
 

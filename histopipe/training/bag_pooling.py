@@ -1,0 +1,174 @@
+"""Pooling of bags and its gradients, in pieces: memory does not grow with the size of a bag.
+
+Gradients need each piece a second time, with the pooled features of the first pass: a third more work than keeping all
+activations. Mean pooling is attention with equal scores. Only the poolings of `JOINT` need all patches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from histopipe.training.bag_model import JOINT, BagModel, Patches
+
+PIECE = 32_768
+"""Patches computed at once: about 300 MB of activations. Larger pieces are not faster."""
+_INSTANCES = 8
+"""Patches with the most, and with the least attention, for CLAM's loss of single patches."""
+
+
+class Pooled(NamedTuple):
+    """The result of pooling a bag."""
+
+    value: tf.Tensor
+    """(W,) pooled hidden features, the input of the last layer."""
+    norm: tf.Tensor
+    """() logarithm of the sum of the exponentials of all attention scores."""
+    best: tf.Tensor
+    """(H,) int64 rows of the maximum of each hidden feature, for max pooling."""
+
+
+def pool(
+    model: BagModel,
+    weights: Sequence[tf.Tensor],
+    patches: Patches,
+    size: tf.Tensor,
+    seed: tf.Tensor | None = None,
+) -> Pooled:
+    """Pool a bag, `size` patches at once. `weights` are the values of `model.patch_weights`."""
+    width = (model.hidden_width,)
+    zeros = tf.zeros(width, model.sum_dtype)
+    lowest = tf.constant(float("-inf"), model.sum_dtype)
+
+    def weighted_sum(
+        piece: tf.Tensor, rows: tf.Tensor, highest: Any, total: Any, value: Any
+    ) -> Any:
+        hidden, scores = model.patches(weights, piece, rows, seed)
+        top = tf.maximum(highest, tf.reduce_max(scores))
+        before, own = tf.exp(highest - top), tf.exp(scores - top)
+        value = value * before + tf.linalg.matvec(hidden, own, transpose_a=True)
+        return top, total * before + tf.reduce_sum(own), value
+
+    def maximum(piece: tf.Tensor, rows: tf.Tensor, value: Any, best: Any) -> Any:
+        hidden, _ = model.patches(weights, piece, rows, seed)
+        found = tf.reduce_max(hidden, axis=0)
+        at = tf.gather(rows, tf.argmax(hidden, axis=0))
+        return tf.maximum(value, found), tf.where(found > value, at, best)
+
+    no_rows = tf.zeros(width, tf.int64)
+    if model.pooling in JOINT:
+        return Pooled(model.together(weights, patches, seed).pooled[0], lowest, no_rows)
+    if model.pooling == "max":
+        value, best = _in_pieces(patches.features, size, maximum, (zeros + lowest, no_rows))
+        return Pooled(value, lowest, best)
+    highest, total, value = _in_pieces(
+        patches.features, size, weighted_sum, (lowest, zeros[0], zeros)
+    )
+    return Pooled(value / total, highest + tf.math.log(total), no_rows)
+
+
+def patch_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
+    model: BagModel,
+    weights: Sequence[tf.Tensor],
+    patches: Patches,
+    size: tf.Tensor,
+    seed: tf.Tensor | None,
+    pooled: Pooled,
+    outer: tf.Tensor,
+) -> list[tf.Tensor]:
+    """Return the gradients of a loss for `weights`. (W,) `outer` is its gradient for `pooled.value`."""
+    if model.pooling in JOINT:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            loss = tf.tensordot(model.together(weights, patches, seed).pooled[0], outer, 1)
+        return _gradients(tape, loss, weights)
+    common = tf.tensordot(pooled.value, outer, 1)
+
+    def add_gradients(piece: tf.Tensor, rows: tf.Tensor, *sums: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            hidden, scores = model.patches(weights, piece, rows, seed)
+            along = tf.linalg.matvec(hidden, outer)
+            shares = tf.stop_gradient(tf.exp(scores - pooled.norm))
+            # The softmax's gradient depends on the difference between a patch and the pooled features.
+            loss = tf.reduce_sum(shares * (along + tf.stop_gradient(along - common) * scores))
+        return [a + b for a, b in zip(sums, _gradients(tape, loss, weights), strict=True)]
+
+    if model.pooling == "max":
+        # Only patches with the maximum of a feature contribute.
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            chosen = tf.gather(patches.features, pooled.best)
+            hidden, _ = model.patches(weights, chosen, pooled.best, seed)
+            loss = tf.tensordot(tf.linalg.diag_part(hidden), outer, 1)
+        return _gradients(tape, loss, weights)
+    return list(
+        _in_pieces(patches.features, size, add_gradients, [tf.zeros_like(w) for w in weights])
+    )
+
+
+def instance_gradients(  # noqa: PLR0917 - a pure function: all inputs are arguments
+    model: BagModel,
+    weights: Sequence[tf.Tensor],
+    patches: Patches,
+    size: tf.Tensor,
+    seed: tf.Tensor | None,
+    label: tf.Tensor,
+    slope: tf.Tensor,
+) -> list[tf.Tensor]:
+    """Return the gradients of CLAM's loss of single patches, multiplied by () `slope`, for `weights`.
+
+    The patches with the most attention are positive for the classifier of the bag's class () `label`, those with the
+    least are negative. The choice of the patches has no gradient. A bag of one patch has no such loss.
+    """
+
+    def add_scores(piece: tf.Tensor, rows: tf.Tensor, found: Any) -> Any:
+        _, scores = model.patches(weights, piece, rows, seed)
+        return (tf.tensor_scatter_nd_update(found, rows[:, None], scores),)
+
+    count = tf.shape(patches.features)[0]
+    (scores,) = _in_pieces(
+        patches.features, size, add_scores, (tf.zeros(count[None], model.sum_dtype),)
+    )
+    some = tf.minimum(_INSTANCES, count // 2)
+    order = tf.argsort(scores, direction="DESCENDING", stable=True)
+    rows = tf.cast(tf.concat([order[:some], order[count - some :]], axis=0), tf.int64)
+    truth = tf.cast(tf.range(2 * some) < some, tf.int32)
+    with tf.GradientTape() as tape:
+        tape.watch(weights)
+        hidden, _ = model.patches(weights, tf.gather(patches.features, rows), rows, seed)
+        logits = model.instances(weights, hidden)[:, label]
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(truth, logits)
+        loss = tf.math.divide_no_nan(
+            tf.reduce_sum(losses) * tf.cast(slope, losses.dtype), tf.cast(2 * some, losses.dtype)
+        )
+    return _gradients(tape, loss, weights)
+
+
+def _gradients(
+    tape: tf.GradientTape, loss: tf.Tensor, weights: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
+    found: list[tf.Tensor] = tape.gradient(
+        loss, list(weights), unconnected_gradients=tf.UnconnectedGradients.ZERO
+    )
+    return found
+
+
+def _in_pieces(
+    features: tf.Tensor, size: tf.Tensor, step: Callable[..., Any], state: Sequence[tf.Tensor]
+) -> Sequence[tf.Tensor]:
+    """Apply a function of (piece, its rows, *state) to the pieces of a bag in sequence: memory holds one piece."""
+    size = tf.cast(size, tf.int64)
+    count = tf.shape(features, tf.int64)[0]
+
+    def body(start: tf.Tensor, *state: tf.Tensor) -> Any:
+        stop = tf.minimum(start + size, count)
+        return (stop, *step(features[start:stop], tf.range(start, stop), *state))
+
+    begin = tf.zeros((), tf.int64)
+    found = tf.while_loop(
+        lambda start, *_: start < count, body, (begin, *state), parallel_iterations=1
+    )
+    return tuple(found[1:])

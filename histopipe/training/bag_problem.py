@@ -1,0 +1,105 @@
+"""Data and network of a training on bags of features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import tensorflow as tf
+
+from histopipe.dataset.covariates import Covariates
+from histopipe.dataset.options import Side
+from histopipe.dataset.sample_table import SampleSource, SlideValues, unpack_keys
+from histopipe.dataset.splits import Splits
+from histopipe.evaluation.predictions import PatchScores
+from histopipe.evaluation.target_scores import TargetScores, prediction_names
+from histopipe.features.bags import BagBatches, BagSet
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
+from histopipe.store.store import Store
+from histopipe.system.progress import message
+from histopipe.training.attention import write_attention
+from histopipe.training.bag_model import BagModel
+from histopipe.training.bag_train_step import BagTrainStep
+from histopipe.training.covariate_baseline import baseline_scores
+from histopipe.training.optimizer import make_optimizer
+from histopipe.training.outputs import Predictions
+from histopipe.training.problem import PatchProblem, Problem
+from histopipe.training.train_step import TrainStep
+
+
+def make_problem(config: TrainConfig, sources: Sequence[SampleSource], splits: Splits) -> Problem:
+    """Return the problem for a configuration, with sources from `opened_sources`.
+
+    Raises:
+        NothingToDo: training or validation has no data.
+    """
+    if isinstance(config, BagTrainConfig):
+        return BagProblem(config, cast(BagSet, sources[0]), splits)
+    return PatchProblem(cast(PatchTrainConfig, config), cast(Sequence[Store], sources), splits)
+
+
+class BagProblem(Problem):
+    """Training on bags of features (multiple-instance learning)."""
+
+    def __init__(self, config: BagTrainConfig, bags: BagSet, splits: Splits) -> None:
+        for note in bags.notes:
+            message(note)
+        super().__init__(config, [bags], splits)
+        self._config, self._bags = config, bags
+        self.holders, self.level = f"{config.bag}s", config.bag
+        self._covariates: Covariates | None = None
+        if splits.covariates:
+            rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
+            self._covariates = Covariates.of(splits.covariates, rows)
+            self.facts = {"covariates": self._covariates.to_json()}
+            for slide in splits.slides:
+                for text in self._covariates.unknown(slide.covariates):
+                    message(
+                        f"warning: slide {slide.id}, {text} is not in training: taken as missing"
+                    )
+
+    @property
+    def _by_slide(self) -> dict[str, SlideValues]:
+        found = super()._by_slide
+        if self._covariates is not None:
+            encode, slides = self._covariates.encode, self.splits.slides
+            values = {(slide.store, slide.slide): encode(slide.covariates) for slide in slides}
+            found["covariates"] = SlideValues(values)
+        return found
+
+    def baseline(self) -> dict[Side, PatchScores | TargetScores]:
+        """Return the predictions of a model of the covariates alone; empty without covariates."""
+        if self._covariates is None:
+            return {}
+        return baseline_scores(self.splits, self._covariates, self.level)
+
+    def batches(self, side: Side, replicas: int) -> BagBatches:
+        """Return the batches of a side. Training bags are limited to `max_per_slide` patches."""
+        config = self._config
+        return BagBatches(
+            self._bags, self._tables[side], order=self._order(side), batch_size=config.batch_size,
+            replicas=replicas, on_error=config.on_error,
+            most=config.max_per_slide if side == "train" else 0, seed=config.seed,
+            by_slide=self._by_slide,
+        )  # fmt: skip
+
+    def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:
+        """Return the training step; see `Problem`."""
+        config = self._config
+        with strategy.scope():
+            model = BagModel(
+                config.pooling, dimension=self._bags.dimension, objective=self.objective,
+                dropout=config.dropout, precision=config.precision,
+                covariates=0 if self._covariates is None else len(self._covariates.inputs),
+            )  # fmt: skip
+            optimizer = make_optimizer(config, steps_per_epoch)
+        return BagTrainStep(strategy, model, optimizer, self._step_settings())
+
+    def write_more(self, folder: Path, step: TrainStep, evaluated: Sequence[Predictions]) -> None:
+        """Write attention and contributions of each patch of the evaluated bags."""
+        numbers = [n for found in evaluated for n in unpack_keys(found.key)[1].tolist()]
+        bags = [self._bags.bags[number] for number in numbers]
+        names = prediction_names(self.splits.task, self.splits.classes, self.splits.targets)
+        write_attention(folder, bags, cast(BagModel, step.model), self.objective, names)
