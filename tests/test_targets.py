@@ -55,7 +55,18 @@ def bags(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 TASKS: dict[str, tuple[str, ...]] = {
     "cox": ("--task", "survival", "--time", "time", "--event", "event"),
-    "discrete": ("--task", "survival", "--time", "time", "--event", "event", "--loss", "discrete"),
+    "discrete": (
+        "--task",
+        "survival",
+        "--time",
+        "time",
+        "--event",
+        "event",
+        "--loss",
+        "discrete",
+        "--batch-size",
+        "4",
+    ),
     "regression": ("--task", "regression", "--target", "share,age"),
     "multilabel": ("--task", "multilabel", "--target", "MSI,BRAF", "--class-weights", "balanced"),
 }
@@ -222,7 +233,7 @@ def test_missing_labels_do_not_change_the_gradients_of_others() -> None:
     missing[0, 1] = missing[2, 1] = np.nan
     for objective in (
         MultilabelObjective(np.array([2.0, 1.0])),
-        RegressionObjective(targets, "huber"),
+        RegressionObjective.of(targets, "huber"),
     ):
         found = []
         for target in (targets, missing):
@@ -244,11 +255,11 @@ def test_discrete_survival_is_a_likelihood(seed: int) -> None:
     """The loss is -log of the probability of what happened, and the survival falls from 1."""
     import tensorflow as tf
 
-    from histopipe.training.objective import DiscreteSurvival
+    from histopipe.training.survival_objective import DiscreteSurvival
 
     rng = np.random.default_rng(seed)
     targets = np.stack([rng.exponential(1, 50), np.ones(50)], axis=1)
-    objective = DiscreteSurvival(targets)
+    objective = DiscreteSurvival.of(targets)
     logits = rng.normal(size=(1, objective.outputs)).astype(np.float32)
     hazard = objective.activate(tf.constant(logits)).numpy()[0]
     rows = tf.constant(np.repeat(logits, 50, axis=0))

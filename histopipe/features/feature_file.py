@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.patch_batches import aligned_empty
 from histopipe.errors import DamagedStore, MachineShort, UsageError
-from histopipe.system.files import appearing, path_within, record_or_check
+from histopipe.system.files import appearing, path_within, read_json, record_or_check
 from histopipe.system.filesystems import is_full_disk
 
 FORMAT = "histopipe-features version 1"
@@ -29,7 +29,7 @@ SUFFIX = ".h5"
 ENCODER = "features.json"
 """Describes the encoder that computed all features of a folder."""
 StoredType = Literal["float32", "float16"]
-_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch")
+_IGNORED = ("encoder", "weights", "file", "libraries", "mismatch", "given", "patches")
 _CRC = "crc32"
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float16))
 
@@ -281,3 +281,21 @@ def record_encoder(folder: Path, encoder: Mapping[str, Any]) -> None:
         )  # fmt: skip
     # The file name of an encoder may change, since the weights are compared; versions of libraries change often.
     record_or_check(folder / ENCODER, encoder, ignored=_IGNORED, contents="features")
+
+
+def read_encoder(folder: Path) -> dict[str, Any] | None:
+    """Return the record of a folder's encoder; None in folders of other tools.
+
+    Raises:
+        DamagedStore: the record cannot be read.
+    """
+    path = folder / ENCODER
+    if not path.exists():
+        return None
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as error:
+        raise DamagedStore(f"{path} is damaged", found=str(error)[:200]) from error
+    if not isinstance(found, dict):
+        raise DamagedStore(f"{path} is damaged", found=type(found).__name__, expected="an object")
+    return found

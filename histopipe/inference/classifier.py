@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from histopipe.dataset.options import LabelsFrom, OnError, StainNorm
-from histopipe.errors import ScaleError, UsageError
+from histopipe.dataset.options import LabelsFrom, OnError
+from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
 from histopipe.evaluation.metrics import Metrics
-from histopipe.geometry import Mpp, same_scale
 from histopipe.inference.slide_run import Network
+from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
-from histopipe.store.record import SlideRecord
-from histopipe.store.store import Store
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
 
@@ -31,11 +29,7 @@ class Classifier:
     network: Network
     """Maps patches to probabilities, in the order of `classes`."""
     classes: tuple[str, ...]
-    patch_size: int
-    spec: Mapping[str, Any] | None
-    """Tiling of the training patches; None if the run does not record it."""
-    patch_mpp: float | None
-    stain_norm: StainNorm
+    patches: TrainedPatches
     labels_from: LabelsFrom
     judging: JudgeSettings
     thresholds: Thresholds
@@ -106,50 +100,11 @@ def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifie
     )  # fmt: skip
     validation = result.metrics["validation"].named() if "validation" in result.metrics else ()
     return Classifier(
-        folder, network, tuple(metrics["classes"]), network.patch_size, metrics.get("spec"),
-        metrics.get("patch_mpp"), config.stain_norm, config.labels_from, config.judging,
+        folder, network, tuple(metrics["classes"]),
+        TrainedPatches(
+            folder, network.patch_size, metrics.get("spec"), metrics.get("patch_mpp"), config.stain_norm
+        ),
+        config.labels_from, config.judging,
         {name: (it.threshold, None) for name, it in validation if isinstance(it, Metrics)},
         network.sha256,
     )  # fmt: skip
-
-
-def check_scale(record: SlideRecord, classifier: Classifier) -> None:
-    """Check that the patches of a slide have the scale of the training patches.
-
-    The scales can differ if patches were read from a pyramid level without resampling.
-
-    Raises:
-        ScaleError: the scales differ.
-    """
-    found, expected = record.patch_mpp, classifier.patch_mpp
-    if found is None or expected is None or same_scale(Mpp(found), Mpp(expected)):
-        return
-    raise ScaleError(
-        f"{record.id}: the scale of its patches differs from the training patches of {classifier.folder}",
-        found=f"{found:g} µm per pixel", expected=f"{expected:g}",
-        todo="train on patches ingested with --mpp, which selects a level for each slide",
-    )  # fmt: skip
-
-
-def check_store(store: Store, classifier: Classifier) -> None:
-    """Check that the patches of a store have the size and scale of the training patches.
-
-    Raises:
-        UsageError, ScaleError: size or scale differ.
-    """
-    if store.patch_size != classifier.patch_size:
-        raise UsageError(
-            f"{store.path}: the size of its patches differs from the training patches of {classifier.folder}",
-            found=f"{store.patch_size} pixels", expected=f"{classifier.patch_size}",
-        )  # fmt: skip
-    for record in store.complete.values() if store.spec.get("level") is not None else ():
-        check_scale(record, classifier)
-    names = ("mpp", "level")
-    spec = classifier.spec
-    if spec is not None and any(store.spec.get(name) != spec.get(name) for name in names):
-        raise UsageError(
-            f"{store.path}: the scale of its patches differs from the training patches of {classifier.folder}",
-            found=", ".join(f"{name} {store.spec.get(name)}" for name in names),
-            expected=", ".join(f"{name} {spec.get(name)}" for name in names),
-            todo="ingest the slides with the settings of the training",
-        )  # fmt: skip

@@ -134,9 +134,9 @@ def predict(
         if are_stores:
             options.check_for_stores()
             stores = [stack.enter_context(Store(path)) for path in paths]
-            source = StoreSource(stores, classifier, options)
+            source = StoreSource(stores, classifier.patches, options)
         else:
-            source = stack.enter_context(FileSource(paths, classifier, options, shown))
+            source = stack.enter_context(FileSource(paths, classifier.patches, options, shown))
         folder = PredictionsFolder(Path(out))
         return _Prediction(classifier, folder, source, aggregate, shown).run()
 
@@ -184,8 +184,8 @@ class _Prediction:
             )  # fmt: skip
         settings = {
             "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
-            "classes": list(classifier.classes), "stain_norm": classifier.stain_norm,
-            "patch_size": classifier.patch_size, **self.source.settings,
+            "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
+            "patch_size": classifier.patches.patch_size, **self.source.settings,
         }  # fmt: skip
         # A run folder may be moved, so the weights are compared instead of the path.
         record_or_check(

@@ -77,6 +77,12 @@ class PredictedSlide:
             skipped=skipped, notes=list(record.notes),
         )  # fmt: skip
 
+    @property
+    def geometry(self) -> dict[str, Any]:
+        """Size and scale of the slide and its patches, as JSON values."""
+        names = ("width", "height", "bounds", "mpp", "mpp_source", "size_l0", "stride_l0")
+        return {name: getattr(self, name) for name in names}
+
     def write(self, path: Path) -> None:
         """Write a JSON file by one rename."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)

@@ -17,9 +17,10 @@ from histopipe.dataset.patch_batches import aligned_empty, decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
-from histopipe.inference.classifier import Classifier, PredictOptions, check_scale
+from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
+from histopipe.inference.trained_patches import TrainedPatches, check_scale
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
@@ -53,6 +54,9 @@ class TiledSlide:
     ) -> None:
         self.files, self.pending, self.planned, self.order = files, pending, planned, order
         self.id, self.thumbnail = pending.slide.id, planned.thumbnails["thumb"]
+        self.record, self.rows = planned.record, len(order)
+        self.patch_size, self.overlap = files.spec.patch_size, files.spec.overlap
+        self.origin = {"source": _source_text(planned.fingerprint)}
         # A slide without patches has one empty batch, so that it is reported.
         self.steps = max(1, -(-len(order) // files.options.batch_size))
         self.lost: list[str] = []
@@ -76,7 +80,7 @@ class TiledSlide:
                 f"{self.pending.slide.file.path}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
                 f"first: {self.lost[0]}"
             )
-        if valid.any() and self.files.classifier.stain_norm != "none":
+        if valid.any() and self.files.trained.stain_norm != "none":
             images = self._normalizer()(images)
         return PatchBatch(images, corners, valid)
 
@@ -84,11 +88,19 @@ class TiledSlide:
         """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
         if fingerprint(self.pending.slide.file) != self.planned.fingerprint:
             raise SlideUnreadable(f"{self.pending.slide.file.path} changed while it was being read")
-        lost = len(self.lost)
         return PredictedSlide.of(
-            self.planned.record, source=_source_text(self.planned.fingerprint),
-            patches=len(self.order) - lost, skipped=lost,
-        )  # fmt: skip
+            self.record, source=self.origin["source"], patches=self.patches, skipped=self.skipped
+        )
+
+    @property
+    def patches(self) -> int:
+        """Number of patches, without those that could not be read so far."""
+        return self.rows - self.skipped
+
+    @property
+    def skipped(self) -> int:
+        """Number of patches that could not be read so far."""
+        return len(self.lost)
 
     def _values(self, chunk: Chunk) -> Sequence[bytes | str]:
         """Encode patches in a worker. A str is the reason why a patch cannot be read."""
@@ -127,7 +139,7 @@ class TiledSlide:
                 rows = np.unique(np.linspace(0, len(self.order) - 1, PATCHES).astype(np.int64))
                 fit = fit_pixels(self._sample(rows), where=self.id)
                 module = load_quietly("histopipe.dataset.stain_normalization")
-                self._normalize = module.slide_normalizer(fit, self.files.classifier.stain_norm)
+                self._normalize = module.slide_normalizer(fit, self.files.trained.stain_norm)
             return self._normalize
 
     def _sample(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -153,16 +165,16 @@ class FileSource(Closing):
     def __init__(
         self,
         paths: Sequence[Path],
-        classifier: Classifier,
+        trained: TrainedPatches,
         options: PredictOptions,
         progress: Progress,
     ) -> None:
-        self.classifier, self.options = classifier, options
+        self.trained, self.options = trained, options
         default_mpp = None
         if options.default_mpp is not None:
             default_mpp = check_mpp("--default-mpp", options.default_mpp)
         self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
-        self.spec = _spec(classifier, options.tiling, progress)
+        self.spec = _spec(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
         self._files = discover(paths)
         self.count = len(self._files)
@@ -245,7 +257,7 @@ class FileSource(Closing):
             ) from error
         if isinstance(planned, SlideFailure):
             raise SlideError(planned.reason)
-        check_scale(planned.record, self.classifier)
+        check_scale(planned.record, self.trained)
         route = planned.recipe.route.name
         parts = [c.rows for c in chunks(planned.plan, route, self.spec.patch_size)]
         order = np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -257,12 +269,12 @@ def _source_text(file: Fingerprint) -> str:
     return f"file of {file.size_bytes} bytes, {file.mtime_ns}"
 
 
-def _spec(classifier: Classifier, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:
+def _spec(trained: TrainedPatches, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:
     """Return the tiling of the training, without the parts that do not apply to other slides."""
-    spec = classifier.spec
+    spec = trained.spec
     if spec is None:
         raise UsageError(
-            f"{classifier.folder} does not record the tiling of its patches, and its store is missing",
+            f"{trained.owner} does not record the tiling of its patches, and its store is missing",
             todo="ingest the slides with the settings of the training, and predict the store",
         )
     tiling, algorithms = dict(tiling), spec.get("algorithms")

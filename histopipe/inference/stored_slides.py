@@ -17,9 +17,10 @@ from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
-from histopipe.inference.classifier import Classifier, PredictOptions, check_store
+from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
+from histopipe.inference.trained_patches import TrainedPatches, check_store
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.tensorflow import load_quietly
@@ -39,6 +40,26 @@ class StoredSlide:
         self._normalize = normalize
 
     @property
+    def origin(self) -> Mapping[str, Any]:
+        """Where the patches are from, for the attributes of feature files."""
+        return {"store": self.store.uuid, "patches_crc": self.patches_crc}
+
+    @property
+    def rows(self) -> int:
+        """Number of patches in the store."""
+        return len(self.batches.table)
+
+    @property
+    def patch_size(self) -> int:
+        """Side of the patches in pixels."""
+        return self.store.patch_size
+
+    @property
+    def overlap(self) -> int:
+        """Overlap of neighbouring patches in pixels."""
+        return int(self.store.spec["overlap"])
+
+    @property
     def patches_crc(self) -> int:
         """Checksum of all patches of the slide."""
         return patches_crc(self.store, self.number)
@@ -56,7 +77,7 @@ class StoredSlide:
     @property
     def patches(self) -> int:
         """Number of patches, without the damaged patches that have been skipped so far."""
-        return len(self.batches.table) - self.skipped
+        return self.rows - self.skipped
 
     @property
     def skipped(self) -> int:
@@ -136,15 +157,15 @@ class StoreSource:
     """
 
     def __init__(
-        self, stores: Sequence[Store], classifier: Classifier, options: PredictOptions
+        self, stores: Sequence[Store], trained: TrainedPatches, options: PredictOptions
     ) -> None:
         self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
         rows = slides_with_patches(stores)
         for store in stores:
-            check_store(store, classifier)
+            check_store(store, trained)
         slides = stored_slides(
             stores, rows, batch_size=options.batch_size, on_error=options.on_error,
-            stain_norm=classifier.stain_norm,
+            stain_norm=trained.stain_norm,
         )  # fmt: skip
         self._slides = {slide.id: slide for slide in slides}
         self.count = len(slides)

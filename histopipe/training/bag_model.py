@@ -79,7 +79,8 @@ class BagModel:
             inputs["positions"] = keras.Input((None, 2), name="positions")
         self._hidden = layers.Dense(_HIDDEN, activation="relu", name="hidden")
         hidden = layers.Dropout(dropout)(self._hidden(inputs["features"]))
-        self._score, self._instances = None, None
+        self._score: Any = None
+        self._instances: Any = None
         self._joint: JointPooling | None = None
         pooled, outputs = self._pool(hidden, inputs.get("positions"), last)
         self._logits = layers.Dense(objective.outputs, dtype=last, name=LOGITS)

@@ -144,7 +144,8 @@ class RegressionObjective(Objective):
     def of(cls, targets: NDArray[np.float64], loss: str) -> RegressionObjective:
         """Create it from training targets."""
         deviation = np.nanstd(targets, axis=0)
-        return cls(np.nanmean(targets, axis=0), np.where(deviation > 0, deviation, 1.0), loss)
+        scale = np.where(deviation > 0, deviation, 1.0)
+        return cls(np.nanmean(targets, axis=0).tolist(), scale.tolist(), loss)
 
     def losses(self, part: Part, logits: tf.Tensor, smoothing: float = 0.0) -> tf.Tensor:
         """Return the sum over the known columns, divided by the number of all columns."""

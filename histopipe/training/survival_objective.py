@@ -142,7 +142,7 @@ class DiscreteSurvival(Objective):
 
     def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return (N, 1) contributions to the risk: the mean over the log odds of all hazards."""
-        return values.mean(axis=1, keepdims=True)
+        return np.asarray(values.mean(axis=1, keepdims=True))
 
     def facts(self) -> dict[str, Any]:
         """Return the times of the grid, and the edges of the intervals."""
