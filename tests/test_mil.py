@@ -28,7 +28,8 @@ from histopipe.dataset.sampling import Sequential
 from histopipe.dataset.selection import select
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
-from histopipe.features.bags import BagBatches, BagSet
+from histopipe.features.bag_batches import BagBatches
+from histopipe.features.bags import BagSet
 
 DIMENSION = 12
 POOLINGS = ("gated", "attention", "mean", "max", "clam", "dsmil", "transformer")
@@ -415,7 +416,7 @@ def test_batches_concatenate_bags_without_padding(bags: Path) -> None:
         assert ends[-1] == len(features)
         assert (weights == 1).all()
         for part, key in zip(parts, keys.tolist(), strict=True):
-            with h5py.File(bag_set.bags[key >> 32].headers[0].path) as file:
+            with h5py.File(bag_set.bags[key >> 32].parts[0].headers[0].path) as file:
                 assert (part == file["features"][:]).all()
 
 

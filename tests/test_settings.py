@@ -131,7 +131,7 @@ def test_configuration_of_version_0_1_loads_unchanged(tmp_path: Path) -> None:
 def test_bag_settings_have_a_separate_class() -> None:
     bags = make_config({"mil": Path("features"), "fractions": [0.5, 0.25, 0.25]})
     assert isinstance(bags, BagTrainConfig)
-    assert (bags.mil, bags.batch_size, bags.learning_rate) == ("features", 1, 2e-4)
+    assert (bags.mil, bags.batch_size, bags.learning_rate) == (("features",), 1, 2e-4)
     assert "stores" not in tomllib.loads(to_toml(bags))
     assert make_config({"mil": None}) == PatchTrainConfig()
     # Patch settings that are switched off are accepted.

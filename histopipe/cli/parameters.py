@@ -234,10 +234,10 @@ def _check_models(values: Mapping[str, Any]) -> None:
                 check_untrusted_model(model, weight)
 
 
-def _check_hdf5(features: str | Path | None, coords: str | Path | None) -> None:
+def _check_hdf5(features: Any, coords: str | Path | None) -> None:
     from histopipe.features.untrusted import check_coords, check_features
 
-    if features is not None:
-        check_features(Path(features))
+    for folder in features if isinstance(features, tuple) else [features] if features else []:
+        check_features(Path(folder))
     if coords is not None:
         check_coords(Path(coords))

@@ -62,7 +62,7 @@ def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F
     defaults = "; on bags: ".join(dict.fromkeys(default_text(it) for it in found if it is not None))
     kind: dict[str, Any] = {"is_flag": True}
     if declared.item_type is not bool:
-        kind = {"type": _type(declared)}
+        kind = {"type": _type(declared), "multiple": declared.is_path_list}
     return click.option(
         declared.flag, cls=SettingOption, group=declared.about.group, show_default=False,
         help=declared.about.help + (f"  [default: {defaults}]" if defaults else ""), **kind,
@@ -70,7 +70,7 @@ def _option(declared: DeclaredSetting, classes: tuple[type, ...]) -> Callable[[F
 
 
 def _type(declared: DeclaredSetting) -> Any:
-    if declared.is_list:
+    if declared.is_list and not declared.is_path_list:
         return fractions if declared.item_type is float else names
     if declared.about.format:
         return _FORMATS[declared.about.format]

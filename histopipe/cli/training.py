@@ -72,7 +72,9 @@ def train(
         settings = read_settings(config, *_CLASSES) | settings
     if stores:
         if settings.get("mil") is not None:
-            raise UsageError("STORES", found=f"--mil {settings['mil']}", expected="STORES or --mil")
+            raise UsageError(
+                "STORES", found=f"--mil {' '.join(settings['mil'])}", expected="STORES or --mil"
+            )
         settings["stores"] = stores
     return _train(out or _new_folder(settings), settings, resume=resume, as_json=as_json)
 

@@ -22,7 +22,7 @@ from histopipe.evaluation.target_metrics import (
 )
 from histopipe.evaluation.target_metrics import Thresholds as TargetThresholds
 from histopipe.evaluation.target_scores import TargetScores
-from histopipe.evaluation.thresholds import choose_threshold
+from histopipe.evaluation.thresholds import FALLBACK, choose_threshold
 
 AnyScores = PatchScores | TargetScores
 AnyMetrics = Metrics | TargetMetrics
@@ -205,3 +205,20 @@ def joined(
     if len(parts) == 1:
         return scores, values[0], notes
     return scores, np.repeat(values, [len(part.label) for part in each]), notes
+
+
+def thresholds_of(evaluation: Evaluation) -> Thresholds:
+    """Return the thresholds that an evaluation used."""
+    judged = dict(evaluation.named())
+    of_targets = {
+        level: metrics.thresholds
+        for level, metrics in judged.items()
+        if isinstance(metrics, TargetMetrics)
+    }
+    if of_targets:
+        return of_targets
+    return {
+        level: (metrics.threshold, next((n for n in metrics.notes if n.startswith(FALLBACK)), None))
+        for level, metrics in judged.items()
+        if isinstance(metrics, Metrics)
+    }

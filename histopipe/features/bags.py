@@ -1,10 +1,10 @@
-"""Bags of a folder of feature files, for multiple-instance learning, and batches of whole bags without padding."""
+"""Bags of a folder of feature files, for multiple-instance learning."""
 
 from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,22 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.options import OnError
-from histopipe.dataset.sample_table import SampleTable, SlideValues
-from histopipe.dataset.sampling import BatchSampler, Field, Order
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import (
     ENCODER,
     FeatureHeader,
-    feature_files,
-    read_features,
-    read_header,
 )
+from histopipe.features.feature_sets import FeatureSets
+from histopipe.features.joined import SlideFeatures
 from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.files import read_json
-from histopipe.system.hashing import combine, permuted
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,8 @@ class Bag:
 
     id: str
     slides: tuple[str, ...]
-    headers: tuple[FeatureHeader, ...]
+    parts: tuple[SlideFeatures, ...]
+    """Features of each slide."""
     label: str | None
     patient: str | None
     site: str | None
@@ -54,29 +50,33 @@ class Bag:
     @property
     def rows(self) -> int:
         """Number of patches."""
-        return sum(header.rows for header in self.headers)
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type that holds the features of all its files."""
+        return np.result_type(*(header.dtype for part in self.parts for header in part.headers))
 
     @property
     def crc(self) -> int:
         """Checksum of the feature files, from their recorded checksums or from sampled rows."""
-        files = [
-            (h.rows, h.dimension, str(h.dtype), int(h.facts.get("crc32", h.sample)))
-            for h in self.headers
-        ]
-        return zlib.crc32(repr((self.slides, files)).encode())
+        return zlib.crc32(repr((self.slides, [part.fingerprint for part in self.parts])).encode())
 
 
 class BagSet:
-    """The bags of a folder of feature files: a `SampleSource` like a store.
+    """The bags of a folder of feature files, or of several: a `SampleSource` like a store.
 
-    The files come from `histopipe embed`, CLAM or TRIDENT. Labels come from a CSV file with the columns slide, label, and
-    optionally patient and site; `allow_extra` ignores its rows that name no slide. By default they are those that
-    `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones.
+    The files come from `histopipe embed`, CLAM or TRIDENT. With several folders, the first one decides the patches, and
+    the features of the others are joined to them by position; see `histopipe.features.joined`. Labels come from a CSV
+    file with the columns slide, label, and optionally patient and site; `allow_extra` ignores its rows that name no
+    slide. By default they are those that `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`.
+    Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
+    without label, and does not compare the labels of a patient's slides.
 
     Raises:
-        NothingToDo: the folder contains no features.
-        UsageError: files have no features or different numbers of features, labels are of unknown slides, or a patient
-            has two labels.
+        NothingToDo: the folders contain no features of a slide.
+        UsageError: files have no features or different numbers of features, sets cannot be joined, labels are of
+            unknown slides, or a patient has two labels.
         DamagedStore: a file cannot be read.
     """
 
@@ -85,7 +85,7 @@ class BagSet:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | Sequence[Path],
         *,
         bag: BagOf = "slide",
         labels: Path | None = None,
@@ -93,17 +93,14 @@ class BagSet:
         with_label: bool = True,
         allow_extra: bool = False,
         numbers: Mapping[str, int] | None = None,
+        unlabelled: bool = False,
     ) -> None:
-        self.path = folder
-        headers = {name: read_header(path) for name, path in feature_files(folder).items()}
-        filled = {name: header for name, header in headers.items() if header.rows}
-        if not filled:
-            raise NothingToDo(
-                f"{folder} contains no features",
-                expected="files SLIDE.h5 from `histopipe embed`",
-            )
-        self.dimension = _common_dimension(filled)
-        self.uuid = _identity(folder, self.dimension)
+        self.folders = (folder,) if isinstance(folder, Path) else tuple(folder)
+        self.path = self.folders[0]
+        sets = FeatureSets.of(self.folders)
+        headers, parts = sets.headers, sets.parts
+        self.dimension = sum(sets.dimensions)
+        self.uuid = "+".join(map(_identity, self.folders, sets.dimensions))
         rows = None
         if labels is not None:
             rows = read_labels(
@@ -111,38 +108,30 @@ class BagSet:
                 allow_extra=allow_extra,
             )  # fmt: skip
         labelled = _slide_labels(headers, rows)
-        labelled = {name: label for name, label in labelled.items() if name in filled}
-        groups = _by_patient(labelled) if bag == "patient" else {name: [name] for name in labelled}
-        contents = _contents(groups, filled)
+        labelled = {name: label for name, label in labelled.items() if name in parts}
+        groups = {name: [name] for name in labelled}
+        if bag == "patient":
+            groups = _by_patient(labelled, unlabelled=unlabelled)
+        contents = _contents(groups, headers)
         # Known bags keep their numbers, so that a new slide does not change them.
         known = numbers or {}
-        others = itertools.count(max(known.values(), default=-1) + 1)
+        free = itertools.count(max(known.values(), default=-1) + 1)
         bags = {}
         for name, slides in groups.items():
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
-            bags[known[name] if name in known else next(others)] = Bag(
-                name, tuple(slides), tuple(filled[slide] for slide in slides), first.label, first.patient,
+            bags[known[name] if name in known else next(free)] = Bag(
+                name, tuple(slides), tuple(parts[slide] for slide in slides), first.label, first.patient,
                 sites.pop() if len(sites) == 1 else None, contents[name], first.cells,
             )  # fmt: skip
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
-        empty = len(headers) - len(filled)
-        self.notes = (f"{empty} feature files without patches are ignored",) if empty else ()
+        self.empty = tuple(name for name, header in headers.items() if not header.rows)
+        """Slides without patches."""
+        ignored = f"{len(self.empty)} feature files without patches are ignored"
+        self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """Return the columns of a bag, with one row."""
         return {"crc": np.array([self.bags[slide].crc], np.uint32)}
-
-
-def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
-    first, *others = headers.values()
-    for header in others:
-        if header.dimension != first.dimension:
-            raise UsageError(
-                f"{header.path}: features per patch", found=header.dimension,
-                expected=f"{first.dimension}, as in {first.path}",
-                todo="use one folder per encoder",
-            )  # fmt: skip
-    return first.dimension
 
 
 def _identity(folder: Path, dimension: int) -> str:
@@ -197,11 +186,14 @@ def _contents(
     return {name: root(found[0]) if found else None for name, found in contents.items()}
 
 
-def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
-    """Return the labelled slides of each patient. All of them must have the same label and the same cells."""
+def _by_patient(labels: Mapping[str, SlideLabel], *, unlabelled: bool) -> dict[str, list[str]]:
+    """Return the labelled slides of each patient, or all slides.
+
+    All slides of a patient must have the same cells, and the same label except with `unlabelled`.
+    """
     groups: dict[str, list[str]] = {}
     for name, label in labels.items():
-        if label.label or any(label.cells.values()):
+        if unlabelled or label.label or any(label.cells.values()):
             groups.setdefault(str(label.patient), []).append(name)
     for patient, slides in groups.items():
         texts = [{"labels": str(it.label), **it.cells} for it in map(labels.__getitem__, slides)]
@@ -216,85 +208,6 @@ def _by_patient(labels: Mapping[str, SlideLabel]) -> dict[str, list[str]]:
     return dict(sorted(groups.items()))
 
 
-_DRAW = 301
-
-
-class BagBatches(BatchSampler):
-    """Batches of bags, in a given order.
-
-    With `on_error="skip"`, a damaged bag gets weight 0. `most` limits the patches of a bag per epoch; 0 is no limit.
-    Each epoch draws different patches, by `seed`.
-    """
-
-    # A bag may be a gigabyte, so only the next one is loaded in advance.
-    parallel_calls: int | None = 1
-    prefetch = 0
-    read_ahead: int | None = 0
-
-    def __init__(
-        self,
-        bags: BagSet,
-        table: SampleTable,
-        *,
-        batch_size: int,
-        order: Order,
-        replicas: int = 1,
-        on_error: OnError = "raise",
-        most: int = 0,
-        seed: int = 0,
-        by_slide: Mapping[str, SlideValues] | None = None,
-    ) -> None:
-        super().__init__(
-            table, batch_size=batch_size, order=order, replicas=replicas, by_slide=by_slide
-        )
-        self._bags, self._skip, self._most, self._seed = bags, on_error == "skip", most, seed
-        self.dtype = np.result_type(*(h.dtype for bag in bags.bags.values() for h in bag.headers))
-        self.fields = (
-            Field("features", self.dtype, (bags.dimension,), ragged=True),
-            Field("end", np.int64), Field("label", np.int32), Field("weight", np.float32),
-            Field("key", np.int64), *self._slide_fields(),
-        )  # fmt: skip
-
-    def values(self, step: int, replica: int) -> tuple[Any, ...]:
-        """Return the fields of a replica's part of a step: (R, D) features, and for each bag its end row and so on.
-
-        Raises:
-            DamagedStore: a bag is damaged, and damaged bags are not skipped.
-        """
-        located, weights = self.locate(step, replica)
-        keys = located.keys
-        parts = []
-        for i, number in enumerate(located.slides.tolist()):
-            found = (
-                self._read(number, step // self.steps_per_epoch, keys[i]) if weights[i] else None
-            )
-            if found is None:
-                # A bag of weight 0 is not read.
-                weights[i], found = 0, np.zeros((1, self._bags.dimension), self.dtype)
-            parts.append(found)
-        ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-        return _joined(parts), ends, located.labels, weights, keys, *self._slide_values(located)
-
-    def _read(self, number: int, epoch: int, key: int) -> NDArray[np.floating] | None:
-        try:
-            return read_bag(self._bags.bags[number], self.dtype, self._draw_rows(number, epoch))
-        except DamagedStore as error:
-            if not self._skip:
-                raise
-            self._note_skipped(int(key), str(error))
-            return None
-
-    def _draw_rows(self, number: int, epoch: int) -> NDArray[np.int64] | None:
-        """Return the rows of a bag in an epoch, sorted; None for all."""
-        size = self._bags.bags[number].rows
-        if not 0 < self._most < size:
-            return None
-        # Consecutive epochs go through one permutation, so that the fewest epochs cover all rows.
-        rounds, begin = divmod(epoch, -(-size // self._most))
-        positions = (begin * self._most + np.arange(self._most)) % size
-        return np.sort(permuted(positions, size, combine(self._seed, _DRAW, number, rounds)))
-
-
 def read_bag(
     bag: Bag, dtype: np.dtype[Any], rows: NDArray[np.int64] | None = None
 ) -> NDArray[np.floating]:
@@ -303,13 +216,29 @@ def read_bag(
     Raises:
         DamagedStore: a file is damaged.
     """
-    begins = np.cumsum([0, *(header.rows for header in bag.headers)])
-    parts = []
-    for header, begin, end in zip(bag.headers, begins, begins[1:], strict=False):
-        own = None if rows is None else rows[(rows >= begin) & (rows < end)] - begin
-        parts.append(read_features(header, own).astype(dtype, copy=False))
-    return _joined(parts)
+    parts = [part.read(own).astype(dtype, copy=False) for part, own in _by_part(bag, rows)]
+    return joined_rows(parts)
 
 
-def _joined(parts: list[NDArray[np.floating]]) -> NDArray[np.floating]:
+def read_positions(bag: Bag, rows: NDArray[np.int64] | None = None) -> NDArray[np.float32]:
+    """Return the (R, 2) positions of (R,) sorted rows of a bag, or of all; see `SlideFeatures.positions`."""
+    parts = [
+        part.positions() if own is None else part.positions()[own]
+        for part, own in _by_part(bag, rows)
+    ]
+    return joined_rows(parts)
+
+
+def _by_part(
+    bag: Bag, rows: NDArray[np.int64] | None
+) -> Iterator[tuple[SlideFeatures, NDArray[np.int64] | None]]:
+    begin = 0
+    for part in bag.parts:
+        end = begin + part.rows
+        yield part, None if rows is None else rows[(rows >= begin) & (rows < end)] - begin
+        begin = end
+
+
+def joined_rows(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return the rows of all arrays."""
     return parts[0] if len(parts) == 1 else np.concatenate(parts)  # one part needs no copy

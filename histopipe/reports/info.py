@@ -115,7 +115,7 @@ def _training_facts(folder: Path) -> dict[str, Any]:
     splits = _json(folder / run_folder.SPLITS)
     facts: dict[str, Any] = {}
     if isinstance(config, BagTrainConfig):
-        facts = {"model": f"{config.pooling} (bags)", "features": config.mil}
+        facts = {"model": f"{config.pooling} (bags)", "features": ", ".join(config.mil)}
     elif isinstance(config, PatchTrainConfig):
         facts = {"model": config.model, "stores": config.stores}
     return facts | {

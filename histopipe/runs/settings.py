@@ -79,6 +79,11 @@ class DeclaredSetting(NamedTuple):
         return get_origin(self.type) is tuple
 
     @property
+    def is_path_list(self) -> bool:
+        """Whether its value is a tuple of paths: its flag may be repeated, and one text stands for one path."""
+        return self.is_list and self.about.format == "path"
+
+    @property
     def item_type(self) -> Any:
         """The type of its value, or of the items of a list. None is not part of it."""
         kind = get_args(self.type)[0] if self.is_list else self.type
@@ -95,6 +100,8 @@ class DeclaredSetting(NamedTuple):
         """Whether a value has the type of the setting. Choices and bounds are not checked."""
         if value is None:
             return type(None) in get_args(self.type)
+        if self.is_path_list and isinstance(value, str):
+            return True
         if self.is_list:
             return isinstance(value, list | tuple) and all(map(self._fits, value))
         return self._fits(value)

@@ -33,7 +33,7 @@ def opened_sources(
     """
     if isinstance(config, BagTrainConfig):
         bags = BagSet(
-            Path(config.mil),
+            [Path(folder) for folder in config.mil],
             bag=config.bag,
             labels=None if config.labels is None else Path(config.labels),
             columns=(*config.target_columns, *config.covariates),

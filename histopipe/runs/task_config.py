@@ -118,17 +118,12 @@ class PatchTrainConfig(TrainConfig):
         # With slots, `super()` without arguments finds another class.
         super(PatchTrainConfig, self)._check_together()
         if self.task == "survival":
-            raise UsageError(
-                "--task survival",
-                found="patches",
-                expected="a slide model: --mil with a folder of features",
-            )
+            raise UsageError("--task survival", found="patches", expected="--mil with features")
         if self.task != "classification" and self.labels_from == "annotation":
             raise UsageError(
-                "--labels-from annotation",
-                found=f"--task {self.task}",
+                "--labels-from annotation", found=f"--task {self.task}",
                 expected="--task classification",
-            )
+            )  # fmt: skip
         parse_trainable(self.trainable)
         if len(set(self.augment)) < len(self.augment) or (
             "none" in self.augment and len(self.augment) > 1
@@ -169,8 +164,9 @@ class BagTrainConfig(TrainConfig):
     """Settings of a training on bags of features (multiple-instance learning)."""
 
     unit = "bags"
-    mil: str = setting(
-        MISSING, "Train a slide model on bags of the features in this folder.",
+    mil: tuple[str, ...] = setting(
+        MISSING,
+        "Train a slide model on bags of the features in this folder. Repeat it to join feature sets by position.",
         group=DATA, format="path", search=False, per_worker=True,
     )  # fmt: skip
     bag: Literal["slide", "patient"] = setting(
@@ -194,6 +190,8 @@ class BagTrainConfig(TrainConfig):
     def _check_together(self) -> None:
         # As above.
         super(BagTrainConfig, self)._check_together()
+        if not self.mil:
+            raise UsageError("--mil", found="no folder", expected="a folder of features")
         if self.used_loss == "cox" and self.batch_size < 2:
             raise UsageError(
                 "--batch-size", found=self.batch_size,
@@ -231,7 +229,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
         UsageError: a setting is unknown, belongs to the other kind of training, or has an invalid value.
     """
     check_known(settings, *CONFIGS)
-    values = {name: _plain(value) for name, value in settings.items()}
+    values = _plain_values(settings)
     on_bags = values.get("mil") is not None
     kind, other = CONFIGS[::-1] if on_bags else CONFIGS
     if (
@@ -246,7 +244,7 @@ def make_config(settings: Mapping[str, Any]) -> TrainConfig:
         if values[name] not in (foreign[name].default, None, "none", ("none",)):
             raise UsageError(
                 "STORES" if name == "stores" else flag(name),
-                found=f"--mil {values['mil']}" if on_bags else "no --mil",
+                found=f"--mil {' '.join(values['mil'])}" if on_bags else "no --mil",
                 expected="patches" if on_bags else "--mil with a folder of features",
                 todo="leave it out",
             )
@@ -292,11 +290,11 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
         UsageError: a change would invalidate the training so far.
     """
     check_known(changes, *CONFIGS)
-    declared = declared_settings(*CONFIGS)
+    declared, before = declared_settings(*CONFIGS), _plain_values(recorded)
     refused = [
         "STORES" if name == "stores" else flag(name)
-        for name, value in changes.items()
-        if not declared[name].about.resume and _plain(value) != _plain(recorded.get(name))
+        for name, value in _plain_values(changes).items()
+        if not declared[name].about.resume and value != before.get(name)
     ]
     if refused:
         allowed = [it.flag for it in declared.values() if it.about.resume]
@@ -305,6 +303,16 @@ def resumed_config(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> T
             expected="only --out and " + ", ".join(allowed),
         )  # fmt: skip
     return make_config({**recorded, **changes})
+
+
+def _plain_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in the form of a configuration. One path is accepted for a list of paths."""
+    declared, found = declared_settings(*CONFIGS), {}
+    for name, value in settings.items():
+        plain = _plain(value)
+        one = isinstance(plain, str) and name in declared and declared[name].is_path_list
+        found[name] = (plain,) if one else plain
+    return found
 
 
 def _plain(value: Any) -> Any:

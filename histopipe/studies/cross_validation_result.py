@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.evaluate import Evaluation, Part, Thresholds, evaluate, judge
-from histopipe.evaluation.metrics import Metrics
+from histopipe.evaluation.evaluate import Evaluation, Part, evaluate, judge, thresholds_of
 from histopipe.evaluation.predictions import (
     read_predictions,
     with_common_patients,
@@ -23,9 +22,7 @@ from histopipe.evaluation.table import (
     shown_figures,
     task_of,
 )
-from histopipe.evaluation.target_metrics import TargetMetrics
 from histopipe.evaluation.target_scores import TargetScores, with_common_grid
-from histopipe.evaluation.thresholds import FALLBACK
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
@@ -169,23 +166,6 @@ def _defined_metrics(evaluation: Evaluation) -> dict[str, float]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _thresholds(evaluation: Evaluation) -> Thresholds:
-    """Return the thresholds that an evaluation used."""
-    judged = dict(evaluation.named())
-    of_targets = {
-        level: metrics.thresholds
-        for level, metrics in judged.items()
-        if isinstance(metrics, TargetMetrics)
-    }
-    if of_targets:
-        return of_targets
-    return {
-        level: (metrics.threshold, next((n for n in metrics.notes if n.startswith(FALLBACK)), None))
-        for level, metrics in judged.items()
-        if isinstance(metrics, Metrics)
-    }
-
-
 def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     """Read the test predictions of finished runs, each with its thresholds.
 
@@ -198,7 +178,7 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     if targets:
         common = [*with_common_grid(targets)]
     return [
-        (scores, _thresholds(result.metrics["test"]))
+        (scores, thresholds_of(result.metrics["test"]))
         for scores, result in zip(common, results, strict=True)
     ]
 

@@ -132,12 +132,12 @@ def _with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     """Return settings with absolute paths and the splits of the search, so that `best.toml` works in any folder."""
     paths: dict[str, Any] = {"splits": str((folder / run_folder.SPLITS).resolve())}
     values = config.values()
-    for name in ("mil", "labels", "weights"):
+    for name in ("labels", "weights"):
         value = values.get(name)
         if value is not None and (name != "weights" or Path(value).is_file()):
             paths[name] = str(Path(value).resolve())
-    if "stores" in values:
-        paths["stores"] = tuple(str(Path(path).resolve()) for path in values["stores"])
+    for name in {"stores", "mil"} & values.keys():
+        paths[name] = tuple(str(Path(path).resolve()) for path in values[name])
     return changed_config(config, **paths)
 
 

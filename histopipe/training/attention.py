@@ -12,8 +12,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
-from histopipe.features.bags import Bag, read_bag
-from histopipe.features.feature_file import read_coords
+from histopipe.features.bags import Bag, read_bag, read_positions
 from histopipe.runs import folder as run_folder
 from histopipe.system.files import appearing, path_within
 from histopipe.system.progress import message
@@ -101,8 +100,8 @@ def write_attention(
 
 def read_patches(bag: Bag, model: BagModel) -> Patches:
     """Return the patches of a bag, with positions if the model takes them."""
-    features = read_bag(bag, bag.headers[0].dtype)
-    return Patches(features)
+    features = read_bag(bag, bag.dtype)
+    return Patches(features, read_positions(bag) if model.takes_positions else None)
 
 
 def write_rows(path: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -120,9 +119,9 @@ def write_rows(path: Path, names: Sequence[str], rows: Iterable[Sequence[object]
 def _rows(bag: Bag, found: PatchValues, objective: Objective) -> Iterable[tuple[object, ...]]:
     contributions = objective.contributions(found.parts).tolist()
     values = iter(zip(found.attention.tolist(), contributions, strict=True))
-    for slide, header in zip(bag.slides, bag.headers, strict=True):
-        coords = read_coords(header)
-        side = header.coords.get("patch_size_level0", "")
-        corners = [("", "")] * header.rows if coords is None else coords.tolist()
+    for slide, part in zip(bag.slides, bag.parts, strict=True):
+        found_corners = part.corners()
+        side = f"{part.side:g}" if part.side else ""
+        corners = [("", "")] * part.rows if found_corners is None else found_corners.tolist()
         for (x, y), (share, parts) in zip(corners, values, strict=False):
             yield slide, x, y, side, f"{share:.9g}", *(f"{part:.6g}" for part in parts)

@@ -14,7 +14,9 @@ from histopipe.dataset.sample_table import SampleSource, SlideValues, unpack_key
 from histopipe.dataset.splits import Splits
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.target_scores import TargetScores, prediction_names
-from histopipe.features.bags import BagBatches, BagSet
+from histopipe.features.bag_batches import BagBatches
+from histopipe.features.bags import BagSet, read_positions
+from histopipe.features.feature_file import read_encoder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import Store
@@ -49,11 +51,15 @@ class BagProblem(Problem):
         super().__init__(config, [bags], splits)
         self._config, self._bags = config, bags
         self.holders, self.level = f"{config.bag}s", config.bag
+        self.facts = {"encoders": [read_encoder(folder) for folder in bags.folders]}
+        if config.pooling == "transformer":
+            for own in bags.bags.values():
+                read_positions(own)  # raises now, and not after an epoch
         self._covariates: Covariates | None = None
         if splits.covariates:
             rows = [slide.covariates for slide in splits.slides if len(slide.on("train"))]
             self._covariates = Covariates.of(splits.covariates, rows)
-            self.facts = {"covariates": self._covariates.to_json()}
+            self.facts = {**self.facts, "covariates": self._covariates.to_json()}
             for slide in splits.slides:
                 for text in self._covariates.unknown(slide.covariates):
                     message(
@@ -82,7 +88,7 @@ class BagProblem(Problem):
             self._bags, self._tables[side], order=self._order(side), batch_size=config.batch_size,
             replicas=replicas, on_error=config.on_error,
             most=config.max_per_slide if side == "train" else 0, seed=config.seed,
-            by_slide=self._by_slide,
+            by_slide=self._by_slide, positions=config.pooling == "transformer",
         )  # fmt: skip
 
     def train_step(self, strategy: tf.distribute.Strategy, steps_per_epoch: int) -> TrainStep:

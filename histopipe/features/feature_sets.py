@@ -1,0 +1,109 @@
+"""Folders of feature files, opened together: their slides, and the features that are joined for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.features.feature_file import FeatureHeader, feature_files, read_header
+from histopipe.features.joined import SlideFeatures, join
+
+Headers = Mapping[str, FeatureHeader]
+"""Headers of feature files by slide id."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSets:
+    """The features of slides in one folder, or in several that are joined.
+
+    Attributes:
+        headers: those of all files of the first folder.
+        parts: joined features of the slides that have some.
+        dimensions: features per patch of each set.
+        notes: what was left out.
+    """
+
+    headers: Headers
+    parts: Mapping[str, SlideFeatures]
+    dimensions: tuple[int, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, folders: Sequence[Path]) -> FeatureSets:
+        """Open the feature files of folders. Raises as `BagSet`."""
+        notes: list[str] = []
+        first = folders[0]
+        headers = {name: read_header(path) for name, path in feature_files(first).items()}
+        others = _other_headers(folders)
+        dimensions = [_common_dimension(it) for it in (_filled(first, headers), *others)]
+        parts = _parts(headers, others, folders, notes)
+        return cls(headers, parts, tuple(dimensions), tuple(notes))
+
+
+def _filled(folder: Path, headers: Headers) -> Headers:
+    """Return the headers of files with patches."""
+    found = {name: header for name, header in headers.items() if header.rows}
+    if not found:
+        raise NothingToDo(
+            f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
+        )
+    return found
+
+
+def _other_headers(folders: Sequence[Path]) -> list[Headers]:
+    """Return the headers of all folders but the first."""
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise UsageError("--mil: a folder is given twice", found=", ".join(map(str, folders)))
+    return [
+        _filled(folder, {name: read_header(path) for name, path in feature_files(folder).items()})
+        for folder in folders[1:]
+    ]
+
+
+def _parts(
+    headers: Headers, others: Sequence[Headers], folders: Sequence[Path], notes: list[str]
+) -> dict[str, SlideFeatures]:
+    """Join the sets of each slide. Add to `notes` what is left out."""
+    found: dict[str, SlideFeatures] = {}
+    lost: list[str] = []
+    for name, header in headers.items():
+        if not header.rows:
+            continue
+        if not all(name in other for other in others):
+            lost.append(name)
+            continue
+        part = join([header, *(other[name] for other in others)])
+        if part.rows:
+            found[name] = part
+        else:
+            lost.append(name)
+    names = " and ".join(map(str, folders))
+    if not found:
+        raise NothingToDo(
+            f"no slide has patches in all of {names}", found=f"such as {lost[0]}",
+            expected="features of the same slides, with overlapping patches",
+        )  # fmt: skip
+    if lost:
+        notes.append(
+            f"{len(lost)} slides without common patches in {names} are left out: {', '.join(lost[:3])}"
+        )
+    patches = sum(part.left_out for part in found.values())
+    if patches:
+        notes.append(
+            f"{patches} patches of {folders[0]} are left out: another set does not cover them"
+        )
+    return found
+
+
+def _common_dimension(headers: Mapping[str, FeatureHeader]) -> int:
+    first, *others = headers.values()
+    for header in others:
+        if header.dimension != first.dimension:
+            raise UsageError(
+                f"{header.path}: features per patch", found=header.dimension,
+                expected=f"{first.dimension}, as in {first.path}",
+                todo="use one folder per encoder",
+            )  # fmt: skip
+    return first.dimension

@@ -1,0 +1,139 @@
+"""Slide models of finished runs, with all that their predictions depend on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from histopipe.dataset.covariates import Covariates
+from histopipe.dataset.options import TaskName
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.evaluate import JudgeSettings, Thresholds, thresholds_of
+from histopipe.evaluation.target_scores import prediction_names
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS, is_finished, read_result
+from histopipe.runs.task_config import BagTrainConfig, load_config
+from histopipe.system.files import read_json
+from histopipe.system.progress import message
+from histopipe.system.tensorflow import load_quietly
+
+if TYPE_CHECKING:
+    from histopipe.inference.bag_network import BagNetwork
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedBags:
+    """The slide model of a finished run."""
+
+    folder: Path
+    config: BagTrainConfig
+    network: BagNetwork
+    classes: tuple[str, ...]
+    """Empty for tasks other than classification."""
+    targets: tuple[str, ...]
+    covariates: Covariates | None
+    encoders: tuple[Mapping[str, Any] | None, ...]
+    """Record of the encoder of each feature set; None for those of other tools."""
+    thresholds: Thresholds
+    """Chosen on the validation bags."""
+
+    @property
+    def task(self) -> TaskName:
+        """Task of the training."""
+        return self.config.task
+
+    @property
+    def judging(self) -> JudgeSettings:
+        """Settings of the evaluation."""
+        return self.config.judging
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A name for each predicted number; for survival that of the risk alone."""
+        return prediction_names(self.task, self.classes, self.targets)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folder of a run, or the folders of the finished folds of a cross-validation.
+
+    Raises:
+        UsageError: no fold is finished.
+    """
+    if not run_folder.is_cross_validation(folder):
+        return [folder]
+    folds = sorted(folder.glob("fold-*"), key=lambda path: (len(path.name), path.name))
+    done = [path for path in folds if is_finished(path)]
+    if not done:
+        raise UsageError(
+            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
+        )
+    if len(done) < len(folds):
+        message(f"warning: {len(folds) - len(done)} of {len(folds)} folds are not finished")
+    return done
+
+
+def load_bags(folder: Path, *, devices: str) -> TrainedBags:
+    """Load the slide model of a finished run.
+
+    Raises:
+        UsageError: there is no finished run.
+        DamagedStore: the run cannot be read.
+        MachineShort: TensorFlow is not installed.
+    """
+    result = read_result(folder)
+    config = load_config(folder / run_folder.CONFIG)
+    assert isinstance(config, BagTrainConfig)  # noqa: S101 - the caller has checked it
+    metrics = read_json(folder / METRICS)
+    of_classes = config.task == "classification"
+    try:
+        covariates = (
+            Covariates.from_json(metrics["covariates"]) if "covariates" in metrics else None
+        )
+        classes = tuple(metrics["classes"]) if of_classes else ()
+        targets = tuple(metrics.get("targets", ()))
+        network_module = load_quietly("histopipe.inference.bag_network")
+        network = network_module.load_bag_network(
+            folder, config, metrics.get("objective", {}), devices=devices,
+            outputs=len(classes or targets),
+            covariates=0 if covariates is None else len(covariates.inputs),
+        )  # fmt: skip
+        return TrainedBags(
+            folder, config, network, classes, targets, covariates, _encoders(metrics, config),
+            thresholds_of(result.metrics["validation"]),
+        )  # fmt: skip
+    except (KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{folder / METRICS} is damaged, or of an earlier version", found=repr(error)[:200],
+            todo=f"evaluate the model again with `histopipe train --resume --out {folder}`",
+        ) from error  # fmt: skip
+
+
+def _encoders(
+    metrics: Mapping[str, Any], config: BagTrainConfig
+) -> tuple[Mapping[str, Any] | None, ...]:
+    found: Sequence[Mapping[str, Any] | None] = metrics.get("encoders") or [None] * len(config.mil)
+    return tuple(found)
+
+
+def check_alike(models: Sequence[TrainedBags]) -> None:
+    """Check that models can be averaged: the same task, outputs, inputs and encoders.
+
+    Raises:
+        UsageError: they differ.
+    """
+    first, *others = models
+    for other in others:
+        for name, own, wanted in (
+            ("task", other.task, first.task),
+            ("classes", other.classes, first.classes),
+            ("targets", other.targets, first.targets),
+            ("--bag", other.config.bag, first.config.bag),
+            ("--covariates", other.config.covariates, first.config.covariates),
+            ("features per patch", other.network.dimension, first.network.dimension),
+        ):
+            if own != wanted:
+                raise UsageError(
+                    f"{other.folder}: {name}", found=own, expected=f"{wanted}, as in {first.folder}"
+                )
