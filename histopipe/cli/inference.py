@@ -75,13 +75,25 @@ from histopipe.system.result import exit_code_of
     type=click.IntRange(1),
     help="Number of processes that read slide files.  [default: one per core]",
 )
+@click.option(
+    "--encoder",
+    multiple=True,
+    help="Slide model: its encoder, if it has moved; once per feature set.  [default: as recorded]",
+)
+@click.option(
+    "--encoder-weights",
+    multiple=True,
+    help="Slide model: weights of its encoder, if they have moved.  [default: as recorded]",
+)
 @json_option()
 @untrusted_option("sources")
 def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> int:
-    """Predict SOURCES (stores or slides) with the model in the run folder RUN.
+    """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
 
-    Slides need no store: they are tiled like the training slides, and their patches are not stored. Writes a CSV file
-    of patches per slide, slides.csv and patients.csv to --out. Run the same command again to predict missing slides.
+    Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also
+    computes their features, or takes folders of features. RUN may be a cross-validation: its folds are averaged. Writes
+    a CSV file of patches per slide, slides.csv and patients.csv to --out. Run the same command again to predict missing
+    slides.
 
     \b
     Example: histopipe predict runs/first new-slides/ --out predictions

@@ -222,3 +222,17 @@ def thresholds_of(evaluation: Evaluation) -> Thresholds:
         for level, metrics in judged.items()
         if isinstance(metrics, Metrics)
     }
+
+
+def mean_thresholds(models: Sequence[Thresholds]) -> Thresholds:
+    """Return the means of the thresholds of several models, by level."""
+    found: dict[str, Any] = {}
+    for level, first in models[0].items():
+        values = [model[level] for model in models if level in model]
+        if not first or isinstance(first[-1], float):  # of targets, which have no notes
+            found[level] = tuple(np.mean(np.array(values, np.float64), axis=0).tolist())
+            continue
+        limits = [limit for limit, _ in values]
+        known = None not in limits and len(limits) == len(models)
+        found[level] = (float(np.mean(np.array(limits, np.float64))) if known else None, None)
+    return found

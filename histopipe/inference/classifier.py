@@ -9,8 +9,12 @@ from typing import Any
 
 from histopipe.dataset.options import LabelsFrom, OnError
 from histopipe.errors import UsageError
-from histopipe.evaluation.evaluate import JudgeSettings, Thresholds
-from histopipe.evaluation.metrics import Metrics
+from histopipe.evaluation.evaluate import (
+    JudgeSettings,
+    Thresholds,
+    mean_thresholds,
+    thresholds_of,
+)
 from histopipe.inference.slide_run import Network
 from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
@@ -27,13 +31,15 @@ class Classifier:
 
     folder: Path
     network: Network
-    """Maps patches to probabilities, in the order of `classes`."""
+    """Maps patches to the probabilities of all models, each in the order of `classes`."""
+    models: int
+    """Number of models."""
     classes: tuple[str, ...]
     patches: TrainedPatches
     labels_from: LabelsFrom
     judging: JudgeSettings
     thresholds: Thresholds
-    """Decision thresholds, chosen on the validation patches of the run."""
+    """Decision thresholds, chosen on the validation patches of the run; means of several models."""
     sha256: str
     """SHA-256 of the weights."""
 
@@ -70,41 +76,51 @@ class PredictOptions:
         return read_labels(Path(self.labels), SlideNames(ids), allow_extra=self.allow_extra_rows)
 
 
-def load_classifier(folder: Path, *, devices: str, batch_size: int) -> Classifier:
-    """Load the model of a run onto its devices.
+def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:
+    """Load the model of a run onto its devices; or those of several runs, whose probabilities are to be averaged.
 
     Raises:
-        UsageError: there is no finished run, or its model takes bags of features.
-        DamagedStore: the run cannot be read.
+        UsageError: a run is not finished, its model predicts no classes, or the models differ in classes or patches.
+        DamagedStore: a run cannot be read.
         MachineShort: TensorFlow is not installed.
     """
-    run_folder.check_one_run(folder)
+    own = [_without_network(folder) for folder in folders]
+    keras_network = load_quietly("histopipe.inference.keras_network")
+    network = keras_network.KerasNetwork(
+        lambda: keras_network.load_run_models(folders), name=folders[0].name, devices=devices,
+        batch_size=batch_size,
+    )  # fmt: skip
+    first, *others = own
+    for other in others:
+        for name in ("classes", "spec", "patch_mpp", "stain_norm", "labels_from"):
+            if other[name] != first[name]:
+                raise UsageError(
+                    f"{other['folder']}: {name}", found=other[name],
+                    expected=f"{first[name]}, as in {first['folder']}",
+                )  # fmt: skip
+    return Classifier(
+        folders[0], network, len(folders), first["classes"],
+        TrainedPatches(
+            folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
+        ),
+        first["labels_from"], first["judging"], mean_thresholds([it["thresholds"] for it in own]),
+        network.sha256,
+    )  # fmt: skip
+
+
+def _without_network(folder: Path) -> dict[str, Any]:
+    """Return what the files of a run record of its model."""
     result = read_result(folder)
     config = load_config(folder / run_folder.CONFIG)
-    if not isinstance(config, PatchTrainConfig):
+    if not isinstance(config, PatchTrainConfig) or config.task != "classification":
         raise UsageError(
-            f"the model of {folder} takes bags of features, not patches",
-            todo="use the predictions and attention in its folder; to predict other slides, train with "
-            "them as test slides (--splits)",
-        )  # fmt: skip
-    if config.task != "classification":
-        raise UsageError(
-            f"the model of {folder} predicts no classes", found=f"--task {config.task}",
+            f"the model of {folder} predicts no classes of patches", found=f"--task {config.task}",
             expected="--task classification", todo="use its model.keras, which opens in plain Keras",
         )  # fmt: skip
     metrics = read_json(folder / METRICS)
-    keras_network = load_quietly("histopipe.inference.keras_network")
-    network = keras_network.KerasNetwork(
-        lambda: keras_network.load_run_model(folder), name=folder.name, devices=devices,
-        batch_size=batch_size,
-    )  # fmt: skip
-    validation = result.metrics["validation"].named() if "validation" in result.metrics else ()
-    return Classifier(
-        folder, network, tuple(metrics["classes"]),
-        TrainedPatches(
-            folder, network.patch_size, metrics.get("spec"), metrics.get("patch_mpp"), config.stain_norm
-        ),
-        config.labels_from, config.judging,
-        {name: (it.threshold, None) for name, it in validation if isinstance(it, Metrics)},
-        network.sha256,
-    )  # fmt: skip
+    return {
+        "folder": folder, "classes": tuple(metrics["classes"]), "spec": metrics.get("spec"),
+        "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
+        "labels_from": config.labels_from, "judging": config.judging,
+        "thresholds": thresholds_of(result.metrics["validation"]),
+    }  # fmt: skip

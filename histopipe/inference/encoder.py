@@ -134,6 +134,11 @@ class EncoderChoice:
         return found
 
 
+def encoder_facts(encoder: Encoder) -> dict[str, Any]:
+    """Return the facts of an encoder that `check_encoder` compares."""
+    return {name: encoder.identity.get(name) for name in _COMPARED}
+
+
 def encoder_record(
     choice: EncoderChoice, encoder: Encoder, stores: Sequence[Store], **more: Any
 ) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from histopipe.features.feature_file import StoredType, feature_path, writing
+from histopipe.features.feature_file import FeatureHeader, StoredType, feature_path, writing
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.inference.slide_run import Network, Results
 from histopipe.slides.scale import MAGNIFICATION_MPP
@@ -87,6 +87,21 @@ class FeatureFolder:
             }
             writer.finish(attributes, _coords_attributes(slide))
         return slide.patches, slide.skipped
+
+
+def described(
+    header: FeatureHeader, slide: str, patient: str, label: str | None
+) -> PredictedSlide | None:
+    """Return the slide of a feature file; None if the file does not record its geometry, like those of other tools."""
+    try:
+        geometry = json.loads(str(header.facts["geometry"]))
+        return PredictedSlide(
+            slide=slide, patient=patient, label=label, **geometry, patches=header.rows,
+            source=str(header.facts.get("source") or header.facts.get("patches_crc")),
+            skipped=int(header.facts.get("skipped", 0)),
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 def _coords_attributes(slide: SlideToEmbed) -> dict[str, Any]:

@@ -198,6 +198,25 @@ def load_run_model(folder: Path, patch_size: int | None = None) -> keras.Model:
     return model
 
 
+def load_run_models(folders: Sequence[Path]) -> keras.Model:
+    """Load the patch models of runs as one, with the outputs of all side by side. Raises as `load_run_model`."""
+    first, *others = [load_run_model(folder) for folder in folders]
+    if not others:
+        return first
+    for folder, other in zip(folders[1:], others, strict=True):
+        if other.input_shape != first.input_shape:
+            raise UsageError(
+                f"the model of {folder} takes patches of another size", found=other.input_shape[1],
+                expected=first.input_shape[1],
+            )  # fmt: skip
+    image = keras.Input(first.input_shape[1:], dtype="uint8", name="image")
+    outputs = [
+        keras.Model(model.inputs, model.outputs[0], name=f"model_{number}")(image)
+        for number, model in enumerate((first, *others), 1)
+    ]
+    return keras.Model(image, keras.layers.Concatenate(dtype="float32")(outputs))
+
+
 def _without_last_layer(folder: Path, patch_size: int) -> keras.Model:
     model = load_run_model(folder, patch_size)
     try:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,6 +61,8 @@ class PredictedSlide:
     patches: int = 0
     skipped: int = 0
     notes: list[str] = field(default_factory=list)
+    spread: list[float] = field(default_factory=list)
+    """Standard deviation of each class's probability over several models; empty for one."""
 
     @classmethod
     def of(
@@ -107,6 +109,13 @@ class PredictedSlide:
                 f"{path} is damaged", found=str(error)[:200], todo="remove it, and predict again"
             ) from error
         return slide
+
+
+class CompleteSlides(Protocol):
+    """A folder that knows which slides are complete."""
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide if its files are complete and from the same source."""
 
 
 class PredictionsFolder:
@@ -181,7 +190,7 @@ def write_table(
 ) -> None:
     """Write a CSV file with a row per slide or patient: ids, label, patches, predicted and decided class, probability.
 
-    Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
+    Slides predicted by several models also have standard deviations. Slides and patients without patches are not in `parts`. Their classes and probabilities are empty.
     """
     aggregated = _aggregated(parts, level, how, judging, thresholds) if parts else {}
     labels = _labels(slides, level)
@@ -191,11 +200,15 @@ def write_table(
         writer = csv.writer(file)
         ids = ["slide", "patient"] if level == "slide" else ["patient"]
         probabilities = [f"p_{name}" for name in classes]
+        spread = {it.slide: it.spread for it in slides if it.spread and level == "slide"}
+        probabilities += [f"sd_{name}" for name in classes if spread]
         writer.writerow([*ids, "label", "patches", "predicted", "decided", *probabilities])
         nothing: list[object] = [0, "", "", *("" for _ in classes)]
+        unknown: list[object] = ["" for _ in classes if spread]
         for name in names:
             more = [patient[name]] if level == "slide" else []
-            writer.writerow([name, *more, labels.get(name, ""), *aggregated.get(name, nothing)])
+            values = [*aggregated.get(name, nothing), *spread.get(name, unknown)]
+            writer.writerow([name, *more, labels.get(name, ""), *values])
 
 
 def _aggregated(

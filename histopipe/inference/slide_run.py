@@ -199,12 +199,12 @@ class SlideRunResult(Result):
     seconds: float
     input_wait: float
 
-    def summary(self, verb: str, patches: str) -> str:
+    def summary(self, verb: str, patches: str, unit: str = "slide") -> str:
         """Return a summary as text, with the reason for each slide that failed."""
         lines = [f"{counted(self.skipped, 'damaged patch')} left out"] if self.skipped else []
         waiting = self.input_wait / self.seconds if self.seconds else 0.0
         lines.append(
-            f"{counted(len(self.done), 'slide')} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
+            f"{counted(len(self.done), unit)} {verb}, {len(self.kept)} already done, {len(self.failed)} failed; "
             f"{self.patches:,} {patches} in {self.seconds:.0f} s, {waiting:.0%} waiting for input: {self.folder}"
         )
         lines += [f"failed: {name}: {reason}" for name, reason in sorted(self.failed.items())]

@@ -18,7 +18,7 @@ from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
 from histopipe.inference.trained_patches import TrainedPatches, check_scale
 from histopipe.ingestion.options import IngestOptions, SlideInput
@@ -187,7 +187,7 @@ class FileSource(Closing):
         self._labels = options.read_labels(ids) or {}
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
-    def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterator[TiledSlide]:
+    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide]:
         """Plan and yield the slides that are not in the folder yet. Record the others, and failures, in `run`."""
         missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
         return self._planned(missing, run.fail)
@@ -207,7 +207,7 @@ class FileSource(Closing):
         """End the workers."""
         self.pool.shutdown(cancel_futures=True)
 
-    def _is_complete(self, slide: SlideFile, folder: PredictionsFolder) -> bool:
+    def _is_complete(self, slide: SlideFile, folder: CompleteSlides) -> bool:
         """Return whether the file has been predicted at its current scale."""
         try:
             source = _source_text(fingerprint(slide))

@@ -18,7 +18,7 @@ from histopipe.dataset.selection import select
 from histopipe.dataset.splits import patches_crc
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
 from histopipe.inference.trained_patches import TrainedPatches, check_store
 from histopipe.slides.tables import SlideLabel
@@ -171,7 +171,7 @@ class StoreSource:
         self.count = len(slides)
         self.settings: Mapping[str, Any] = {}
 
-    def slides(self, run: SlideRun, folder: PredictionsFolder) -> Iterable[StoredSlide]:
+    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
         """Return the slides that are not in the folder yet, and add the others to `run.kept`."""
         return run.missing(
             self._slides.values(), lambda it: folder.complete(it.id, it.source) is not None

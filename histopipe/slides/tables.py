@@ -109,6 +109,15 @@ def read_labels(
     return labels
 
 
+def table_columns(path: Path) -> tuple[str, ...]:
+    """Return the column names of a CSV file, in lower case.
+
+    Raises:
+        UsageError: the file cannot be read.
+    """
+    return tuple(_lines(path)[0])
+
+
 def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> dict[str, Mpp]:
     """Return level-0 scales by slide id, from a CSV file with the columns slide,mpp.
 
@@ -130,7 +139,8 @@ def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False)
     return set(_matched(path, rows, names, allow_extra=allow_extra))
 
 
-def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None) -> list[_Row]:
+def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
+    """Return the header in lower case, and all lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
         lines = list(csv.reader(text.splitlines()))
@@ -140,7 +150,11 @@ def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None)
         raise UsageError(
             f"{path} cannot be read", found=str(error), expected="a CSV file in UTF-8"
         ) from error
-    header = [cell.strip().lower() for cell in lines[0]] if lines else []
+    return [cell.strip().lower() for cell in lines[0]] if lines else [], lines
+
+
+def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None) -> list[_Row]:
+    header, lines = _lines(path)
     _check_header(path, header, required=required, allowed=allowed)
     rows = []
     for number, cells in enumerate(lines[1:], start=2):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,15 +12,13 @@ from numpy.typing import NDArray
 
 from histopipe.errors import DamagedStore
 from histopipe.features.bags import Bag, read_bag, read_positions
+from histopipe.features.patch_table import write_patch_table
 from histopipe.runs import folder as run_folder
-from histopipe.system.files import appearing, path_within
 from histopipe.system.progress import message
 from histopipe.training.bag_model import JOINT, BagModel, Patches
 from histopipe.training.bag_pooling import PIECE, pool
 from histopipe.training.objective import Objective
 from histopipe.training.train_step import values_of
-
-_COLUMNS = ("slide", "x_l0", "y_l0", "size_l0", "attention")
 
 
 class PatchValues(NamedTuple):
@@ -78,50 +75,22 @@ def _together(
     return PatchValues(shares.mean(axis=1), parts / 2)
 
 
-def columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of a table of patch values. `names` are of the predictions."""
-    return (*_COLUMNS, *(f"contribution_{name}" for name in names))
-
-
 def write_attention(
     folder: Path, bags: Sequence[Bag], model: BagModel, objective: Objective, names: Sequence[str]
 ) -> None:
-    """Write a file per bag: slide, corner and side in level-0 pixels (empty if unknown), and values of each patch."""
+    """Write the table of patch values of each bag. `names` are of the predictions."""
     for bag in bags:
         try:
-            path = path_within(folder / run_folder.ATTENTION, f"{bag.id}.csv")
-            found = patch_values(model, read_patches(bag, model))
-            rows = list(_rows(bag, found, objective))
+            found = patch_values(model, _read_patches(bag, model))
+            write_patch_table(
+                folder / run_folder.ATTENTION, bag, names, found.attention,
+                objective.contributions(found.parts),
+            )  # fmt: skip
         except DamagedStore as error:  # training skipped this bag, too
             message(f"cannot write attention of {bag.id}: {error}")
-            continue
-        write_rows(path, names, rows)
 
 
-def read_patches(bag: Bag, model: BagModel) -> Patches:
+def _read_patches(bag: Bag, model: BagModel) -> Patches:
     """Return the patches of a bag, with positions if the model takes them."""
     features = read_bag(bag, bag.dtype)
     return Patches(features, read_positions(bag) if model.takes_positions else None)
-
-
-def write_rows(path: Path, names: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table of patch values."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        appearing(path, hidden=True) as part,
-        part.open("w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.writer(file)
-        writer.writerow(columns(names))
-        writer.writerows(rows)
-
-
-def _rows(bag: Bag, found: PatchValues, objective: Objective) -> Iterable[tuple[object, ...]]:
-    contributions = objective.contributions(found.parts).tolist()
-    values = iter(zip(found.attention.tolist(), contributions, strict=True))
-    for slide, part in zip(bag.slides, bag.parts, strict=True):
-        found_corners = part.corners()
-        side = f"{part.side:g}" if part.side else ""
-        corners = [("", "")] * part.rows if found_corners is None else found_corners.tolist()
-        for (x, y), (share, parts) in zip(corners, values, strict=False):
-            yield slide, x, y, side, f"{share:.9g}", *(f"{part:.6g}" for part in parts)

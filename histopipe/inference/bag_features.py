@@ -1,0 +1,237 @@
+"""The features of slides to be predicted by a slide model: given, or computed with the encoder of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.features.feature_file import feature_path, read_encoder, read_header, record_encoder
+from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.embed import embed_stores
+from histopipe.inference.encoder import (
+    Encoder,
+    EncoderChoice,
+    check_encoder,
+    encoder_facts,
+    trained_patches,
+)
+from histopipe.inference.feature_folder import FeatureFolder, described
+from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.inference.slide_run import Results, SlideRun
+from histopipe.inference.slide_tiler import FileSource, TiledSlide
+from histopipe.inference.source_kinds import SourceKind
+from histopipe.inference.trained_bags import TrainedBags
+from histopipe.inference.trained_patches import TrainedPatches, check_store
+from histopipe.store.store import Store
+from histopipe.system.files import appearing
+from histopipe.system.progress import Progress
+
+FEATURES = "features"
+"""Folder of the features that were computed for the predictions; features-1, features-2 for several sets."""
+
+
+@dataclass(slots=True)
+class BagFeatures:
+    """The features of `paths` for the model `first`. Computed ones are kept in the folder of `predictions`.
+
+    `encoders` and `encoder_weights` replace the recorded places of the encoders: one for each feature set, or one for all.
+    """
+
+    first: TrainedBags
+    predictions: PredictionsFolder
+    paths: Sequence[Path]
+    kind: SourceKind
+    options: PredictOptions
+    devices: str
+    encoders: Sequence[str]
+    encoder_weights: Sequence[str]
+    progress: Progress
+    kept: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+    patches: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    input_wait: float = 0.0
+
+    def folders(self) -> Sequence[Path]:
+        """Return a folder of features per feature set, after computing what is missing in it.
+
+        Raises:
+            UsageError: these are not the features, or the patches, of the training.
+        """
+        return self._checked() if self.kind == "features" else self._computed()
+
+    def _checked(self) -> Sequence[Path]:
+        """Check that folders hold the features of the training."""
+        wanted = self.first.encoders
+        if len(self.paths) != len(wanted):
+            raise UsageError(
+                "folders of features", found=len(self.paths),
+                expected=f"{len(wanted)}, in the order of --mil: {', '.join(self.first.config.mil)}",
+            )  # fmt: skip
+        for path, expected in zip(self.paths, wanted, strict=True):
+            found = read_encoder(path)
+            if found is not None and expected is not None:
+                check_encoder(found, expected, str(path))
+            else:
+                self.progress.message(
+                    f"warning: {path if found is None else 'the training'} does not record the encoder: "
+                    "only the number of features is compared"
+                )
+        return self.paths
+
+    def _computed(self) -> Sequence[Path]:
+        """Compute the features of stores or slide files. Return their folders."""
+        records = self.first.encoders
+        unknown = [
+            name for name, it in zip(self.first.config.mil, records, strict=True) if it is None
+        ]
+        if unknown:
+            raise UsageError(
+                f"the encoder of {unknown[0]} is not recorded", found=self.kind,
+                expected="folders of features of the same encoder",
+            )  # fmt: skip
+        known = [record for record in records if record is not None]
+        trained = [trained_patches(record, self.first.folder) for record in known]
+        with ExitStack() as stack:
+            stores: list[Store] = []
+            if self.kind == "stores":
+                self.options.check_for_stores()
+                stores = [stack.enter_context(Store(path)) for path in self.paths]
+                _check_stores(stores, trained)
+            folders = []
+            for number, (record, own) in enumerate(zip(known, trained, strict=True)):
+                encoder = self._encoder(number, record, own)
+                name = FEATURES if len(known) == 1 else f"{FEATURES}-{number + 1}"
+                target = self.predictions.path / name
+                target.mkdir(exist_ok=True)
+                record_encoder(target, {**record, **encoder.identity})
+                features = FeatureFolder(encoder, target, record.get("dtype", "float32"))
+                if stores:
+                    self._embed_stores([it for it in stores if own.fit(it)], features, own)
+                else:
+                    self._embed_files(features, own)
+                folders.append(target)
+        return folders
+
+    def _encoder(self, number: int, record: Mapping[str, Any], trained: TrainedPatches) -> Encoder:
+        """Load an encoder, and check that it is that of the training."""
+        choice = EncoderChoice.recorded(record)
+        if self.encoders:
+            choice = replace(choice, model=_one_of("--encoder", self.encoders, number))
+        if self.encoder_weights:
+            weights = _one_of("--encoder-weights", self.encoder_weights, number)
+            choice = replace(choice, weights=weights)
+        choice.check(trained.patch_size, [trained.patch_mpp])
+        encoder = choice.load(
+            trained.patch_size, devices=self.devices, batch_size=self.options.batch_size
+        )
+        facts = encoder_facts(encoder)
+        check_encoder({**record, **facts}, record, f"--encoder {choice.model}")
+        return encoder
+
+    def _embed_stores(
+        self, stores: Sequence[Store], features: FeatureFolder, trained: TrainedPatches
+    ) -> None:
+        found = embed_stores(
+            stores, features, on_error=self.options.on_error, stain_norm=trained.stain_norm,
+            batch_size=self.options.batch_size, progress=self.progress,
+        )  # fmt: skip
+        for store in stores:
+            for number, record in store.complete.items():
+                self._write_thumbnail(record.id, store.thumbnail(number))
+        self._add(found.kept, found.failed, found.patches, found.skipped)
+        self.seconds += found.seconds
+        self.input_wait += found.input_wait
+
+    def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
+        options = replace(self.options, labels=None)  # bags have the labels
+        with FileSource(self.paths, trained, options, self.progress) as source:
+            run = SlideRun(features.encoder, "embedding", source.count, self.progress)
+
+            def write(slide: TiledSlide, results: Iterator[Results]) -> tuple[int, int]:
+                counts = features.write(slide, results)
+                self._write_thumbnail(slide.id, slide.thumbnail)
+                return counts
+
+            run.run(source.slides(run, _Embedded(features.path)), write, stop=source.close)
+        self._add(run.kept, run.failed, run.patches, run.skipped)
+        self.seconds += run.seconds
+        self.input_wait += run.input_wait
+
+    def _add(
+        self,
+        kept: Sequence[str],
+        failed: Mapping[str, str],
+        patches: int,
+        skipped: int,
+    ) -> None:
+        self.kept, self.patches, self.skipped = (
+            tuple(kept),
+            self.patches + patches,
+            self.skipped + skipped,
+        )
+        self.failed |= failed
+
+    def _write_thumbnail(self, slide: str, picture: bytes | None) -> None:
+        path = self.predictions.thumbnail(slide)
+        if picture is not None and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with appearing(path, hidden=True) as part:
+                part.write_bytes(picture)
+
+
+@dataclass(frozen=True, slots=True)
+class _Embedded:
+    """A folder of features of slide files, as `CompleteSlides`."""
+
+    path: Path
+
+    def complete(self, slide: str, source: str) -> PredictedSlide | None:
+        """Return a slide if its features are complete and from the same file. Remove those of another file."""
+        path = feature_path(self.path, slide)
+        if not path.exists():
+            return None
+        try:
+            header = read_header(path)
+        except DamagedStore:
+            header = None
+        if header is not None and header.facts.get("source") == source:
+            return described(header, slide, slide, None)
+        path.unlink()
+        return None
+
+
+def _check_stores(stores: Sequence[Store], trained: Sequence[TrainedPatches]) -> None:
+    """Check that every store has the patches of a feature set, and every set a store."""
+    for store in stores:
+        if len(trained) == 1:
+            check_store(store, trained[0])
+        elif not any(own.fit(store) for own in trained):
+            raise UsageError(
+                f"{store.path}: its patches are not those of a feature set of the training",
+                found=f"{store.patch_size} pixels, mpp {store.spec.get('mpp')}",
+                expected=" or ".join(
+                    f"{own.patch_size} pixels, mpp {(own.spec or {}).get('mpp')}" for own in trained
+                ),
+            )  # fmt: skip
+    for number, own in enumerate(trained, 1):
+        if not any(own.fit(store) for store in stores):
+            raise NothingToDo(
+                f"no store has the patches of feature set {number} of the training",
+                expected=f"{own.patch_size} pixels, mpp {(own.spec or {}).get('mpp')}",
+                todo="name the stores of all feature sets",
+            )  # fmt: skip
+
+
+def _one_of(flag: str, values: Sequence[str], number: int) -> str:
+    """Return the value of a feature set: one value applies to all sets."""
+    if len(values) == 1:
+        return values[0]
+    if number >= len(values):
+        raise UsageError(flag, found=f"{len(values)} times", expected="once per feature set")
+    return values[number]

@@ -1,0 +1,210 @@
+"""Predict slides or patients with slide models: from features, from stores, or straight from slide files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from histopipe._version import __version__
+from histopipe.dataset.splits import trained_on
+from histopipe.dataset.targets import Target, make_task
+from histopipe.errors import DamagedStore, OutOfMemory, UsageError
+from histopipe.evaluation.evaluate import Evaluation
+from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
+from histopipe.features.feature_file import (
+    feature_files,
+)
+from histopipe.features.patch_table import write_patch_table
+from histopipe.inference.bag_features import BagFeatures
+from histopipe.inference.bag_tables import BagPredictions
+from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.feature_folder import described
+from histopipe.inference.predict_patches import PredictResult
+from histopipe.inference.predictions_folder import (
+    PATIENTS,
+    SETTINGS,
+    SLIDES,
+    PredictionsFolder,
+)
+from histopipe.inference.trained_bags import TrainedBags
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS
+from histopipe.slides.tables import table_columns
+from histopipe.system.files import record_or_check
+from histopipe.system.progress import Progress
+
+
+@dataclass(slots=True)
+class BagsPrediction:
+    """Predictions of bags by one model, or by the models of several folds."""
+
+    models: Sequence[TrainedBags]
+    folder: PredictionsFolder
+    features: BagFeatures
+    options: PredictOptions
+    progress: Progress
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def _first(self) -> TrainedBags:
+        return self.models[0]
+
+    def run(self) -> PredictResult:
+        """Compute missing features, then predict all bags, and write the tables."""
+        first, path = self._first, self.folder.path
+        if first.covariates is not None and self.options.labels is None:
+            raise UsageError(
+                "the model takes covariates", found="no --labels",
+                expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
+            )  # fmt: skip
+        with run_folder.roomy(path):
+            self._record_settings()
+            features, began = self.features, time.monotonic()
+            folders = features.folders()
+            self.failed |= features.failed
+            metrics = None
+            if features.kind == "features" or all(map(feature_files, folders)):
+                metrics = self._predict(self._bags(folders))
+        return PredictResult(
+            folder=path, done=tuple(self.done), kept=(), failed=dict(self.failed),
+            patches=features.patches, skipped=features.skipped, seconds=time.monotonic() - began,
+            input_wait=features.input_wait, metrics=metrics, unit=first.config.bag,
+        )  # fmt: skip
+
+    def _record_settings(self) -> None:
+        first, path = self._first, self.folder.path
+        if not self.folder.exists and any(path.iterdir()):
+            raise UsageError(
+                f"{path} holds files that are not predictions", found=min(path.iterdir()).name,
+                todo="choose another --out",
+            )  # fmt: skip
+        settings = {
+            "histopipe": __version__, "run": str(first.folder), "task": first.task,
+            "classes": list(first.classes), "targets": list(first.targets), "bag": first.config.bag,
+            "sha256": [model.network.sha256 for model in self.models], "sources": self.features.kind, "tiling": dict(self.options.tiling),
+        }  # fmt: skip
+        record_or_check(
+            path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
+        )
+
+    def _bags(self, folders: Sequence[Path]) -> BagSet:
+        first, labels = self._first, self.options.labels
+        columns: list[str] = []
+        if labels is not None:
+            present = table_columns(Path(labels))
+            missing = [it for it in first.config.covariates if it.lower() not in present]
+            if missing:
+                raise UsageError(
+                    f"{labels}: columns", found=", ".join(present),
+                    expected="the covariates of the model: " + ", ".join(missing),
+                )  # fmt: skip
+            columns = [
+                it for it in (*first.targets, *first.config.covariates) if it.lower() in present
+            ]
+        has_label = labels is None or (
+            bool(first.classes) and "label" in table_columns(Path(labels))
+        )
+        bags = BagSet(
+            folders, bag=first.config.bag, labels=None if labels is None else Path(labels),
+            columns=columns, with_label=has_label, allow_extra=self.options.allow_extra_rows,
+            unlabelled=True,
+        )  # fmt: skip
+        if bags.dimension != first.network.dimension:
+            raise UsageError(
+                f"{' and '.join(map(str, folders))}: features per patch", found=bags.dimension,
+                expected=f"{first.network.dimension}, as in the training",
+                todo="use features of the encoder of the training",
+            )  # fmt: skip
+        for note in bags.notes:
+            self.progress.message(note)
+        self.failed |= dict.fromkeys(bags.empty, "the slide has no patches")
+        return bags
+
+    def _predict(self, bags: BagSet) -> Evaluation | None:
+        """Predict all bags, and write what is known of each patch, bag and patient."""
+        found: list[tuple[Bag, list[Any]]] = []
+        with closing(
+            self.progress.bar("predicting", unit=f"{self._first.config.bag}s", total=len(bags.bags))
+        ) as bar:
+            for bag in bags.bags.values():
+                try:
+                    found.append((bag, self._predict_bag(bag)))
+                except (DamagedStore, OutOfMemory) as error:
+                    self.failed[bag.id] = str(error)
+                    self.progress.message(f"{bag.id}: failed: {error}")
+                bar.advance()
+        if not found:
+            return None
+        self.done = [bag.id for bag, _ in found]
+        if self.features.kind == "features":
+            self.features.patches = sum(bag.rows for bag, _ in found)
+        self._warn_of_training_slides([bag for bag, _ in found])
+        predictions = BagPredictions(
+            self.models, [bag for bag, _ in found], [self._target(bag) for bag, _ in found],
+            [np.stack([outputs[i] for _, outputs in found]) for i in range(len(self.models))],
+        )  # fmt: skip
+        path = self.folder.path
+        predictions.write(path, slides=SLIDES, patients=PATIENTS)
+        metrics = predictions.evaluate()
+        (path / METRICS).unlink(missing_ok=True)
+        if metrics is not None:
+            text = json.dumps({"test": metrics.to_json()}, indent=2) + "\n"
+            run_folder.write_text(path / METRICS, text)
+        return metrics
+
+    def _predict_bag(self, bag: Bag) -> list[Any]:
+        """Return the output of each model, and write the means of attention and contributions."""
+        features = read_bag(bag, bag.dtype)
+        network = self._first.network
+        positions = read_positions(bag) if network.takes_positions else None
+        results = [
+            model.network.predict(features, positions, self._covariates(model, bag))
+            for model in self.models
+        ]
+        write_patch_table(
+            self.folder.path / run_folder.ATTENTION, bag, self._first.names,
+            np.mean([it.attention for it in results], axis=0),
+            np.mean([it.contributions for it in results], axis=0),
+        )  # fmt: skip
+        for slide, part in zip(bag.slides, bag.parts, strict=True):
+            shown = described(part.headers[0], slide, bag.patient or slide, bag.label)
+            if shown is not None:
+                path = self.folder.json(slide)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                shown.write(path)
+        return [it.output for it in results]
+
+    def _covariates(self, model: TrainedBags, bag: Bag) -> list[float] | None:
+        if model.covariates is None:
+            return None
+        cells = [bag.cells.get(name, "") for name in model.config.covariates]
+        if model is self._first:
+            for text in model.covariates.unknown(cells):
+                self.progress.message(
+                    f"warning: {model.config.bag} {bag.id}, {text} is not in training: taken as missing"
+                )
+        return model.covariates.encode(cells)
+
+    def _target(self, bag: Bag) -> Target | None:
+        task = make_task(self._first.task, self._first.targets)
+        if task is None or not all(name in bag.cells for name in self._first.targets):
+            return None
+        return task.target(bag.cells, f"{self._first.config.bag} {bag.id}")
+
+    def _warn_of_training_slides(self, bags: Sequence[Bag]) -> None:
+        used = set.union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
+        seen = sorted(used & {bag.id for bag in bags})
+        if seen:
+            some = ", ".join(seen[:3]) + (", …" if len(seen) > 3 else "")
+            self.progress.message(
+                f"warning: {len(seen)} of these {self._first.config.bag}s were used in the training ({some}): "
+                "metrics on them are not valid for new slides"
+            )

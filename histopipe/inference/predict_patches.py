@@ -1,0 +1,186 @@
+"""Predict the patches of slides with the model of a run, and aggregate them to slides and patients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe._version import __version__
+from histopipe.dataset.splits import trained_on
+from histopipe.errors import UsageError
+from histopipe.evaluation.evaluate import Evaluation, positive_class
+from histopipe.evaluation.levels import Aggregation, Level
+from histopipe.evaluation.predictions import PatchScores, scores_of
+from histopipe.evaluation.table import evaluation_lines
+from histopipe.inference.classifier import Classifier
+from histopipe.inference.predictions_folder import (
+    PATIENTS,
+    SETTINGS,
+    SLIDES,
+    PredictedSlide,
+    PredictionsFolder,
+    evaluate_labelled,
+    write_table,
+)
+from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
+from histopipe.inference.slide_tiler import FileSource, TiledSlide
+from histopipe.inference.stored_slides import StoredSlide, StoreSource
+from histopipe.runs import folder as run_folder
+from histopipe.runs.result import METRICS
+from histopipe.system.files import record_or_check
+from histopipe.system.progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class PredictResult(SlideRunResult):
+    """Result of `predict`.
+
+    Attributes:
+        metrics: evaluation of all predictions in the folder; None unless enough labels are known.
+        unit: what was predicted: "slide", or "patient" if the model takes all slides of a patient together.
+    """
+
+    metrics: Evaluation | None = field(default=None)
+    unit: Level = "slide"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        facts = SlideRunResult.to_json(self)
+        metrics = facts.pop("metrics")
+        return facts if metrics is None else {**facts, "metrics": metrics.to_json()}
+
+    def __str__(self) -> str:
+        lines = [] if self.metrics is None else evaluation_lines("labelled", self.metrics)
+        return "\n".join([*lines, self.summary("predicted", "patches", self.unit)])
+
+
+@dataclass(frozen=True, slots=True)
+class PatchPrediction:
+    """Predictions of the patches of slides, and of slides and patients."""
+
+    classifier: Classifier
+    folder: PredictionsFolder
+    source: StoreSource | FileSource
+    aggregate: Aggregation
+    progress: Progress
+
+    def run(self) -> PredictResult:
+        """Predict the slides that are missing, then write the tables of all slides in the folder."""
+        self._record_settings()
+        source = self.source
+        run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
+        with run_folder.roomy(self.folder.path):
+            slides: Iterable[StoredSlide | TiledSlide] = source.slides(run, self.folder)
+            run.run(slides, self._write, stop=source.close)
+            metrics = self._write_tables(run)
+        return PredictResult(**run.result(self.folder.path), metrics=metrics)
+
+    def _record_settings(self) -> None:
+        """Record the settings of the predictions, or compare them with the recorded ones."""
+        classifier, path = self.classifier, self.folder.path
+        if not self.folder.exists and any(path.iterdir()):
+            raise UsageError(
+                f"{path} holds files that are not predictions", found=min(path.iterdir()).name,
+                todo="choose another --out",
+            )  # fmt: skip
+        settings = {
+            "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
+            "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
+            "patch_size": classifier.patches.patch_size, **self.source.settings,
+        }  # fmt: skip
+        # A run folder may be moved, so the weights are compared instead of the path.
+        record_or_check(
+            path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
+        )
+
+    def _write(
+        self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
+    ) -> tuple[int, int]:
+        """Write the predictions of a slide, sorted by row and column."""
+        found = list(results)
+        predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
+        probability = np.concatenate([part for part, _ in found])
+        corners = np.concatenate([part for _, part in found])
+        order = np.lexsort((corners[:, 0], corners[:, 1]))
+        probability, corners = probability[order], corners[order].astype(np.int64)
+        zeros = np.zeros(len(order), np.int32)
+        by_model = probability.reshape(len(order), -1, len(self.classifier.classes))
+        scores = PatchScores(
+            self.classifier.classes, (predicted.slide,), (predicted.patient,), slide=zeros,
+            patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
+            label=self._labels(predicted, corners), probability=by_model.mean(axis=1),
+        )  # fmt: skip
+        predicted = replace(predicted, spread=self._spread(scores, by_model))
+        self.folder.write(predicted, scores, thumbnail)
+        return predicted.patches, predicted.skipped
+
+    def _spread(self, scores: PatchScores, by_model: NDArray[np.float32]) -> list[float]:
+        """Return the standard deviation of the slide's probabilities over the models, from (N, M, C) of its patches."""
+        models = self.classifier.models
+        if models == 1 or not len(by_model):
+            return []
+        judging = self.classifier.judging
+        positive = positive_class(scores.classes, judging.positive) or 0
+        blank = np.full(len(by_model), -1, np.int32)
+        found = [
+            scores_of(
+                replace(scores, label=blank, probability=by_model[:, number]), "slide", self.aggregate,
+                top_k=judging.top_k, positive=positive,
+            ).probability[0]
+            for number in range(models)
+        ]  # fmt: skip
+        return [float(value) for value in np.std(found, axis=0, ddof=1)]
+
+    def _labels(self, slide: PredictedSlide, corners: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return the (N,) class numbers of patches, -1 if unknown."""
+        classes = self.classifier.classes
+        if self.classifier.labels_from == "annotation":  # slide labels do not apply to patches
+            annotated = self.source.patch_labels(slide.slide, classes)
+            return np.array([annotated.get((x, y), -1) for x, y in corners.tolist()], np.int32)
+        number = classes.index(slide.label) if slide.label in classes else -1
+        return np.full(len(corners), number, np.int32)
+
+    def _current(self, slide: PredictedSlide) -> tuple[PredictedSlide, PatchScores]:
+        """Read the predictions of a slide, and update its labels if they have changed."""
+        scores, now = self.folder.read(slide.slide), self.source.current(slide)
+        if now is slide:
+            return slide, scores
+        label = self._labels(now, np.stack([scores.x_l0, scores.y_l0], axis=1))
+        if now != slide or not np.array_equal(label, scores.label):
+            scores = replace(scores, patients=(now.patient,), label=label)
+            self.folder.write(now, scores)
+        return now, scores
+
+    def _write_tables(self, run: SlideRun) -> Evaluation | None:
+        """Write `slides.csv`, `patients.csv` and, if labels are known, `metrics.json`."""
+        found = [
+            self._current(slide)
+            for name, slide in self.folder.slides().items()
+            if name not in run.failed
+        ]
+        slides, classifier, path = [slide for slide, _ in found], self.classifier, self.folder.path
+        seen = {it.slide for it in slides} & trained_on(classifier.folder / run_folder.SPLITS)
+        if seen:
+            some = ", ".join(sorted(seen)[:3]) + (", …" if len(seen) > 3 else "")
+            self.progress.message(
+                f"warning: {len(seen)} of these slides were used in the training ({some}): "
+                "metrics on them are not valid for new slides"
+            )
+        parts = [scores for _, scores in found if len(scores.label)]
+        tables: tuple[tuple[str, Level], ...] = ((SLIDES, "slide"), (PATIENTS, "patient"))
+        for name, level in tables:
+            write_table(
+                path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
+                judging=classifier.judging, thresholds=classifier.thresholds,
+            )  # fmt: skip
+        metrics = evaluate_labelled(parts, classifier.judging, classifier.thresholds)
+        (path / METRICS).unlink(missing_ok=True)
+        if metrics is not None:
+            text = json.dumps({"test": metrics.to_json()}, indent=2) + "\n"
+            run_folder.write_text(path / METRICS, text)
+        return metrics

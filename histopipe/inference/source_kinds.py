@@ -1,0 +1,40 @@
+"""What `predict` was given: stores, folders of features, or slide files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.features.feature_file import ENCODER, SUFFIX
+
+SourceKind = Literal["stores", "features", "slides"]
+_DATA = "data.mdb"
+
+
+def kind_of(paths: Sequence[Path]) -> SourceKind:
+    """Return the kind of all paths.
+
+    Raises:
+        NothingToDo: a path does not exist.
+        UsageError: the paths are of several kinds.
+    """
+    missing = [path for path in paths if not path.exists()]
+    if missing:
+        raise NothingToDo(f"{missing[0]} does not exist", todo="check the path")
+    kinds = sorted({_kind(path) for path in paths})
+    if len(kinds) > 1:
+        raise UsageError(
+            f"{' and '.join(kinds)} are mixed", expected="stores, features or slides",
+            todo="predict them separately, with different --out",
+        )  # fmt: skip
+    return kinds[0]
+
+
+def _kind(path: Path) -> SourceKind:
+    if (path / _DATA).exists():
+        return "stores"
+    if path.is_dir() and ((path / ENCODER).exists() or any(path.rglob(f"*{SUFFIX}"))):
+        return "features"
+    return "slides"
