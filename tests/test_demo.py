@@ -19,9 +19,9 @@ def test_demo_refuses_nonempty_folder(tmp_path: Path, run: Run) -> None:
     assert done.returncode == 2
     assert "demo exists and is not empty" in done.stderr
     assert [p.name for p in (tmp_path / "demo").iterdir()] == ["mine.txt"]
-    done = run("demo", "--slides", "3", "--out", "other")
+    done = run("demo", "--count", "3", "--out", "other")
     assert done.returncode == 2
-    assert "--slides: found 3, expected 6 or more" in done.stderr
+    assert "--count: found 3, expected 6 or more" in done.stderr
     assert not (tmp_path / "other").exists()
 
 

@@ -22,6 +22,7 @@ from histopipe.dataset.splitting import make_splits
 from histopipe.evaluation.predictions import PatchScores, write_predictions
 from histopipe.geometry import PointL0
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.reports.bag_values import ranks
 from histopipe.reports.heatmap_files import (
     coloured,
     scale_bar_um,
@@ -29,7 +30,7 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_sources import PatchValues, ranks
+from histopipe.reports.heatmap_values import PatchValues
 from histopipe.slides.slide import Slide
 from histopipe.store.store import Store
 

@@ -20,19 +20,27 @@ from histopipe.cli.parameters import (
 
 @click.command()
 @click.option("--out", type=PATH, default="demo", help="Folder for all results.")
-@click.option("--slides", type=int, default=10, help="Number of synthetic slides to train on.")
-def demo(out: Path, slides: int) -> None:
+@click.option(
+    "--slides", is_flag=True, help="Train a slide model on features, from labels of slides."
+)
+@click.option(
+    "--count",
+    type=int,
+    help="Number of synthetic slides to train on.  [default: 10; 24 with --slides]",
+)
+def demo(out: Path, slides: bool, count: int | None) -> None:
     """Run the full pipeline on synthetic slides.
 
     Creates slides of tissue with outlined tumour, ingests them, trains on the outlines, predicts new slides, and writes
-    reports. Needs TensorFlow, but no data and no network. Takes about a minute on 2 cores.
+    reports. With --slides: computes features, trains a slide model on labels, and predicts new slides from their files.
+    Needs TensorFlow, but no data and no network. Takes about a minute on 2 cores.
 
     \b
     Example: histopipe demo --out demo
     """
     from histopipe.demo.demo import demo
 
-    show(demo(out, slides=slides), then=("ingest", "SLIDES"))
+    show(demo(out, slides=slides, count=count), then=("ingest", "SLIDES"))
 
 
 @click.command()

@@ -28,7 +28,12 @@ from histopipe.system.result import exit_code_of
 @click.option(
     "--class",
     "class_name",
-    help="Class whose probability is drawn.  [default: the last class by name]",
+    help="Class whose probability is drawn, or the contribution to it.  [default: the last class by name]",
+)
+@click.option(
+    "--show",
+    type=click.Choice(["attention", "contribution"]),
+    help="Slide models: attention, or contribution of each patch to the prediction.  [default: attention]",
 )
 @click.option(
     "--to",
@@ -56,7 +61,7 @@ from histopipe.system.result import exit_code_of
 def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
     """Draw heatmaps of PREDICTIONS, a folder of `histopipe predict` or of a finished run, over the slides.
 
-    For a run, draws the validation and test patches; for a slide model, the attention. Files are named after slides. In
+    For a run, draws the validation and test patches; for a slide model, the attention or the contributions. Files are named after slides. In
     QuPath, open the TIFF file next to the slide, or drag the GeoJSON file onto it.
 
     \b

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from histopipe.demo.slide_demo import SlideDemoResult, demo_of_slide_models
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.errors import HistopipeError, MachineShort, UsageError
 from histopipe.evaluation.predictions import scores_of
@@ -35,6 +36,7 @@ from histopipe.system.progress import Progress, default_progress
 _SIZE = Size(3072, 3072)
 _NODULES = 2
 _NEW_SLIDES = 2
+_SLIDES, _SLIDES_OF_BAGS = 10, 24
 _LEAST_SLIDES = 6
 
 
@@ -73,13 +75,18 @@ class DemoResult:
 
 
 def demo(
-    out: str | Path = "demo", *, slides: int = 10, progress: Progress | None = None
-) -> DemoResult:
+    out: str | Path = "demo",
+    *,
+    slides: bool = False,
+    count: int | None = None,
+    progress: Progress | None = None,
+) -> DemoResult | SlideDemoResult:
     """Make synthetic slides, ingest them, train on their outlines, predict new slides, and write reports.
 
     Args:
         out: folder for all results. It must be empty or missing.
-        slides: number of slides for training, 6 or more.
+        slides: train a slide model on the labels of slides, instead of a patch model on outlines.
+        count: number of slides for training, 6 or more; by default 10, or 24 for a slide model.
         progress: shows the progress; `default_progress()` if None.
 
     Raises:
@@ -89,9 +96,11 @@ def demo(
     Example:
         >>> demo("demo").reports  # doctest: +SKIP
     """
-    if slides < _LEAST_SLIDES:
+    if count is None:
+        count = _SLIDES_OF_BAGS if slides else _SLIDES
+    if count < _LEAST_SLIDES:
         expected = f"{_LEAST_SLIDES} or more: two for each side of the split"
-        raise UsageError("--slides", found=slides, expected=expected)
+        raise UsageError("--count", found=count, expected=expected)
     if importlib.util.find_spec("tensorflow") is None:
         needs = "the demo needs TensorFlow to train a model"
         raise MachineShort(needs, todo="pip install 'histopipe[train]'")
@@ -99,6 +108,8 @@ def demo(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         todo = "remove it, or choose another --out"
         raise UsageError(f"{out} exists and is not empty", todo=todo)
+    if slides:
+        return demo_of_slide_models(out, count, shown)
     labelled, new = out / "slides", out / "new-slides"
     store, run = out / "patches.lmdb", out / "run"
     predictions, heatmaps, pictures = out / "predictions", out / "heatmaps", out / "pictures"
@@ -106,8 +117,8 @@ def demo(
     def step(number: int, text: str) -> None:
         shown.message(f"{number}/6 {text}")
 
-    step(1, f"make {slides} synthetic slides for training, and {_NEW_SLIDES} new slides")
-    _make(labelled, new, slides)
+    step(1, f"make {count} synthetic slides for training, and {_NEW_SLIDES} new slides")
+    _make(labelled, new, count)
     step(2, "ingest the slides, with patch labels from their outlines")
     ingested = ingest(
         labelled, store, patch_size=128, mpp=0.5, annotations=labelled, progress=shown

@@ -36,7 +36,7 @@ class SlideSettings:
         quality, subsampling: quality and chroma subsampling of the JPEG tiles.
         bounds: for scn only, x, y, width and height of the area around the slide.
         pieces, nodules: number of pieces of tissue, and number of nodules of tumour in each piece.
-        texture: texture of the tissue, as returned by `synthetic_texture`; None draws one.
+        texture, tumour: textures of the tissue and of the nodules, as returned by `synthetic_texture`; None draws one.
         seed: random seed.
     """
 
@@ -50,6 +50,7 @@ class SlideSettings:
     pieces: int = 1
     nodules: int = 0
     texture: Pixels | None = None
+    tumour: Pixels | None = None
     seed: int = 1
 
 
@@ -67,7 +68,9 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
     areas = [Area(kind, outlines, endless(texture, settings.tile))]
     if settings.nodules:
         within = [n for piece in outlines for n in random_nodules(rng, piece, settings.nodules)]
-        tumour = synthetic_texture(rng, "tumour", settings.mpp)
+        tumour = settings.tumour
+        if tumour is None:
+            tumour = synthetic_texture(rng, "tumour", settings.mpp)
         areas.append(Area("tumour", within, endless(tumour, settings.tile)))
     painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
     _write_slide(path, painter, settings)

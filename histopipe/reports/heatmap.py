@@ -11,13 +11,15 @@ from typing import Literal, get_args
 from histopipe.dataset.selection import store_paths
 from histopipe.errors import DamagedStore, NothingToDo, SlideError, UsageError
 from histopipe.inference.predictions_folder import PredictionsFolder
+from histopipe.reports.bag_values import Show
 from histopipe.reports.heatmap_files import (
     Objects,
     write_heatmap_geojson,
     write_heatmap_png,
     write_heatmap_tiff,
 )
-from histopipe.reports.heatmap_sources import PatchValues, SlideImages, open_values
+from histopipe.reports.heatmap_sources import SlideImages, open_values
+from histopipe.reports.heatmap_values import PatchValues
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
@@ -58,6 +60,7 @@ def heatmap(
     out: str | Path = "heatmaps",
     slide: Sequence[str] = (),
     class_name: str | None = None,
+    show: Show | None = None,
     formats: Sequence[str] = ("png",),
     stores: Sequence[str | Path] = (),
     slides: Sequence[str | Path] = (),
@@ -69,10 +72,12 @@ def heatmap(
 
     Args:
         predictions: folder of `histopipe predict`, or of a finished run: its validation and test patches, or the
-            attention of a slide model.
+            attention of a slide model and the contributions of patches.
         out: folder for the files `SLIDE.heat.FORMAT`.
         slide: ids of the slides to draw; all if empty.
-        class_name: class whose probability is drawn; the last class by name if None.
+        class_name: class whose probability, or to which the contribution, is drawn; the last class by name if None. In
+            slide models of other tasks: name of the label or number.
+        show: for slide models, "attention" (default) or "contribution" of the patches to the prediction.
         formats: "png", "tiff" and "geojson".
         stores: stores of the patches; by default the stores of the run.
         slides: slide files, or folders of slide files, for finer images than the thumbnails.
@@ -93,7 +98,7 @@ def heatmap(
         >>> heatmap("predictions", out="heatmaps", formats=["png", "tiff"])  # doctest: +SKIP
         16 files of 8 slides: heatmaps
     """
-    _check(formats, objects, threshold)
+    _check(formats, objects, threshold, show)
     folder, target, shown = Path(predictions), Path(out), progress or default_progress()
     run_folder.check_one_run(folder)
     files: dict[str, tuple[Path, ...]] = {}
@@ -127,7 +132,7 @@ def heatmap(
                 write_heatmap_png(values, background, path)
             return path
 
-        names, read_values = open_values(folder, opened, class_name, slide)
+        names, read_values = open_values(folder, opened, class_name, slide, show=show)
         for name in names:
             try:
                 values = read_values(name)
@@ -142,7 +147,9 @@ def heatmap(
     return HeatmapResult(target, files, failed)
 
 
-def _check(formats: Sequence[str], objects: str, threshold: float) -> None:
+def _check(formats: Sequence[str], objects: str, threshold: float, show: str | None) -> None:
+    if show not in (None, *get_args(Show)):
+        raise UsageError("--show", found=repr(show), expected=" or ".join(get_args(Show)))
     if not formats or any(it not in FORMATS for it in formats):
         raise UsageError("--to", found=", ".join(formats), expected=" or ".join(FORMATS))
     if objects not in get_args(Objects):

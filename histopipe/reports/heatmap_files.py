@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tifffile import TiffWriter
 
-from histopipe.reports.heatmap_sources import PatchValues
+from histopipe.reports.heatmap_values import PatchValues
 from histopipe.system.files import appearing
 
 Objects = Literal["cells", "contours"]
@@ -38,6 +38,8 @@ _LONGER_SIDE = 8.0
 """Longer side of the image in inches, without title and colour bar."""
 _MAX_SIDE = 1200
 """Maximum longer side of the raster in pixels."""
+_SIGNED = "coolwarm"
+"""Colours of values with a sign."""
 _TILE = 256
 _PATCH_PIXELS = 16
 """Side of a patch in a TIFF file, in pixels."""
@@ -73,7 +75,7 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     pixel = max(values.side_l0 / 8, max(width, height) / _MAX_SIDE)
     raster = np.ma.masked_invalid(values.raster(pixel))
     shown = axes.imshow(
-        raster, extent=extent, cmap=COLOURS, vmin=0, vmax=1, interpolation="nearest",
+        raster, extent=extent, cmap=COLOURS if values.scale is None else _SIGNED, vmin=0, vmax=1, interpolation="nearest",
         alpha=ALPHA if background is not None else 1.0,
     )  # fmt: skip
     axes.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[], facecolor="#e8e8e8")
@@ -84,6 +86,8 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     colours.set_label(values.name, fontsize=9, parse_math=False)
     colours.solids.set(alpha=1)  # type: ignore[union-attr]  # a filled colour bar has them
     bar.tick_params(labelsize=8)
+    if values.scale is not None:
+        bar.set_yticks([0, 0.5, 1], [f"−{values.scale:.2g}", "0", f"+{values.scale:.2g}"])
     if values.mpp is not None:
         _scale_bar(axes, values.mpp, width, height)
     return figure
@@ -114,7 +118,7 @@ def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
     """Write a pyramidal TIFF file of the scanned area, white without patches. Return level-0 pixels per pixel."""
     _, _, width, height = values.bounds
     pixel = max(1.0, values.side_l0 / _PATCH_PIXELS, max(width, height) / _MAX_TIFF_SIDE)
-    image = coloured(values.raster(pixel))
+    image = coloured(values.raster(pixel), COLOURS if values.scale is None else _SIGNED)
     with appearing(path, hidden=True) as part, TiffWriter(part, bigtiff=True) as file:
         for number, level in enumerate(_levels(image)):
             per_centimetre = None if values.mpp is None else 1e4 / (values.mpp * pixel * 2**number)
@@ -127,9 +131,9 @@ def write_heatmap_tiff(values: PatchValues, path: Path) -> float:
     return pixel
 
 
-def coloured(raster: NDArray[np.float32]) -> NDArray[np.uint8]:
+def coloured(raster: NDArray[np.float32], colours: str = COLOURS) -> NDArray[np.uint8]:
     """Return (H, W, 3) uint8 RGB of (H, W) values from 0 to 1; white for NaN."""
-    table = (mpl.colormaps[COLOURS](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8)
+    table = (mpl.colormaps[colours](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8)
     missing = np.isnan(raster)
     image = table[np.where(missing, 0, np.rint(raster * 255)).astype(np.uint8)]
     image[missing] = 255

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, NothingToDo, UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.evaluation.predictions import (
     PatchScores,
     joined_scores,
@@ -19,6 +18,8 @@ from histopipe.evaluation.predictions import (
 )
 from histopipe.geometry import Mpp
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
+from histopipe.reports.bag_values import Show, open_bag_values
+from histopipe.reports.heatmap_values import PatchValues, ReadValues, bounds_of
 from histopipe.runs import folder as run_folder
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
@@ -29,71 +30,18 @@ _IMAGE_SIDE = 1600
 """Approximate longer side of an image read from a slide file, in pixels."""
 
 
-@dataclass(frozen=True, slots=True)
-class PatchValues:
-    """One value per patch of a slide.
-
-    Attributes:
-        slide: slide id.
-        name: name of the value, such as "probability of tumour".
-        x_l0, y_l0: (N,) top left corners of the patches, level-0 pixels.
-        side_l0: side of the patches, level-0 pixels.
-        values: (N,) float32, 0 to 1.
-        predicted: (N,) most probable class of each patch; None if the values are not probabilities of a class.
-        bounds: x, y, width and height of the scanned area, level-0 pixels.
-        mpp: µm per pixel of level 0; None if unknown.
-    """
-
-    slide: str
-    name: str
-    x_l0: NDArray[np.int64]
-    y_l0: NDArray[np.int64]
-    side_l0: float
-    values: NDArray[np.float32]
-    predicted: NDArray[np.object_] | None
-    bounds: tuple[float, float, float, float]
-    mpp: float | None
-
-    def raster(self, pixel_l0: float) -> NDArray[np.float32]:
-        """Return (H, W) float32: the mean of the patches that cover the centre of a pixel, NaN without patches.
-
-        The raster covers `bounds`. `pixel_l0` is the side of its pixels in level-0 pixels.
-        """
-        left, top, width, height = self.bounds
-        shape = max(1, round(height / pixel_l0)), max(1, round(width / pixel_l0))
-        sums, counts = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
-        edges = []
-        for start, count in ((self.y_l0 - top, shape[0]), (self.x_l0 - left, shape[1])):
-            # The first pixel with its centre in the patch, and the first pixel after the patch.
-            for edge in (start, start + self.side_l0):
-                centre = np.ceil(edge / pixel_l0 - 0.5)
-                edges.append(np.clip(centre, 0, count).astype(np.int64).tolist())
-        for y0, y1, x0, x1, value in zip(*edges, self.values.tolist(), strict=True):
-            sums[y0:y1, x0:x1] += value
-            counts[y0:y1, x0:x1] += 1
-        with np.errstate(invalid="ignore"):
-            sums /= counts  # NaN without patches
-        return sums
-
-
-def ranks(values: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Return (N,) ranks: the share of other values below each. Attention weights differ by orders of magnitude."""
-    if len(values) < 2:
-        return np.ones(len(values), np.float32)
-    below = np.searchsorted(np.sort(values), values)
-    return np.asarray(below / (len(values) - 1), np.float32)
-
-
-ReadValues = Callable[[str], PatchValues | None]
-"""Reads the values of a slide. Returns None if the slide has no patches."""
-
-
 def open_values(
-    folder: Path, stores: Sequence[Store], class_name: str | None, only: Sequence[str] = ()
+    folder: Path,
+    stores: Sequence[Store],
+    class_name: str | None,
+    only: Sequence[str] = (),
+    *,
+    show: Show | None = None,
 ) -> tuple[list[str], ReadValues]:
     """Return the ids of the slides with values in a folder, and a function that reads the values of one slide.
 
-    The values are probabilities of the class, or of the last class if None. `only` restricts the slides if it is not
+    The values are probabilities of the class, or of the last class if None; for slide models attention, or by `show` or
+    with a class, contributions. `only` restricts the slides if it is not
     empty. The function raises DamagedStore, or NothingToDo if no store holds the slide.
 
     Raises:
@@ -101,12 +49,18 @@ def open_values(
         DamagedStore: the folder cannot be read.
     """
     names: Collection[str]
-    if PredictionsFolder(folder).exists:
+    if (folder / run_folder.ATTENTION).is_dir():
+        names, read = open_bag_values(
+            folder, lambda slide: _described(folder, stores, slide), class_name, show
+        )
+    elif show is not None:
+        raise UsageError(
+            f"--show {show}",
+            found=f"{folder}, predictions of patches",
+            expected="those of a slide model",
+        )
+    elif PredictionsFolder(folder).exists:
         names, read = _of_predictions(folder, class_name)
-    elif (folder / run_folder.ATTENTION).is_dir():
-        if class_name is not None:
-            raise UsageError("--class", found="attention", expected="no class")
-        names, read = _of_attention(folder, stores)
     elif (folder / run_folder.PREDICTIONS).exists():
         names, read = _of_run(folder, stores, class_name)
     else:
@@ -157,38 +111,6 @@ def _of_run(
     return sorted({name for side in sides for name in side.slides}), read
 
 
-def _of_attention(folder: Path, stores: Sequence[Store]) -> tuple[Collection[str], ReadValues]:
-    found: dict[str, NDArray[np.float64]] = {}
-    for path in sorted((folder / run_folder.ATTENTION).rglob("*.csv")):
-        found |= read_attention(path)
-
-    def read(name: str) -> PatchValues:
-        x, y, attention, side = found[name].T
-        slide = _stored(stores, name)
-        return PatchValues(
-            name, "attention, rank among the slide's patches", x.astype(np.int64),
-            y.astype(np.int64), float(side[0]) or slide.size_l0,
-            ranks(attention.astype(np.float32)), None, _bounds(slide), slide.mpp,
-        )  # fmt: skip
-
-    return found, read
-
-
-def read_attention(path: Path) -> dict[str, NDArray[np.float64]]:
-    """Return (N, 4) x, y, attention and side of patches by slide, without patches with unknown positions."""
-    rows: dict[str, list[tuple[float, ...]]] = {}
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                if row["x_l0"]:
-                    corner = int(row["x_l0"]), int(row["y_l0"])
-                    values = float(row["attention"]), float(row["size_l0"] or 0)
-                    rows.setdefault(row["slide"], []).append((*corner, *values))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
-    return {slide: np.array(values, np.float64) for slide, values in rows.items()}
-
-
 def _probabilities(
     scores: PatchScores, rows: NDArray[np.intp], slide: PredictedSlide, class_name: str | None
 ) -> PatchValues:
@@ -199,18 +121,8 @@ def _probabilities(
     return PatchValues(
         slide.slide, f"probability of {name}", scores.x_l0[rows], scores.y_l0[rows],
         slide.size_l0, probability[:, scores.classes.index(name)],
-        np.array(scores.classes, object)[probability.argmax(axis=1)], _bounds(slide), slide.mpp,
+        np.array(scores.classes, object)[probability.argmax(axis=1)], bounds_of(slide), slide.mpp,
     )  # fmt: skip
-
-
-def _bounds(slide: PredictedSlide) -> tuple[float, float, float, float]:
-    left, top, width, height = slide.bounds
-    if min(width, height, slide.size_l0) <= 0:
-        raise DamagedStore(
-            f"slide {slide.slide}: the size of the slide or of its patches is not positive",
-            found=f"{width}×{height}, {slide.size_l0}",
-        )
-    return left, top, width, height
 
 
 def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
@@ -221,6 +133,12 @@ def find_slide(stores: Sequence[Store], slide: str) -> tuple[Store, int] | None:
             if record.id == name and store.uuid.startswith(uuid):
                 return store, number
     return None
+
+
+def _described(folder: Path, stores: Sequence[Store], slide: str) -> PredictedSlide:
+    """Return the size and scale of a slide, from predictions or else from its store."""
+    path = PredictionsFolder(folder).json(slide)
+    return PredictedSlide.read(path) if path.exists() else _stored(stores, slide)
 
 
 def _stored(stores: Sequence[Store], slide: str) -> PredictedSlide:

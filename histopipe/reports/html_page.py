@@ -19,7 +19,7 @@ from PIL import Image, ImageDraw
 
 from histopipe._version import __version__
 from histopipe.reports.heatmap_files import ALPHA, coloured
-from histopipe.reports.heatmap_sources import PatchValues
+from histopipe.reports.heatmap_values import PatchValues
 from histopipe.system.files import appearing
 
 

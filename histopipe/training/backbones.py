@@ -65,7 +65,7 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
     """Build the network that `--model` and `--weights` name, with its weights.
 
     Args:
-        model: "small-cnn" (training only); a network of `keras.applications` in any spelling; a preset, or a TOML file
+        model: "small-cnn", whose weights are random; a network of `keras.applications` in any spelling; a preset, or a TOML file
             of one; a file `.keras`; `module.py:function`; a SavedModel folder (embedding only).
         patch_size: side of the patches in pixels.
         weights: "none", "imagenet", or a path.
@@ -80,7 +80,7 @@ def build_backbone(model: str, *, patch_size: int, weights: str, training: bool)
         return _own(model, own, preset, patch_size, weights, training=training)
     if preset is not None:
         return _preset(preset, weights, training=training)
-    if model == SMALL_CNN and training:
+    if model == SMALL_CNN:
         if weights != "none":
             raise UsageError(
                 f"--weights {weights}", expected=f"none: {SMALL_CNN} has no trained weights"
@@ -276,7 +276,9 @@ def _find_application(model: str, *, training: bool) -> Callable[..., keras.Mode
     found = plain.get(model.lower().replace("-", "").replace("_", ""))
     if found is None:
         others = (
-            [SMALL_CNN] if training else ["a run's folder", "an ONNX file", "a SavedModel folder"]
+            [SMALL_CNN]
+            if training
+            else [SMALL_CNN, "a run's folder", "an ONNX file", "a SavedModel folder"]
         )
         others += ["a .keras file", "module.py:function", *preset_names()]
         raise UsageError(

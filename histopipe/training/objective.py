@@ -85,6 +85,10 @@ class Classification(Objective):
         """Return a softmax layer."""
         return keras.layers.Softmax(dtype=dtype, name=self.name)
 
+    def contributions(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return (N, C) contributions less their mean over the classes: only differences change probabilities."""
+        return np.asarray(values - values.mean(axis=1, keepdims=True))
+
     def logits(self, outputs: tf.Tensor) -> tf.Tensor:
         """Return the logarithms of probabilities."""
         return tf.math.log(tf.maximum(outputs, 1e-12))

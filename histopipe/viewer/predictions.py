@@ -19,10 +19,13 @@ from histopipe.dataset.splits import DROPPED, Splits, load_splits, patches_crc
 from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
 from histopipe.inference.predictions_folder import SLIDES, PredictedSlide, PredictionsFolder
-from histopipe.reports.heatmap_sources import ranks, read_attention
+from histopipe.reports.bag_values import ranks, read_patch_table
 from histopipe.runs import folder as run_folder
 from histopipe.runs.task_config import PatchTrainConfig, load_config
 from histopipe.store.store import Store
+
+_SHOWN = ("p_", "sd_", "risk", "predicted_")
+"""Beginnings of the columns of `slides.csv` that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +61,28 @@ class Predictions:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder = name, folder
+        self._lock = threading.Lock()
 
     def scores(self, slide: str) -> SlideScores | None:
         """Return the predictions of a slide's patches; None if there are none."""
         raise NotImplementedError
 
+    @cached_property
+    def _attention(self) -> dict[str, NDArray[np.float64]]:
+        found: dict[str, NDArray[np.float64]] = {}
+        for path in sorted((self.folder / run_folder.ATTENTION).rglob("*.csv")):
+            found |= read_patch_table(path)
+        return found
+
     def attention(self, slide: str) -> SlideAttention | None:
         """Return the attention of a slide's patches; None if there is none."""
-        return None
+        with self._lock:  # several requests may come at once
+            found = self._attention.get(slide)
+        if found is None:
+            return None
+        x, y, attention, side = found.T
+        corners = x.astype(np.int64), y.astype(np.int64)
+        return SlideAttention(*corners, ranks(attention), float(side[0]))
 
     def split(self, store: Store, slide: int) -> NDArray[np.int8] | None:
         """Return the side of each patch of a stored slide: 0, 1, 2 for train, validation, test, -1 for none."""
@@ -126,7 +143,6 @@ class RunPredictions(Predictions):
             header = next(csv.reader(file), [])
         self._of_patches = "x_l0" in header
         self.classes = tuple(it[2:] for it in header if it.startswith("p_"))
-        self._lock = threading.Lock()
 
     @property
     def stores(self) -> list[Path]:
@@ -151,7 +167,7 @@ class RunPredictions(Predictions):
         return {self._all.slides[n]: rows for n, rows in zip(numbers.tolist(), parts, strict=True)}
 
     def _read(self) -> PatchScores | None:
-        with self._lock:  # several requests may come at once
+        with self._lock:
             self._rows  # noqa: B018 - read once
             return self._all
 
@@ -163,22 +179,6 @@ class RunPredictions(Predictions):
         return SlideScores(
             found.x_l0[rows], found.y_l0[rows], found.label[rows], found.probability[rows]
         )
-
-    @cached_property
-    def _attention(self) -> dict[str, NDArray[np.float64]]:
-        found: dict[str, NDArray[np.float64]] = {}
-        for path in sorted((self.folder / run_folder.ATTENTION).rglob("*.csv")):
-            found |= read_attention(path)
-        return found
-
-    def attention(self, slide: str) -> SlideAttention | None:  # noqa: D102
-        with self._lock:
-            found = self._attention.get(slide)
-        if found is None:
-            return None
-        x, y, attention, side = found.T
-        corners = x.astype(np.int64), y.astype(np.int64)
-        return SlideAttention(*corners, ranks(attention.astype(np.float32)), float(side[0]))
 
     @cached_property
     def _splits(self) -> Splits | None:
@@ -218,7 +218,7 @@ class RunPredictions(Predictions):
 
 
 class FolderPredictions(Predictions):
-    """A folder of `histopipe predict`."""
+    """A folder of `histopipe predict`: with the predictions of patches, or with the attention of a slide model."""
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name, folder)
@@ -228,11 +228,14 @@ class FolderPredictions(Predictions):
             raise NothingToDo(
                 f"{folder} has no predicted slides", todo="run histopipe predict again"
             )
+        self._on_bags = (folder / run_folder.ATTENTION).is_dir()
         some = next((slide for slide, it in self._slides.items() if it.patches), None)
+        if self._on_bags:
+            return
         self.classes = self._folder.read(some).classes if some else ()
 
     def scores(self, slide: str) -> SlideScores | None:  # noqa: D102
-        if slide not in self._slides or not self._slides[slide].patches:
+        if self._on_bags or slide not in self._slides or not self._slides[slide].patches:
             return None
         found = self._folder.read(slide)
         return SlideScores(found.x_l0, found.y_l0, found.label, found.probability)
@@ -248,13 +251,7 @@ class FolderPredictions(Predictions):
         try:
             with (self.folder / SLIDES).open(newline="", encoding="utf-8") as file:
                 rows = list(csv.DictReader(file))
-            return {
-                row["slide"]: {
-                    "predicted": row["predicted"],
-                    **{name: float(row[f"p_{name}"]) for name in self.classes if row[f"p_{name}"]},
-                }
-                for row in rows
-            }
+            return {row["slide"]: _numbers(row) for row in rows}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError) as error:
@@ -267,6 +264,15 @@ class FolderPredictions(Predictions):
             scores = self.scores(slide)
             if scores is not None:
                 yield slide, scores
+
+
+def _numbers(row: Mapping[str, str]) -> dict[str, float | str]:
+    """Return the predictions in a row of `slides.csv`: the class, and all numbers."""
+    found: dict[str, float | str] = {"predicted": row["predicted"]} if "predicted" in row else {}
+    for name, cell in row.items():
+        if cell and name.startswith(_SHOWN):
+            found[name.removeprefix("p_")] = float(cell)
+    return found
 
 
 def _metrics(
