@@ -92,15 +92,15 @@ def demo_of_slide_models(out: Path, count: int, shown: Progress) -> SlideDemoRes
     step(1, f"make {count} synthetic slides for training, and {_NEW_SLIDES} new slides")
     _make(training, new, labels, count)
     step(2, "ingest the slides")
-    ingested = ingest(training, store, patch_size=128, mpp=0.5, progress=shown)
+    ingested = ingest(training, store, patch_size=64, mpp=0.5, progress=shown)
     for name, reason in ingested.failed.items():
         raise HistopipeError(f"the synthetic slide {name} failed", found=reason)
     step(3, "compute features with a small encoder of random weights")
     embed(store, model=SMALL, out=features, progress=shown)
     step(4, "train a slide model on the labels of the slides")
     result = train(
-        mil=features, labels=labels, allow_extra_rows=True, out=run, epochs=20,
-        learning_rate=1e-3, split_by="slide", fractions=(0.6, 0.2, 0.2),
+        mil=features, labels=labels, allow_extra_rows=True, out=run, epochs=10,
+        learning_rate=5e-4, split_by="slide", fractions=(0.6, 0.2, 0.2),
     )  # fmt: skip
     step(5, "predict the new slides from their files, and draw heatmaps")
     predicted = predict(
@@ -121,7 +121,7 @@ def _make(training: Path, new: Path, labels: Path, count: int) -> None:
     rows = [("slide", "label")]
     # Drawing textures takes most of the time, so slides of both classes share them.
     rng = np.random.default_rng(1)
-    textures = [
+    textures: list[dict[str, Any]] = [
         {name: synthetic_texture(rng, kind, _MPP) for name, kind in _TEXTURES.items()}
         for _ in range(_STAINS)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,13 +57,15 @@ class BagFeatures:
     seconds: float = 0.0
     input_wait: float = 0.0
 
-    def folders(self) -> Sequence[Path]:
+    def folders(self, begin: Callable[[], None]) -> Sequence[Path]:
         """Return a folder of features per feature set, after computing what is missing in it.
+
+        `begin` is called before anything is computed, when the input has been checked.
 
         Raises:
             UsageError: these are not the features, or the patches, of the training.
         """
-        return self._checked() if self.kind == "features" else self._computed()
+        return self._checked() if self.kind == "features" else self._computed(begin)
 
     def _checked(self) -> Sequence[Path]:
         """Check that folders hold the features of the training."""
@@ -84,7 +86,7 @@ class BagFeatures:
                 )
         return self.paths
 
-    def _computed(self) -> Sequence[Path]:
+    def _computed(self, begin: Callable[[], None]) -> Sequence[Path]:
         """Compute the features of stores or slide files. Return their folders."""
         records = self.first.encoders
         unknown = [
@@ -106,6 +108,8 @@ class BagFeatures:
             folders = []
             for number, (record, own) in enumerate(zip(known, trained, strict=True)):
                 encoder = self._encoder(number, record, own)
+                if number == 0:
+                    begin()
                 name = FEATURES if len(known) == 1 else f"{FEATURES}-{number + 1}"
                 target = self.predictions.path / name
                 target.mkdir(exist_ok=True)

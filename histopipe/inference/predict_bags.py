@@ -66,13 +66,13 @@ class BagsPrediction:
                 expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
             )  # fmt: skip
         with run_folder.roomy(path):
-            self._record_settings()
-            features, began = self.features, time.monotonic()
-            folders = features.folders()
+            features, began, metrics = self.features, time.monotonic(), None
+            folders = features.folders(self._record_settings)
             self.failed |= features.failed
-            metrics = None
             if features.kind == "features" or all(map(feature_files, folders)):
-                metrics = self._predict(self._bags(folders))
+                bags = self._bags(folders)
+                self._record_settings()
+                metrics = self._predict(bags)
         return PredictResult(
             folder=path, done=tuple(self.done), kept=(), failed=dict(self.failed),
             patches=features.patches, skipped=features.skipped, seconds=time.monotonic() - began,

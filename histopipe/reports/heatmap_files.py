@@ -38,6 +38,8 @@ _LONGER_SIDE = 8.0
 """Longer side of the image in inches, without title and colour bar."""
 _MAX_SIDE = 1200
 """Maximum longer side of the raster in pixels."""
+_MARGIN, _MARGIN_OF_SIGNED = 1.1, 1.35
+"""Space for the colour bar in inches: numbers with a sign are longer."""
 _SIGNED = "coolwarm"
 """Colours of values with a sign."""
 _TILE = 256
@@ -66,9 +68,10 @@ def _figure(values: PatchValues, background: NDArray[np.uint8] | None) -> Figure
     _, _, width, height = values.bounds
     inch = _LONGER_SIDE / max(width, height)
     # With space for the colour bar on the right and the title above.
-    figure = Figure(figsize=(max(3.2, width * inch) + 1.1, max(2.4, height * inch) + 0.7))
+    margin = _MARGIN if values.scale is None else _MARGIN_OF_SIGNED
+    figure = Figure(figsize=(max(3.2, width * inch) + margin, max(2.4, height * inch) + 0.7))
     across, down = figure.get_size_inches()
-    axes = figure.add_axes((0.02, 0.02, 1 - 1.15 / across, 1 - 0.55 / down))
+    axes = figure.add_axes((0.02, 0.02, 1 - (margin + 0.05) / across, 1 - 0.55 / down))
     extent = (0, width, height, 0)
     if background is not None:
         axes.imshow(background, extent=extent, interpolation="antialiased")

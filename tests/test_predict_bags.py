@@ -1,0 +1,258 @@
+"""Predictions by slide models: from features, stores and slide files, by ensembles, and of wrong input."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from conftest import Run, succeed
+from test_mil import write_bag
+from test_targets import arguments
+from test_targets import bags as bags  # noqa: PLC0414 - a fixture
+
+from histopipe.errors import HistopipeError, NothingToDo, UsageError
+from histopipe.inference.embed import embed
+from histopipe.inference.predict import predict
+from histopipe.reports.heatmap import heatmap
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def check_same(run: Path, predicted: Path, level: str = "slide") -> None:
+    """Check that a folder has the test predictions, attention and contributions of a run."""
+    own = [row for row in rows_of(run / "predictions.csv") if row["split"] == "test"]
+    found = {row[level]: row for row in rows_of(predicted / f"{level}s.csv")}
+    assert own
+    for row in own:
+        names = [it for it in row if it.startswith(("p_", "predicted_", "survival_", "risk"))]
+        for name in names:
+            assert float(found[row[level]][name]) == pytest.approx(float(row[name]), abs=1e-5)
+        file = Path("attention") / f"{row[level]}.csv"
+        ours, theirs = (
+            {(it["slide"], it["x_l0"], it["y_l0"]): it for it in rows_of(folder / file)}
+            for folder in (predicted, run)
+        )
+        assert ours.keys() == theirs.keys()
+        for place, values in theirs.items():
+            for name in [it for it in values if it.startswith(("attention", "contribution"))]:
+                assert float(ours[place][name]) == pytest.approx(float(values[name]), abs=1e-5)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A slide model of synthetic slides."""
+
+    slides: Path
+    store: Path
+    features: Path
+    run: Path
+    labels: Path
+
+
+@pytest.fixture(scope="session")
+def slide_model(made: Path, made_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    base = tmp_path_factory.mktemp("slide-model")
+    embed(made_store, model="small-cnn", out=base / "features")
+    succeed(
+        "train", "--mil", base / "features", "--labels", made / "labels.csv", "--epochs", 3,
+        "--patience", 0, "--resamples", 20, "--fractions", "0.5,0.25,0.25", "--split-by", "slide",
+        "--out", base / "run",
+    )  # fmt: skip
+    return Trained(made, made_store, base / "features", base / "run", made / "labels.csv")
+
+
+@pytest.mark.parametrize("source", ["features", "store", "slides"])
+def test_every_source_gives_the_predictions_of_the_run(
+    slide_model: Trained, tmp_path: Path, source: str
+) -> None:
+    result = predict(
+        slide_model.run, getattr(slide_model, source), out=tmp_path / "p", labels=slide_model.labels
+    )
+    assert not result.failed
+    assert len(result.done) == 12
+    check_same(slide_model.run, tmp_path / "p")
+    assert result.metrics is not None
+    described = json.loads((tmp_path / "p" / "patches" / "slide-000.json").read_text())
+    assert described["width"] == 1536
+    assert (tmp_path / "p" / "patches" / "slide-000.jpg").exists() == (source != "features")
+    done = heatmap(
+        tmp_path / "p", out=tmp_path / "h", show="contribution", class_name="tumour",
+        formats=("png", "tiff", "geojson"), slide=("slide-000",),
+    )  # fmt: skip
+    assert len(done.files["slide-000"]) == 3
+    with pytest.raises(UsageError, match="expected normal or tumour"):
+        heatmap(tmp_path / "p", out=tmp_path / "h", class_name="stroma")
+
+
+def test_new_slides_are_added_and_changed_ones_computed_again(
+    slide_model: Trained, tmp_path: Path
+) -> None:
+    names = sorted(path.name for path in slide_model.slides.glob("*.svs"))[:3] or sorted(
+        path.name for path in slide_model.slides.iterdir() if path.suffix != ".csv"
+    )
+    slides = tmp_path / "slides"
+    slides.mkdir()
+    for name in names[:2]:
+        shutil.copy(slide_model.slides / name, slides)
+    first = predict(slide_model.run, slides, out=tmp_path / "p")
+    assert len(first.done) == 2
+    features = tmp_path / "p" / "features"
+    before = {path.name: path.stat().st_mtime_ns for path in features.glob("*.h5")}
+    shutil.copy(slide_model.slides / names[2], slides)
+    (slides / "broken.svs").write_bytes(b"no slide")
+    shutil.copy(slide_model.slides / names[2], slides / names[1])
+    second = predict(slide_model.run, slides, out=tmp_path / "p")
+    assert set(second.failed) == {"broken"}
+    assert len(second.done) == 3
+    after = {path.name: path.stat().st_mtime_ns for path in features.glob("*.h5")}
+    kept, changed = (f"{Path(name).stem}.h5" for name in names[:2])
+    assert after[kept] == before[kept]
+    assert after[changed] != before[changed]
+    with pytest.raises(UsageError, match="other settings"):
+        predict(slide_model.run, slide_model.features, out=tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        ("cox", ("--pooling", "dsmil", "--covariates", "age,MSI")),
+        ("discrete", ("--pooling", "max")),
+        ("regression", ("--pooling", "transformer")),
+        ("multilabel", ("--pooling", "mean", "--bag", "patient")),
+    ],
+)
+def test_every_task_gives_the_predictions_of_the_run(
+    run: Run,
+    bags: Path,
+    tmp_path: Path,
+    task: str,
+    more: Sequence[str],
+) -> None:
+    done = run(*arguments(bags, task, *more, "--epochs", 2, "--out", "run"))
+    assert done.returncode == 0, done.stderr
+    result = predict(tmp_path / "run", bags, out=tmp_path / "p", labels=bags / "labels.csv")
+    check_same(tmp_path / "run", tmp_path / "p", "patient" if "patient" in more else "slide")
+    assert result.metrics is not None
+    assert result.unit == ("patient" if "patient" in more else "slide")
+    if "--covariates" in more:
+        with pytest.raises(UsageError, match="the model takes covariates: found no --labels"):
+            predict(tmp_path / "run", bags, out=tmp_path / "q")
+        (tmp_path / "few.csv").write_text("slide,age\ns1,50\n")
+        with pytest.raises(UsageError, match="the covariates of the model: MSI"):
+            predict(tmp_path / "run", bags, out=tmp_path / "q", labels=tmp_path / "few.csv")
+
+
+def test_ensemble_of_folds_is_their_mean(run: Run, bags: Path, tmp_path: Path) -> None:
+    done = run(*arguments(bags, "cox", "--folds", 2, "--epochs", 2, "--out", "cv"))
+    assert done.returncode == 0, done.stderr
+    together = predict(tmp_path / "cv", bags, out=tmp_path / "p", labels=bags / "labels.csv")
+    assert together.metrics is not None
+    single = []
+    for fold in (1, 2):
+        predict(tmp_path / "cv" / f"fold-{fold}", bags, out=tmp_path / f"p{fold}")
+        single.append([float(it["risk"]) for it in rows_of(tmp_path / f"p{fold}" / "slides.csv")])
+    rows = rows_of(tmp_path / "p" / "slides.csv")
+    np.testing.assert_allclose(
+        [float(it["risk"]) for it in rows], np.mean(single, axis=0), atol=1e-5
+    )
+    np.testing.assert_allclose(
+        [float(it["sd_risk"]) for it in rows], np.std(single, axis=0, ddof=1), atol=1e-5
+    )
+    assert any(name.startswith("sd_survival_") for name in rows[0])
+
+
+def test_ensemble_of_patch_models_is_their_mean(
+    run: Run, small_store: Path, tmp_path: Path
+) -> None:
+    done = run(
+        "train", small_store, "--folds", 2, "--epochs", 1, "--resamples", 20, "--split-by", "slide",
+        "--out", "cv",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    predict(tmp_path / "cv", small_store, out=tmp_path / "p")
+    rows = {it["slide"]: it for it in rows_of(tmp_path / "p" / "slides.csv")}
+    single: list[dict[str, float]] = []
+    for fold in (1, 2):
+        predict(tmp_path / "cv" / f"fold-{fold}", small_store, out=tmp_path / f"p{fold}")
+        found = rows_of(tmp_path / f"p{fold}" / "slides.csv")
+        assert "sd_n" not in found[0]
+        single.append({it["slide"]: float(it["p_n"]) for it in found})
+    for slide, row in rows.items():
+        values = [it[slide] for it in single]
+        assert float(row["p_n"]) == pytest.approx(np.mean(values), abs=1e-5)
+        assert float(row["sd_n"]) == pytest.approx(np.std(values, ddof=1), abs=1e-5)
+
+
+def test_wrong_input_is_explained(slide_model: Trained, tmp_path: Path, trained: Path, small_store: Path) -> None:  # fmt: skip
+    def refused(message: str, run: Path, *sources: Path, **options: Any) -> None:
+        with pytest.raises(HistopipeError, match=message):
+            predict(run, sources, out=tmp_path / "p", **options)
+
+    other = tmp_path / "other"
+    shutil.copytree(slide_model.features, other)
+    record = json.loads((other / "features.json").read_text())
+    (other / "features.json").write_text(json.dumps(record | {"sha256": "0" * 64}))
+    refused("found sha256 0000", slide_model.run, other)
+    coarse = record | {"patches": {**record["patches"], "patch_mpp": 1.0}}
+    (other / "features.json").write_text(json.dumps(coarse))
+    refused("found µm per pixel 1, expected µm per pixel 0.49", slide_model.run, other)
+    (other / "features.json").unlink()
+    with h5py.File(other / "slide-000.h5", "r+") as file:
+        values = file["features"][:, :5]
+        del file["features"]
+        file["features"] = values
+    refused("features per patch: found", slide_model.run, other)
+    refused("the size of its patches differs", slide_model.run, small_store)
+    refused("expected 1, in the order of --mil", slide_model.run, slide_model.features, other)
+    refused(
+        "features and stores are mixed", slide_model.run, slide_model.features, slide_model.store
+    )
+    refused("model of patches: found features", trained, slide_model.features)
+    refused("--encoder: found a model of patches", trained, slide_model.store, encoder=("uni",))
+    refused("no aggregation", slide_model.run, slide_model.features, aggregate="top_k")
+    refused(
+        "other features than in the training",
+        slide_model.run,
+        slide_model.store,
+        encoder=(trained,),
+    )
+    assert not (tmp_path / "p" / "slides.csv").exists()
+
+
+def test_odd_bags_are_predicted_or_named(slide_model: Trained, tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    shutil.copy(slide_model.features / "features.json", folder)
+    shutil.copy(slide_model.features / "slide-001.h5", folder)
+    (folder / "damaged.h5").write_bytes((slide_model.features / "slide-000.h5").read_bytes())
+    with h5py.File(folder / "damaged.h5", "r+") as file:
+        file["features"][0, 0] += 1
+    write_bag(folder / "one.h5", np.ones((1, 64), np.float32), np.zeros((1, 2), np.int64))
+    write_bag(folder / "empty.h5", np.ones((0, 64), np.float32))
+    result = predict(slide_model.run, folder, out=tmp_path / "p")
+    assert set(result.done) == {"slide-001", "one"}
+    assert "checksum" in result.failed["damaged"]
+    assert result.failed["empty"] == "the slide has no patches"
+    assert result.metrics is None
+    (folder / "features.json").unlink()
+    with pytest.raises(NothingToDo, match="does not exist"):
+        predict(slide_model.run, tmp_path / "nothing", out=tmp_path / "q")
+    # The run of features without record: their encoder is unknown.
+    copied = tmp_path / "run"
+    shutil.copytree(slide_model.run, copied)
+    facts = json.loads((copied / "metrics.json").read_text())
+    (copied / "metrics.json").write_text(json.dumps({**facts, "encoders": [None]}))
+    with pytest.raises(UsageError, match=r"encoder of .* is not recorded: found slides"):
+        predict(copied, slide_model.slides, out=tmp_path / "q")
+    assert len(predict(copied, folder, out=tmp_path / "r").done) == 2
