@@ -27,7 +27,8 @@ from histopipe.system.progress import SilentProgress, use_progress
 
 DIMENSION = 32
 CENSORED = (0.3, 0.7)
-LOSSES = ("cox", "discrete")
+MODELS = (("cox", "gated"), ("cox", "mean"), ("discrete", "gated"), ("discrete", "mean"))
+"""Loss and pooling."""
 
 
 def main() -> None:
@@ -42,12 +43,12 @@ def main() -> None:
     rows = []
     with use_progress(SilentProgress()):
         for censored in CENSORED:
-            for loss in LOSSES:
+            for model in MODELS:
                 for seed in range(options.seeds):
-                    rows.append(trained(options, seed, censored, loss, strength=4.0))
+                    rows.append(trained(options, seed, censored, model, strength=4.0))
                     print(json.dumps(rows[-1]), flush=True)
         for seed in range(options.null_seeds):
-            rows.append(trained(options, 1000 + seed, 0.3, "cox", strength=0.0))
+            rows.append(trained(options, 1000 + seed, 0.3, MODELS[0], strength=0.0))
             print(json.dumps(rows[-1]), flush=True)
     null = [row for row in rows if not row["strength"]]
     found = {
@@ -65,15 +66,21 @@ def main() -> None:
 
 
 def trained(
-    options: argparse.Namespace, seed: int, censored: float, loss: str, *, strength: float
+    options: argparse.Namespace,
+    seed: int,
+    censored: float,
+    model: tuple[str, str],
+    *,
+    strength: float,
 ) -> dict[str, Any]:
     """Train on synthetic bags, and return the concordance on the test set, and that of the true risk."""
+    loss, pooling = model
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         risk = write_bags(folder, options.bags, seed, censored, strength)
         settings: dict[str, Any] = {
             "mil": str(folder / "features"), "labels": str(folder / "labels.csv"), "task": "survival",
-            "time": "time", "event": "event", "loss": loss, "epochs": options.epochs, "seed": seed,
+            "time": "time", "event": "event", "loss": loss, "pooling": pooling, "epochs": options.epochs, "seed": seed,
             "fractions": (0.5, 0.2, 0.3), "learning_rate": 1e-3, "resamples": 500,
         }  # fmt: skip
         if loss != "cox":
@@ -87,7 +94,7 @@ def trained(
         oracle = SurvivalStatistics(time, event, true, [float(np.median(time))], scores.patient)
         low, high = metrics.intervals["c_index"]
         return {
-            "strength": strength, "censored": censored, "loss": loss, "seed": seed,
+            "strength": strength, "censored": censored, "loss": loss, "pooling": pooling, "seed": seed,
             "events": int(event.sum()), "test": len(time), "c_index": metrics.figures["c_index"],
             "low": low, "high": high,
             "oracle": float(oracle.figures(np.ones((1, oracle.patients)))["c_index"][0]),
