@@ -253,6 +253,43 @@ def test_attention_finds_the_few_positive_patches(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("pooling", ["clam", "dsmil", "transformer"])
+def test_other_poolings_find_what_the_mean_misses(
+    hidden_signal: tuple[Path, float], tmp_path: Path, pooling: str
+) -> None:
+    folder, auc_of_mean = hidden_signal
+    assert auc_of_hidden(folder, tmp_path, pooling) > max(0.95, auc_of_mean + 0.1)
+
+
+@pytest.fixture(scope="module")
+def hidden_signal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """Bags whose positive patches are few, and hidden from the mean by an offset of all patches; and the mean's AUC."""
+    folder = tmp_path_factory.mktemp("hidden")
+    rng, rows = np.random.default_rng(4), [("slide", "label", "patient")]
+    for i in range(60):
+        values = rng.normal(size=(24, 8)).astype(np.float32)
+        values[:, 0] += rng.normal(0, 1.5)
+        if i % 2:
+            values[rng.choice(24, 2, replace=False), 0] += 9
+        write_bag(
+            folder / "features" / f"s{i}.h5", values, 512 * np.indices((6, 4)).reshape(2, -1).T
+        )
+        rows.append((f"s{i}", "np"[i % 2], f"P{i}"))
+    with (folder / "labels.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return folder, auc_of_hidden(folder, folder, "mean")
+
+
+def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
+    result = histopipe.train(
+        mil=folder / "features", labels=folder / "labels.csv", out=out / pooling, pooling=pooling,
+        epochs=12, patience=0, learning_rate=1e-3, resamples=0, fractions=(0.4, 0.2, 0.4),
+    )  # fmt: skip
+    auc = result.metrics["test"].slide["mean"].figures["auc"]
+    assert auc is not None
+    return auc
+
+
 @pytest.fixture(scope="module")
 def trained(bags: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mil") / "run"
@@ -287,8 +324,8 @@ def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: P
 
 def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
     cases = {
-        "three": {"devices": "cpu:3", "batch_size": 4},
-        "one": {"devices": "cpu", "batch_size": 4},
+        "three": {"devices": "cpu:3", "batch_size": 4, "pooling": "clam"},
+        "one": {"devices": "cpu", "batch_size": 4, "pooling": "clam"},
     }  # fmt: skip
 
     def train(name: str) -> Any:

@@ -108,11 +108,11 @@ def test_planted_signals_are_learned(run: Run, bags: Path, tmp_path: Path, task:
     assert f"val_{ {'regression': 'r2', 'multilabel': 'auc'}.get(task, 'c_index') }" in text
 
 
-@pytest.mark.parametrize("task", ["cox", "regression"])
+@pytest.mark.parametrize(("task", "pooling"), [("cox", "gated"), ("regression", "dsmil")])
 def test_devices_and_interruptions_change_nothing(
-    run: Run, bags: Path, tmp_path: Path, task: str
+    run: Run, bags: Path, tmp_path: Path, task: str, pooling: str
 ) -> None:
-    own = arguments(bags, task, "--batch-size", 16)
+    own = arguments(bags, task, "--batch-size", 16, "--pooling", pooling, "--epochs", 3)
     whole = run(*own, "--out", "whole")
     assert whole.returncode == 0, whole.stderr
     several = run(*own, "--out", "several", "--devices", "cpu:3")
