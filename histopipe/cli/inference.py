@@ -37,8 +37,8 @@ from histopipe.system.result import exit_code_of
 @click.option(
     "--labels",
     type=PATH,
-    help="CSV file with the columns slide, label, and optionally patient. "
-    "Metrics are reported where labels are known.  [default: the store's]",
+    help="CSV file with the columns slide, label, and optionally patient; for slide models also targets and "
+    "covariates. Metrics are reported where labels are known.  [default: the store's]",
 )
 @extra_rows_option
 @click.option(
@@ -91,9 +91,8 @@ def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **op
     """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
 
     Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also
-    computes their features, or takes folders of features. RUN may be a cross-validation: its folds are averaged. Writes
-    a CSV file of patches per slide, slides.csv and patients.csv to --out. Run the same command again to predict missing
-    slides.
+    computes their features, or takes folders of features. If RUN is a cross-validation, its folds are averaged. Writes a
+    CSV file of patches per slide, slides.csv and patients.csv. Run the same command again to predict missing slides.
 
     \b
     Example: histopipe predict runs/first new-slides/ --out predictions

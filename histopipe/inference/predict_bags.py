@@ -29,7 +29,6 @@ from histopipe.inference.feature_folder import described
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.inference.predictions_folder import (
     PATIENTS,
-    SETTINGS,
     SLIDES,
     PredictionsFolder,
 )
@@ -37,7 +36,6 @@ from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
 from histopipe.slides.tables import table_columns
-from histopipe.system.files import record_or_check
 from histopipe.system.progress import Progress
 
 
@@ -80,20 +78,14 @@ class BagsPrediction:
         )  # fmt: skip
 
     def _record_settings(self) -> None:
-        first, path = self._first, self.folder.path
-        if not self.folder.exists and any(path.iterdir()):
-            raise UsageError(
-                f"{path} holds files that are not predictions", found=min(path.iterdir()).name,
-                todo="choose another --out",
-            )  # fmt: skip
+        first = self._first
         settings = {
             "histopipe": __version__, "run": str(first.folder), "task": first.task,
             "classes": list(first.classes), "targets": list(first.targets), "bag": first.config.bag,
-            "sha256": [model.network.sha256 for model in self.models], "sources": self.features.kind, "tiling": dict(self.options.tiling),
+            "sha256": [model.network.sha256 for model in self.models], "sources": self.features.kind,
+            "tiling": dict(self.options.tiling),
         }  # fmt: skip
-        record_or_check(
-            path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
-        )
+        self.folder.record(settings)
 
     def _bags(self, folders: Sequence[Path]) -> BagSet:
         first, labels = self._first, self.options.labels

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.splits import trained_on
-from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.levels import Aggregation, Level
 from histopipe.evaluation.predictions import PatchScores, scores_of
@@ -20,7 +19,6 @@ from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier
 from histopipe.inference.predictions_folder import (
     PATIENTS,
-    SETTINGS,
     SLIDES,
     PredictedSlide,
     PredictionsFolder,
@@ -32,7 +30,6 @@ from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import METRICS
-from histopipe.system.files import record_or_check
 from histopipe.system.progress import Progress
 
 
@@ -82,21 +79,13 @@ class PatchPrediction:
 
     def _record_settings(self) -> None:
         """Record the settings of the predictions, or compare them with the recorded ones."""
-        classifier, path = self.classifier, self.folder.path
-        if not self.folder.exists and any(path.iterdir()):
-            raise UsageError(
-                f"{path} holds files that are not predictions", found=min(path.iterdir()).name,
-                todo="choose another --out",
-            )  # fmt: skip
+        classifier = self.classifier
         settings = {
             "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
             "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
             "patch_size": classifier.patches.patch_size, **self.source.settings,
         }  # fmt: skip
-        # A run folder may be moved, so the weights are compared instead of the path.
-        record_or_check(
-            path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
-        )
+        self.folder.record(settings)
 
     def _write(
         self, slide: StoredSlide | TiledSlide, results: Iterator[Results]

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from histopipe.errors import DamagedStore
+from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import (
     Evaluation,
     JudgeSettings,
@@ -33,7 +33,7 @@ from histopipe.evaluation.predictions import (
     write_predictions,
 )
 from histopipe.store.record import SlideRecord
-from histopipe.system.files import appearing, path_within, read_json
+from histopipe.system.files import appearing, path_within, read_json, record_or_check
 
 PATCHES = "patches"
 """Folder with the files of each slide."""
@@ -128,6 +128,22 @@ class PredictionsFolder:
     def exists(self) -> bool:
         """Whether it is a folder of predictions."""
         return (self.path / SETTINGS).is_file()
+
+    def record(self, settings: Mapping[str, Any]) -> None:
+        """Record the settings of the predictions, or compare them with the recorded ones.
+
+        Raises:
+            UsageError: the folder holds predictions with other settings, or other files.
+        """
+        if not self.exists and any(self.path.iterdir()):
+            raise UsageError(
+                f"{self.path} holds files that are not predictions", found=min(self.path.iterdir()).name,
+                todo="choose another --out",
+            )  # fmt: skip
+        # A run folder may be moved, so the weights are compared instead of the path.
+        record_or_check(
+            self.path / SETTINGS, settings, ignored=("histopipe", "run"), contents="predictions"
+        )
 
     def csv(self, slide: str) -> Path:
         """Return the path of a slide's patch table: slide,patient,x_l0,y_l0,label,predicted,p_CLASS….

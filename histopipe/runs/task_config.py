@@ -37,9 +37,8 @@ def parse_trainable(trainable: str) -> tuple[str, int]:
     """
     match = _TRAINABLE.fullmatch(trainable)
     if match is None or (match["number"] is not None) != (match["kind"] in ("last", "lora")):
-        raise UsageError(
-            "--trainable", found=repr(trainable), expected="all, head, last:N or lora:R"
-        )
+        expected = "all, head, last:N or lora:R"
+        raise UsageError("--trainable", found=repr(trainable), expected=expected)
     return match["kind"], int(match["number"] or 0)
 
 
@@ -198,19 +197,18 @@ class BagTrainConfig(TrainConfig):
                 expected="2 or more: the Cox loss compares the bags of a batch", todo="use 16 or more",
             )  # fmt: skip
         if self.pooling == "clam" and self.task != "classification":
+            todo = "use --pooling gated, the same model without a loss of single patches"
             raise UsageError(
-                "--pooling clam", found=f"--task {self.task}",
-                expected="--task classification: its loss of single patches needs classes",
-                todo="use --pooling gated, which is the same model without this loss",
-            )  # fmt: skip
+                "--pooling clam", found=f"--task {self.task}", expected="classes", todo=todo
+            )
         common = set(self.covariates) & {*self.target_columns, "slide", "patient", "site"}
         if common or len(set(self.covariates)) < len(self.covariates):
-            raise UsageError(
-                "--covariates", found=", ".join(self.covariates),
-                expected="different columns that are not predicted",
-            )  # fmt: skip
+            expected, found = "different columns that are not predicted", ", ".join(self.covariates)
+            raise UsageError("--covariates", found=found, expected=expected)
         if self.covariates and self.labels is None and self.splits is None:
-            raise UsageError("--covariates need --labels", expected="a CSV file with these columns")
+            raise UsageError(
+                "--covariates", found="no --labels", expected="a file with these columns"
+            )
         if self.split_by in ("region", "patch"):
             raise UsageError(
                 f"--split-by {self.split_by} divides slides, and --mil trains on whole slides",
