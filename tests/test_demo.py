@@ -1,12 +1,15 @@
-"""Wrong arguments of the demo, and its slides. CI runs the whole demo with `make demo`."""
+"""Wrong arguments of the demo, and its slides. CI runs the whole demo of patch models with `make pages`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from conftest import Run
 
 from histopipe.annotations.read import read_annotations
+from histopipe.demo import slide_demo
+from histopipe.demo.demo import demo
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import PointL0, Size
 from histopipe.slides.slide import Slide
@@ -39,3 +42,15 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
             corner = PointL0(int(point.x) - 48, int(point.y) - 48)
             darkness.append(255 - float(slide.read_region(corner, 0, Size(96, 96)).mean()))
     assert min(darkness[1:]) > 1.15 * darkness[0], "nodules must have more nuclei"
+
+
+def test_demo_of_slide_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slide_demo, "_SIZE", Size(768, 768))
+    monkeypatch.setattr(slide_demo, "_NEW_SLIDES", 2)
+    result = demo(tmp_path / "demo", slides=True, count=10)
+    assert isinstance(result, slide_demo.SlideDemoResult)
+    assert result.predicted.done == ("slide-010", "slide-011")
+    assert result.predicted.metrics is not None
+    assert len(list(result.heatmaps.glob("*.heat.png"))) == 2
+    assert result.report.exists()
+    assert "new slides" in str(result)

@@ -211,6 +211,8 @@ def _check_stores(name: str, value: Any) -> None:
         inside = [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb"))
         for store in inside:
             check_untrusted(store)
+        if any(path.glob("*.h5")):
+            _check_hdf5(path, None)
 
 
 def _check_models(values: Mapping[str, Any]) -> None:

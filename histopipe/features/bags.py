@@ -120,7 +120,8 @@ class BagSet:
         for name, slides in groups.items():
             sites, first = {labelled[slide].site for slide in slides}, labelled[slides[0]]
             bags[known[name] if name in known else next(free)] = Bag(
-                name, tuple(slides), tuple(parts[slide] for slide in slides), first.label, first.patient,
+                name, tuple(slides), tuple(parts[slide] for slide in slides),
+                first.label if len({labelled[slide].label for slide in slides}) == 1 else None, first.patient,
                 sites.pop() if len(sites) == 1 else None, contents[name], first.cells,
             )  # fmt: skip
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
@@ -196,7 +197,8 @@ def _by_patient(labels: Mapping[str, SlideLabel], *, unlabelled: bool) -> dict[s
         if unlabelled or label.label or any(label.cells.values()):
             groups.setdefault(str(label.patient), []).append(name)
     for patient, slides in groups.items():
-        texts = [{"labels": str(it.label), **it.cells} for it in map(labels.__getitem__, slides)]
+        own = [labels[slide] for slide in slides]
+        texts = [{**({} if unlabelled else {"labels": str(it.label)}), **it.cells} for it in own]
         for column in texts[0]:
             found = sorted({text[column] or "empty" for text in texts})
             if len(found) > 1:

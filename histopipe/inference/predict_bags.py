@@ -123,6 +123,8 @@ class BagsPrediction:
     def _predict(self, bags: BagSet) -> Evaluation | None:
         """Predict all bags, and write what is known of each patch, bag and patient."""
         found: list[tuple[Bag, list[Any]]] = []
+        # A wrong cell is reported before the work.
+        targets = {bag.id: self._target(bag) for bag in bags.bags.values()}
         with closing(
             self.progress.bar("predicting", unit=f"{self._first.config.bag}s", total=len(bags.bags))
         ) as bar:
@@ -140,7 +142,7 @@ class BagsPrediction:
             self.features.patches = sum(bag.rows for bag, _ in found)
         self._warn_of_training_slides([bag for bag, _ in found])
         predictions = BagPredictions(
-            self.models, [bag for bag, _ in found], [self._target(bag) for bag, _ in found],
+            self.models, [bag for bag, _ in found], [targets[bag.id] for bag, _ in found],
             [np.stack([outputs[i] for _, outputs in found]) for i in range(len(self.models))],
         )  # fmt: skip
         path = self.folder.path
