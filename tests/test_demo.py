@@ -47,6 +47,7 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
 def test_demo_of_slide_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slide_demo, "_SIZE", Size(768, 768))
     monkeypatch.setattr(slide_demo, "_NEW_SLIDES", 2)
+    monkeypatch.setattr(slide_demo, "_STAINS", 1)
     result = demo(tmp_path / "demo", slides=True, count=10)
     assert isinstance(result, slide_demo.SlideDemoResult)
     assert result.predicted.done == ("slide-010", "slide-011")
