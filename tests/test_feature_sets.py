@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import h5py
@@ -22,6 +23,7 @@ from histopipe.features.bags import BagSet, read_bag
 from histopipe.features.joined import covering
 from histopipe.runs.settings import to_toml
 from histopipe.runs.task_config import BagTrainConfig, load_config, make_config, resumed_config
+from histopipe.studies.study import _are_same
 
 corners = st.lists(st.tuples(st.integers(-9, 60), st.integers(-9, 60)), max_size=25)
 
@@ -149,6 +151,8 @@ def test_settings_hold_several_folders(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('mil = "a"\n')  # written by earlier versions
     assert load_config(tmp_path / "config.toml") == one
     assert resumed_config({"mil": "a"}, {"mil": ("a",)}) == one
+    old, new = (json.dumps([{}, {"mil": it}, None]) for it in ("a", ["a"]))
+    assert _are_same(old, new)  # a search that was started before
     with pytest.raises(UsageError, match="no folder"):
         make_config({"mil": []})
 

@@ -21,7 +21,7 @@ from histopipe.inference.encoder import (
 )
 from histopipe.inference.feature_folder import FeatureFolder, described
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
-from histopipe.inference.slide_run import Results, SlideRun
+from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.source_kinds import SourceKind
 from histopipe.inference.trained_bags import TrainedBags
@@ -50,11 +50,9 @@ class BagFeatures:
     encoders: Sequence[str]
     encoder_weights: Sequence[str]
     progress: Progress
-    kept: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)
     patches: int = 0
     skipped: int = 0
-    seconds: float = 0.0
     input_wait: float = 0.0
 
     def folders(self, begin: Callable[[], None]) -> Sequence[Path]:
@@ -145,12 +143,12 @@ class BagFeatures:
             stores, features, on_error=self.options.on_error, stain_norm=trained.stain_norm,
             batch_size=self.options.batch_size, progress=self.progress,
         )  # fmt: skip
+        computed = set(found.done)
         for store in stores:
             for number, record in store.complete.items():
-                self._write_thumbnail(record.id, store.thumbnail(number))
-        self._add(found.kept, found.failed, found.patches, found.skipped)
-        self.seconds += found.seconds
-        self.input_wait += found.input_wait
+                if record.id in computed:
+                    self._write_thumbnail(record.id, store.thumbnail(number))
+        self._add(found)
 
     def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
         options = replace(self.options, labels=None)  # bags have the labels
@@ -163,27 +161,17 @@ class BagFeatures:
                 return counts
 
             run.run(source.slides(run, _Embedded(features.path)), write, stop=source.close)
-        self._add(run.kept, run.failed, run.patches, run.skipped)
-        self.seconds += run.seconds
-        self.input_wait += run.input_wait
+        self._add(run)
 
-    def _add(
-        self,
-        kept: Sequence[str],
-        failed: Mapping[str, str],
-        patches: int,
-        skipped: int,
-    ) -> None:
-        self.kept, self.patches, self.skipped = (
-            tuple(kept),
-            self.patches + patches,
-            self.skipped + skipped,
-        )
-        self.failed |= failed
+    def _add(self, found: SlideRunResult | SlideRun) -> None:
+        self.failed |= found.failed
+        self.patches += found.patches
+        self.skipped += found.skipped
+        self.input_wait += found.input_wait
 
     def _write_thumbnail(self, slide: str, picture: bytes | None) -> None:
         path = self.predictions.thumbnail(slide)
-        if picture is not None and not path.exists():
+        if picture is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with appearing(path, hidden=True) as part:
                 part.write_bytes(picture)

@@ -50,6 +50,8 @@ def _are_same(recorded: str, wanted: str) -> bool:
     added = {name: declared[name].default for name in base.keys() - old_base.keys()}
     added = json.loads(json.dumps(added, default=str))
     old_base = {name: value for name, value in old_base.items() if name in base} | added
+    if isinstance(old_base.get("mil"), str):  # one folder, before there could be several
+        old_base["mil"] = [old_base["mil"]]
     return kinds[0] == kinds[1] and (old_space, old_base, old_metric) == (space, base, metric)
 
 
