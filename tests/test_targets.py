@@ -414,4 +414,4 @@ def test_survival_of_patches_is_refused(run: Run, small_store: Path) -> None:
         "e",
     )
     assert done.returncode == 2
-    assert "a slide model: --mil" in done.stderr
+    assert "--task survival: found patches, expected --mil with features" in done.stderr

@@ -98,7 +98,8 @@ class PatchPrediction:
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         probability, corners = probability[order], corners[order].astype(np.int64)
         zeros = np.zeros(len(order), np.int32)
-        by_model = probability.reshape(len(order), -1, len(self.classifier.classes))
+        shape = (len(order), self.classifier.models, len(self.classifier.classes))
+        by_model = probability.reshape(shape)  # a slide may be without patches
         scores = PatchScores(
             self.classifier.classes, (predicted.slide,), (predicted.patient,), slide=zeros,
             patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
