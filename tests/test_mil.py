@@ -283,7 +283,7 @@ def hidden_signal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float
 def auc_of_hidden(folder: Path, out: Path, pooling: str) -> float:
     result = histopipe.train(
         mil=folder / "features", labels=folder / "labels.csv", out=out / pooling, pooling=pooling,
-        epochs=12, patience=0, learning_rate=1e-3, resamples=0, fractions=(0.4, 0.2, 0.4),
+        epochs=10, patience=0, learning_rate=1e-3, resamples=0, fractions=(0.4, 0.2, 0.4),
     )  # fmt: skip
     auc = result.metrics["test"].slide["mean"].figures["auc"]
     assert auc is not None
@@ -324,8 +324,8 @@ def test_model_opens_in_plain_keras_and_predicts_the_same(trained: Path, bags: P
 
 def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
     cases = {
-        "three": {"devices": "cpu:3", "batch_size": 4, "pooling": "clam"},
-        "one": {"devices": "cpu", "batch_size": 4, "pooling": "clam"},
+        "two": {"devices": "cpu:2", "batch_size": 3, "pooling": "clam", "epochs": 1},
+        "one": {"devices": "cpu", "batch_size": 3, "pooling": "clam", "epochs": 1},
     }  # fmt: skip
 
     def train(name: str) -> Any:
@@ -334,9 +334,9 @@ def test_result_does_not_depend_on_replicas(bags: Path, tmp_path: Path) -> None:
         return pd.read_csv(out / "history.csv"), weights_of(out)
 
     found = {name: train(name) for name in cases}
-    (one, ours), (three, theirs) = found["one"], found["three"]
+    (one, ours), (two, theirs) = found["one"], found["two"]
     for column in ("loss", "val_loss"):
-        np.testing.assert_allclose(one[column], three[column], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(one[column], two[column], rtol=1e-5, atol=1e-5)
     for name, value in ours.items():
         if value.dtype == np.float32 and value.ndim == 2:
             gap = np.linalg.norm(value - theirs[name])

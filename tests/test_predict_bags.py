@@ -139,7 +139,7 @@ def test_every_task_gives_the_predictions_of_the_run(
     task: str,
     more: Sequence[str],
 ) -> None:
-    done = run(*arguments(bags, task, *more, "--epochs", 2, "--out", "run"))
+    done = run(*arguments(bags, task, *more, "--epochs", 1, "--out", "run"))
     assert done.returncode == 0, done.stderr
     result = predict(tmp_path / "run", bags, out=tmp_path / "p", labels=bags / "labels.csv")
     check_same(tmp_path / "run", tmp_path / "p", "patient" if "patient" in more else "slide")
@@ -154,7 +154,7 @@ def test_every_task_gives_the_predictions_of_the_run(
 
 
 def test_ensemble_of_folds_is_their_mean(run: Run, bags: Path, tmp_path: Path) -> None:
-    done = run(*arguments(bags, "cox", "--folds", 2, "--epochs", 2, "--out", "cv"))
+    done = run(*arguments(bags, "cox", "--folds", 2, "--epochs", 1, "--out", "cv"))
     assert done.returncode == 0, done.stderr
     together = predict(tmp_path / "cv", bags, out=tmp_path / "p", labels=bags / "labels.csv")
     assert together.metrics is not None
