@@ -524,6 +524,9 @@ def test_invalid_features_and_labels_are_refused(bags: Path, tmp_path: Path) -> 
     (tmp_path / "c").mkdir()
     with pytest.raises(NothingToDo, match="contains no features"):
         BagSet(tmp_path / "c")
+    write_bag(tmp_path / "c" / "x.h5", np.zeros((0, 4), np.float32))
+    with pytest.raises(NothingToDo, match=r"no slide in .* has patches: found x"):
+        BagSet(tmp_path / "c")
     with pytest.raises(UsageError, match="is not a folder"):
         BagSet(tmp_path / "d")
     (tmp_path / "l.csv").write_text("slide,label,patient\ns0,a,P\ns1,b,P\n")

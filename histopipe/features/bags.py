@@ -23,6 +23,7 @@ from histopipe.features.joined import SlideFeatures
 from histopipe.ingestion.records import patient_of
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
 from histopipe.system.files import read_json
+from histopipe.system.result import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class BagSet:
         self.bags = self.records = self.complete = dict(sorted(bags.items()))
         self.empty = tuple(name for name, header in headers.items() if not header.rows)
         """Slides without patches."""
-        ignored = f"{len(self.empty)} feature files without patches are ignored"
+        ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
         self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:

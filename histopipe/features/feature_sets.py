@@ -46,6 +46,11 @@ def _filled(folder: Path, headers: Headers) -> Headers:
     """Return the headers of files with patches."""
     found = {name: header for name, header in headers.items() if header.rows}
     if not found:
+        if headers:
+            raise NothingToDo(
+                f"no slide in {folder} has patches", found=", ".join(list(headers)[:3]),
+                todo="check the slides: `histopipe ingest SLIDES --plan` lists why slides have no patches",
+            )  # fmt: skip
         raise NothingToDo(
             f"{folder} contains no features", expected="files SLIDE.h5 from `histopipe embed`"
         )
