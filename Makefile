@@ -10,11 +10,10 @@ SOURCES := $(shell find histopipe -type f -not -path '*/__pycache__/*') pyprojec
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-# Exact versions, each file checked by its hash. Most modules of TensorFlow are never imported, so nothing is compiled
-# before its first use. The package is installed as for a user, not in editable mode.
+# Exact versions, each file checked by its hash. The package is installed as for a user, not in editable mode.
 $(VENV)/.dependencies: requirements/dev.lock
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile --require-hashes -r requirements/dev.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/dev.lock
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
@@ -43,7 +42,7 @@ format: $(VENV)/.dependencies ## format all Python files
 
 $(VENV)-docs/.dependencies: requirements/docs.lock
 	$(PYTHON) -m venv --clear $(VENV)-docs
-	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --no-compile --require-hashes -r requirements/docs.lock
+	$(VENV)-docs/bin/pip install --quiet --disable-pip-version-check --require-hashes -r requirements/docs.lock
 	touch $@
 
 $(VENV)-docs/.installed: $(VENV)-docs/.dependencies $(SOURCES)
