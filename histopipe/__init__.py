@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from histopipe.reports.heatmap import heatmap
     from histopipe.reports.info import info
     from histopipe.reports.report import report
+    from histopipe.reports.tissue import tissue
     from histopipe.runs.train import train
     from histopipe.store.store import Store, StoreSet, open_store
     from histopipe.studies.compare import compare
@@ -76,6 +77,7 @@ __all__ = [
     "report",
     "split",
     "stains",
+    "tissue",
     "train",
     "tune",
     "verify",
@@ -109,6 +111,7 @@ _MODULES = {
     "report": "histopipe.reports.report",
     "split": "histopipe.maintenance.split",
     "stains": "histopipe.measure.stains",
+    "tissue": "histopipe.reports.tissue",
     "train": "histopipe.runs.train",
     "tune": "histopipe.studies.tune",
     "verify": "histopipe.maintenance.verify",

@@ -93,6 +93,10 @@ class AnnotationsUnfit(SlideError, ValueError):
     """The annotations of a slide cannot be read, or are required and missing."""
 
 
+class MaskUnfit(SlideError, ValueError):
+    """The tissue mask of a slide is missing, or is not a mask of this slide."""
+
+
 class NothingToDo(HistopipeError, LookupError):
     """There is no slide, no store, or no training data."""
 

@@ -24,6 +24,7 @@ RANKS = {
             ["slides"],
             ["annotations"],
             ["tiling"],
+            ["masks"],
             ["store"],
             ["dataset"],
             ["measure"],
@@ -34,9 +35,9 @@ RANKS = {
             ["runs"],
             ["training"],
             ["inference"],
-            ["studies", "exporting"],
+            ["studies"],
             ["reports"],
-            ["viewer"],
+            ["exporting", "viewer"],
             ["demo", "diagnostics"],
             ["cli"],
         ]
@@ -52,12 +53,13 @@ HOMES = {
     "keras": {"training", "inference", "reports"},
     "h5py": {"features", "ingestion"},
     "safetensors": {"pretrained"},
-    "onnxruntime": {"inference"},
+    "onnxruntime": {"inference", "masks"},
     "pyarrow": {"exporting"},
     "optuna": {"studies"},
     "distributed": {"ingestion"},
     "dask_jobqueue": {"ingestion"},
-    "shapely": {"annotations", "reports"},
+    "shapely": {"annotations", "masks", "reports"},
+    "cv2": {"tiling", "masks", "ingestion", "reports"},
     "defusedxml": {"annotations"},
     "matplotlib": {"reports"},
     "jinja2": {"reports"},
@@ -67,7 +69,17 @@ HOMES = {
 
 
 WITHOUT_TENSORFLOW = {
-    *("errors", "geometry", "system", "slides", "annotations", "tiling", "store", "measure"),
+    *(
+        "errors",
+        "geometry",
+        "system",
+        "slides",
+        "annotations",
+        "tiling",
+        "masks",
+        "store",
+        "measure",
+    ),
     *("evaluation", "ingestion", "maintenance", "features", "runs", "studies", "cli"),
 }
 LONGEST_MODULE = 320

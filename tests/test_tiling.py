@@ -11,22 +11,18 @@ import pytest
 from conftest import make_slides
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image, ImageFilter
+from PIL import Image
 
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size, same_scale
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.slides.tiles.check import NativeLevels
-from histopipe.tiling.mask import (
-    SATURATION_BOUNDS,
-    TissueMask,
-    median3,
-    saturation_and_value,
-    tissue_mask,
-)
+from histopipe.tiling.mask import TissueMask, otsu_threshold
+from histopipe.tiling.otsu1 import SATURATION_BOUNDS, saturation_and_value
 from histopipe.tiling.plan import TilingPlan, cell_starts, choose_level, covered_squares, plan_tiles
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
+from histopipe.tiling.tissue import FINDERS, tissue_mask
 
 sizes = st.builds(Size, st.integers(1, 3000), st.integers(1, 3000))
 downsamples = st.sampled_from([1.0, 2.0, 2.0005, 4.0, 4.016, 8.00045, 16.0])
@@ -120,7 +116,7 @@ def test_plan_has_exactly_the_cells_with_enough_tissue(seed: int, threshold: flo
     pixels = np.random.default_rng(seed).random(thumbnail.pixels.shape[:2]) < 0.5
     spec = TilingSpec(patch_size=64, mpp=Mpp(0.5), tissue_threshold=threshold)
     choice = choose_level("made", info.levels, Mpp(0.5), spec)
-    plan = plan_tiles(info, choice, spec, thumbnail, TissueMask(pixels, 20, 0.0))
+    plan = plan_tiles(info, choice, spec, thumbnail, TissueMask(pixels))
     share = pixels.reshape(8, 4, 10, 4).mean(axis=(1, 3)).astype(np.float32)
     expected = {
         (x * 64, y * 64) for y, x in zip(*np.nonzero(share >= np.float32(threshold)), strict=True)
@@ -223,35 +219,50 @@ def test_grid_has_only_complete_cells() -> None:
     assert cell_starts(5, 9, 10, 10).tolist() == []
 
 
-@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 3]))
-def test_blank_glass_has_no_tissue(seed: int, noise: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.sampled_from([0, 1, 2, 3]), st.sampled_from([*FINDERS]))
+def test_blank_glass_has_no_tissue(seed: int, noise: int, algorithm: str) -> None:
     rng = np.random.default_rng(seed)
     glass = np.clip(rng.normal((243, 242, 244), noise, (80, 90, 3)), 0, 255).astype(np.uint8)
-    assert not tissue_mask(glass, Mpp(8.0)).pixels.any()
+    assert not FINDERS[algorithm](glass, Mpp(8.0)).pixels.any()
 
 
-def test_pale_and_dark_stains_are_tissue_and_black_is_not() -> None:
+@pytest.mark.parametrize("algorithm", FINDERS)
+def test_pale_and_dark_stains_are_tissue_and_black_is_not(algorithm: str) -> None:
     picture = np.full((120, 120, 3), 243, np.uint8)
     picture[10:50, 10:50] = (225, 200, 212)  # pale eosin
     picture[60:100, 10:50] = (90, 40, 130)  # dark haematoxylin
     picture[10:50, 60:110] = (10, 8, 12)  # pen, or unscanned area
-    mask = tissue_mask(picture, Mpp(8.0))
+    mask = FINDERS[algorithm](picture, Mpp(8.0))
     assert mask.pixels[12:48, 12:48].all()
     assert mask.pixels[62:98, 12:48].all()
     assert not mask.pixels[:, 60:].any()
-    assert SATURATION_BOUNDS[0] <= mask.saturation_threshold <= SATURATION_BOUNDS[1]
+    if algorithm == "otsu-1":
+        assert SATURATION_BOUNDS[0] <= (mask.threshold or 0) <= SATURATION_BOUNDS[1]
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 1000))
-def test_median_and_saturation_agree_with_pillow(width: int, height: int, seed: int) -> None:
+def test_saturation_and_value_agree_with_pillow(width: int, height: int, seed: int) -> None:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    image = Image.fromarray(pixels)
-    smooth = image.filter(ImageFilter.MedianFilter(3))
-    assert (median3(pixels) == np.asarray(smooth)).all()
-    _, saturation, value = (np.asarray(band) for band in image.convert("HSV").split())
+    _, saturation, value = (np.asarray(it) for it in Image.fromarray(pixels).convert("HSV").split())
     ours = saturation_and_value(pixels)
     assert (ours[0] == saturation).all()
     assert (ours[1] == value).all()
+
+
+@given(st.lists(st.integers(0, 1000), min_size=2, max_size=256))
+def test_otsu_threshold_separates_classes_best(counts: list[int]) -> None:
+    """The variance between the classes is that of the best of all thresholds."""
+    bins, weights = np.arange(len(counts)), np.array(counts, float)
+
+    def between(threshold: int) -> float:
+        low = bins <= threshold
+        if not weights[low].sum() or not weights[~low].sum():
+            return 0.0
+        means = [np.average(bins[part], weights=weights[part]) for part in (low, ~low)]
+        return float(weights[low].sum() * weights[~low].sum() * (means[1] - means[0]) ** 2)
+
+    found = otsu_threshold(np.array(counts))
+    assert between(found) == pytest.approx(max(map(between, range(len(counts) - 1))))
 
 
 def test_note_on_dark_background() -> None:
@@ -259,8 +270,8 @@ def test_note_on_dark_background() -> None:
     thumbnail = blank_thumbnail(info, 16)
     spec = TilingSpec(patch_size=64, mpp=Mpp(0.5))
     choice = choose_level("made", info.levels, Mpp(0.5), spec)
-    plan = plan_tiles(info, choice, spec, thumbnail, tissue_mask(thumbnail.pixels, Mpp(8.0)))
-    assert plan.notes == ("no tissue found on a dark background; use --tissue none",)
+    plan = plan_tiles(info, choice, spec, thumbnail, tissue_mask(thumbnail, "otsu-1"))
+    assert plan.notes == ("no tissue found; dark background: try --tissue otsu-2 or none",)
 
 
 def test_arrays_of_plan_are_read_only() -> None:
@@ -279,7 +290,7 @@ def test_mask_agrees_with_known_outlines(tmp_path: Path, arguments: list[str]) -
     (path,) = make_slides(tmp_path, "--size", "4000x3000", *arguments)
     with Slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
-    mask = tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels
+    mask = tissue_mask(thumbnail).pixels
     truth = _rasterized(
         path.with_suffix(".geojson"), mask.shape, thumbnail.reduction * thumbnail.level.downsample
     )
@@ -331,4 +342,4 @@ def test_tissue_share_of_real_slides(data: Path) -> None:
     ]:
         with Slide(data / "slides" / f"{name}.svs") as slide:
             thumbnail = read_thumbnail(slide, Mpp(0.5))
-        assert low < tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels.mean() < high
+        assert low < tissue_mask(thumbnail).pixels.mean() < high

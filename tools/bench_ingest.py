@@ -54,8 +54,8 @@ from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
 from histopipe.system.worker_pool import WorkerPool
-from histopipe.tiling.mask import tissue_mask
 from histopipe.tiling.spec import TilingSpec
+from histopipe.tiling.tissue import tissue_mask
 
 TOOLS = Path(__file__).parent
 COMMAND = str(Path(sys.executable).with_name("histopipe"))
@@ -374,7 +374,7 @@ def plan_parts(path: Path) -> dict[str, float]:
             thumbnail = read_thumbnail(slide, Mpp(0.499), tiles)
             encode_thumbnail(thumbnail.pixels)
             lap("thumbnail")
-            png(tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels)
+            png(tissue_mask(thumbnail).pixels)
             lap("mask")
         planned(path, TilingSpec(mpp=Mpp(0.5)))
         lap("plan")

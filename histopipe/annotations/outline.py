@@ -42,11 +42,15 @@ class Outline:
 
 @dataclass(slots=True)
 class Outlines:
-    """Outlines of a file, in file order, and notes on what was repaired or left out."""
+    """Outlines of a file, in file order, and notes on what was repaired or left out.
+
+    `invalid` are the notes on outlines that cross themselves or have no area.
+    """
 
     frame: Frame
     found: list[Outline] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)
 
     def add(
         self,
@@ -74,16 +78,19 @@ class Outlines:
         drawn = parts[0] if len(parts) == 1 else shapely.MultiPolygon(parts)
         if not drawn.is_valid and any(_crosses_too_often(part) for part in parts):
             self.leave_out(feature, "its outline crosses itself too often")
+            self.invalid.append(self.notes[-1])
             return
         area = polygonal(drawn)
         if area.is_empty:
             self.leave_out(feature, "it has no area")
+            self.invalid.append(self.notes[-1])
             return
         if not drawn.is_valid:
             reason = shapely.is_valid_reason(drawn).split("[")[0].lower()
             self.notes.append(
                 f"{feature} repaired ({reason}): {area.area:,.0f} square pixels of level 0"
             )
+            self.invalid.append(self.notes[-1])
         self.found.append(Outline(feature, name, area, excluded))
 
     def leave_out(self, feature: str, why: str) -> None:

@@ -21,13 +21,14 @@ from histopipe.errors import ExitCode, HistopipeError
 GROUPS = MappingProxyType(
     {
         "Data": {
+            "tissue": ("ingestion", "Write tissue masks, to look at and to correct."),
             "ingest": ("ingestion", "Tile slides into a store."),
             "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
             "annotate": ("maintenance", "Label patches from annotations."),
             "quality": ("maintenance", "Measure focus, pen marks and folds of every patch."),
             "stains": ("maintenance", "Fit the stain of each slide of a store."),
             "info": ("maintenance", "Show the contents of a store or a folder of results."),
-            "export": ("reports", "Export the index or the patches of a store for other tools."),
+            "export": ("reports", "Export the index, patches or tissue masks of a store."),
         },
         "Training": {
             "train": ("training", "Train a model on a store or on features."),

@@ -1,4 +1,4 @@
-"""Commands that tile slides into a store: `ingest`, `import-coords`."""
+"""Commands that find tissue and tile slides into a store: `tissue`, `ingest`, `import-coords`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,41 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("slides", nargs=-1, required=True, type=PATH)
+@click.option("--out", type=PATH, default="masks", help="Folder of the masks.")
+@click.option(
+    "--tissue",
+    default="otsu",
+    help="otsu (the newest version, otsu-2), otsu-1, otsu-2, or a segmentation network (.onnx or .keras).",
+)
+@click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
+@click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
+@click.option(
+    "--workers", type=click.IntRange(1), help="Number of processes.  [default: one per core]"
+)
+@click.option(
+    "--force", is_flag=True, help="Replace masks that exist, also if they were corrected."
+)
+@json_option("the tissue of every slide")
+def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any) -> int:
+    """Write the tissue mask of each of SLIDES, files or folders: GeoJSON for QuPath, PNG, and a page to look at.
+
+    Masks that exist are kept, since they may have been corrected; their pictures and numbers are written again.
+
+    \b
+    Example: histopipe tissue slides/ --out masks
+    Then:    histopipe ingest slides/ --tissue masks
+    """
+    from histopipe.reports.tissue import tissue
+
+    report = tissue(slides, out, **options)
+    show(report, as_json=as_json)
+    if not as_json:
+        suggest("ingest", *map(str, slides), "--tissue", str(out))
+    return report.exit_code
+
+
+@click.command()
+@click.argument("slides", nargs=-1, required=True, type=PATH)
 @click.option(
     "--out",
     type=PATH,
@@ -42,9 +77,21 @@ if TYPE_CHECKING:
 @click.option("--overlap", type=int, default=0, help="Overlap of neighbouring patches in pixels.")
 @click.option(
     "--tissue",
-    type=click.Choice(["otsu", "none"]),
     default="otsu",
-    help="Tissue detection; none keeps all patches.",
+    help="Tissue: otsu (the store's version, else the newest, otsu-2), otsu-1, otsu-2, none for all patches, a folder "
+    "of masks (SLIDE.geojson or SLIDE.png), or a segmentation network (.onnx or .keras, with a .json file).",
+)
+@click.option(
+    "--tissue-fallback",
+    type=click.Choice(["otsu", "otsu-1", "otsu-2"]),
+    help="With a folder of masks: how to find the tissue of slides without a mask.  [default: they fail]",
+)
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="CLASS",
+    help="Cut outlines of this class out of the tissue, such as artefacts. They are in --annotations or in the masks. "
+    "Can be repeated.",
 )
 @click.option(
     "--tissue-threshold",
@@ -197,7 +244,8 @@ def _show_report(report: IngestReport, *, as_json: bool) -> int:
 
 
 _INGEST_ONLY = (
-    "slides", "patch_size", "mpp", "mag", "level", "overlap", "tissue", "tissue_threshold", "roi",
+    "slides", "patch_size", "mpp", "mag", "level", "overlap", "tissue", "tissue_threshold",
+    "tissue_fallback", "exclude", "roi",
     "plan_only", "cluster", "scratch", "part_gb",
 )  # fmt: skip
 """Parameters of `ingest` that `import-coords` does not have: the coordinates define size, scale and tissue."""

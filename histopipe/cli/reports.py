@@ -17,7 +17,6 @@ from histopipe.cli.parameters import (
     stores_argument,
     untrusted_option,
 )
-from histopipe.errors import ExitCode
 from histopipe.system.result import exit_code_of
 
 
@@ -156,8 +155,8 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 )
 @click.option(
     "--to",
-    type=click.Choice(["tfrecord", "webdataset", "folder"]),
-    help="Export the patches into the folder --out.",
+    type=click.Choice(["tfrecord", "webdataset", "folder", "masks"]),
+    help="Export the patches, or the tissue masks, into the folder --out.",
 )
 @click.option("--out", type=PATH, required=True, help="File of --index, or folder of --to.")
 @click.option(
@@ -166,10 +165,11 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
 @json_option()
 @untrusted_option("stores")
 def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
-    """Export the index, or the patches, of STORES (default: patches.lmdb) for other tools.
+    """Export the index, the patches or the tissue masks of STORES (default: patches.lmdb) for other tools.
 
     tfrecord: one file per slide, with slideflow's features. webdataset: tar files of images and JSON. folder: images by
-    label and slide. Patches are copied without decoding. Run the same command again to write missing files.
+    label and slide. Patches are copied without decoding. Run the same command again to write missing files. masks:
+    GeoJSON for QuPath and PNG, as of `histopipe tissue`.
 
     \b
     Example: histopipe export patches.lmdb --index parquet --out index.parquet
@@ -179,4 +179,4 @@ def export(stores: tuple[Path, ...], as_json: bool, **options: Any) -> int:
 
     result = export(stores or "patches.lmdb", **options)
     show(result, as_json=as_json, then=("info", *(stores[:1] or ("patches.lmdb",))))
-    return ExitCode.PARTLY if result.damaged else ExitCode.DONE
+    return result.exit_code

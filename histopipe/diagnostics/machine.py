@@ -33,7 +33,7 @@ _WARNINGS = {
     "overlay": "it is removed with the container: mount a volume (docker run -v) for stores and runs",
 }
 """Advice on filesystems that should not hold a store."""
-_IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "scikit-image": "skimage"}
+_IMPORTS = {"openslide-python": "openslide", "pillow": "PIL", "opencv-python-headless": "cv2"}
 """Module names that differ from the package name."""
 _DECODINGS = 9
 _FASTER = 1.15

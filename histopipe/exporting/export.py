@@ -1,4 +1,4 @@
-"""Export the patches of stores, or their index: a CSV or Parquet table with one row per patch."""
+"""Export the patches, the index (a CSV or Parquet table with one row per patch) or the tissue masks of stores."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.selection import store_paths
-from histopipe.errors import MachineShort, NothingToDo, UsageError
+from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
+from histopipe.exporting.masks import export_masks
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
+from histopipe.reports.tissue import TissueReport
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
@@ -39,7 +41,7 @@ Columns = dict[str, Any]
 class IndexResult(Result):
     """Result of exporting an index: the table and the number of its rows, one per patch."""
 
-    damaged: ClassVar[tuple[str, ...]] = ()
+    exit_code: ClassVar[ExitCode] = ExitCode.DONE
 
     file: Path
     rows: int
@@ -52,18 +54,19 @@ def export(
     stores: str | Path | Sequence[str | Path],
     out: str | Path,
     *,
-    to: PatchFormat | None = None,
+    to: PatchFormat | Literal["masks"] | None = None,
     index: IndexFormat | None = None,
     shard_patches: int = 10_000,
     progress: Progress | None = None,
-) -> ExportResult | IndexResult:
-    """Export the index or the patches of stores for other tools. Patches are neither decoded nor encoded.
+) -> ExportResult | IndexResult | TissueReport:
+    """Export the index, the patches or the tissue masks of stores. Patches are neither decoded nor encoded.
 
     Args:
         stores: one or several stores. Patches can be exported from one store only.
         out: file of the index, or folder of the patches. Files that already exist in the folder are kept.
         to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar
             files of `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
+            "masks": the tissue masks, as `tissue` writes them.
         index: format of the index: "csv" or "parquet".
         shard_patches: number of patches per tar file.
         progress: shows the progress; `default_progress()` if None.
@@ -96,6 +99,8 @@ def export(
         raise UsageError(
             "--to", found=f"{len(paths)} stores", expected="one store, with a separate --out"
         )
+    if to == "masks":
+        return export_masks(Path(paths[0]), out=Path(out), progress=shown)
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
         Path(paths[0]), out=Path(out), to=to, shard_patches=shard_patches, progress=shown

@@ -14,7 +14,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.splits import patches_crc
-from histopipe.errors import DamagedStore, Interrupted, MachineShort, NothingToDo, UsageError
+from histopipe.errors import (
+    DamagedStore,
+    ExitCode,
+    Interrupted,
+    MachineShort,
+    NothingToDo,
+    UsageError,
+)
 from histopipe.runs import folder as run_folder
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
@@ -46,6 +53,11 @@ class ExportResult(Result):
     kept: int
     patches: int
     damaged: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Exit code of the command."""
+        return ExitCode.PARTLY if self.damaged else ExitCode.DONE
 
     def __str__(self) -> str:
         count = f"{self.patches:,} patches in {self.files} files, {self.kept} files already done"

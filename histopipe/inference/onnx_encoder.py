@@ -15,6 +15,7 @@ from PIL import Image
 
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
+from histopipe.masks.segmenter import is_colour
 from histopipe.runs.config import parse_devices
 from histopipe.system.files import read_json
 
@@ -134,8 +135,8 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
             f"{json_path} cannot be read", found=str(error), expected=_EXAMPLE
         ) from error
     fits: dict[str, Callable[[Any], bool]] = {
-        "mean": _is_colour,
-        "std": lambda value: _is_colour(value) and min(value) > 0,
+        "mean": is_colour,
+        "std": lambda value: is_colour(value) and min(value) > 0,
         "size": lambda value: type(value) is int and 0 < value <= 4096,
         "interpolation": lambda value: value in _FILTERS,
     }
@@ -150,12 +151,6 @@ def _read_preprocessing(path: Path) -> dict[str, Any]:
             expected=f"such as {_EXAMPLE}, interpolation one of {', '.join(_FILTERS)}",
         )  # fmt: skip
     return settings
-
-
-def _is_colour(value: Any) -> bool:
-    return (
-        isinstance(value, list) and len(value) == 3 and all(type(v) in (int, float) for v in value)
-    )
 
 
 def _sessions(path: Path, devices: str) -> list[Any]:

@@ -33,7 +33,7 @@ from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
-from histopipe.tiling.spec import TilingSpec, spec_from_json
+from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -284,4 +284,12 @@ def _spec(trained: TrainedPatches, tiling: Mapping[str, Any], progress: Progress
         tiling.setdefault("tissue", "otsu")
     if spec.get("roi") is not None:
         progress.message(f"the training patches were in the region {spec['roi']!r}: {all_tissue}")
+    if recorded_tissue(spec) == "masks" or spec.get("exclude"):
+        progress.message(f"the tissue of the training was in files of masks: {all_tissue}")
+        tiling.setdefault("tissue", spec.get("tissue_fallback", "otsu"))
+    elif recorded_tissue(spec) == "model":
+        progress.message("the tissue of the training was found by a network: --tissue otsu is used")
+        tiling.setdefault("tissue", "otsu")
+    if "tissue" in tiling:
+        tiling["tissue"] = resolved_tissue(tiling["tissue"], spec)
     return spec_from_json(spec, **tiling)

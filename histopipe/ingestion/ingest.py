@@ -40,8 +40,12 @@ def ingest(
         mpp, mag, level: scale of the patches in µm per pixel, as a magnification, or as a pyramid level. The default is
             0.5 mpp.
         overlap: pixels that neighbouring patches share, 0.
-        tissue: "otsu" finds tissue on a thumbnail; "none" takes all patches.
+        tissue: "otsu" finds tissue on a thumbnail by the version of an existing store, else by the newest, "otsu-2";
+            "otsu-1", "otsu-2"; "none" takes all patches; a folder of masks, SLIDE.geojson or SLIDE.png; or a
+            segmentation network, an ONNX or Keras file with a JSON file.
         tissue_threshold: minimum fraction of a patch that is tissue, 0.5.
+        tissue_fallback: with a folder of masks, the algorithm for slides without a mask; None lets them fail.
+        exclude: classes of outlines to cut out of the tissue, such as artefacts.
         codec: "auto" copies the slide's own JPEG tiles where patches match them, else encodes JPEG; "jpeg"; "png".
         quality, subsampling: quality and chroma subsampling of encoded JPEG, 90 and "444".
         resample: "fast" decodes JPEG tiles at 1/2, 1/4 or 1/8 if possible; "exact" decodes all pixels and averages.

@@ -27,6 +27,7 @@ class SlideInput:
     mpp: Mpp | None = None
     coords: CoordsFile | None = None
     annotations: Path | None = None
+    mask: Path | None = None
 
     @property
     def id(self) -> str:
@@ -42,6 +43,7 @@ class IngestOptions:
     route: AskedRoute = "auto"
     default_mpp: Mpp | None = None
     rules: AnnotationRules = field(default_factory=AnnotationRules)
+    tissue_network: Path | None = None
     max_unreadable: float = 0.01
     slide_timeout: float | None = None
     force: bool = False

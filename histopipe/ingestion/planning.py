@@ -16,6 +16,7 @@ from histopipe.annotations.patch_labels import PatchLabels, label_patches, roi_s
 from histopipe.annotations.regions import Regions, read_regions, source_text
 from histopipe.errors import (
     AnnotationsUnfit,
+    MaskUnfit,
     RouteUnfit,
     ScaleError,
     SlideError,
@@ -30,9 +31,11 @@ from histopipe.ingestion.patch_source import (
     PatchSource,
     chunk_of,
     encode_thumbnail,
-    png,
 )
 from histopipe.ingestion.route import RouteChoice, choose_route
+from histopipe.masks.finding import TissueSource, find_tissue
+from histopipe.masks.grid import Grid
+from histopipe.masks.mask_files import png_mask
 from histopipe.slides.discovery import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
@@ -41,7 +44,6 @@ from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
 from histopipe.store.record import FailureKind, SlideRecord
-from histopipe.tiling.mask import tissue_mask
 from histopipe.tiling.plan import TilingPlan, cell_shares, choose_level, plan_tiles
 from histopipe.tiling.quality import pen_mask
 from histopipe.tiling.spec import TilingSpec
@@ -106,8 +108,18 @@ def plan_slide(
             mpp = scale.mpp if scale else None
             regions = _regions(slide, spec, options, info)
             with NativeLevels(opened, file.files) as levels:
-                thumbnail = _thumbnail(opened, mpp, levels)
-                plan, pictures = _planned(slide, info, mpp, spec, thumbnail)
+                thumbnail = thumbnail_of(opened, mpp, levels)
+                pictures, mask = {"thumb": encode_thumbnail(thumbnail.pixels)}, None
+                if slide.coords is not None:
+                    plan = plan_imported(slide.id, info, mpp, slide.coords)
+                else:
+                    choice = choose_level(slide.id, info.levels, mpp, spec)
+                    source = TissueSource(slide.id, slide.mask, options.tissue_network, regions)
+                    mask, origin = find_tissue(opened, mpp, thumbnail, spec, source)
+                    plan = plan_tiles(info, choice, spec, thumbnail, mask)
+                    record = dataclasses.replace(record, mask=origin)
+                if mask is not None:
+                    pictures["mask"] = png_mask(mask.pixels, Grid.of(thumbnail, info.size))
                 plan = _within(plan, regions, spec)
                 imported = slide.coords is not None
                 wanted = "openslide" if imported and sticks_out(plan, info) else options.route
@@ -118,7 +130,7 @@ def plan_slide(
         if regions is not None:
             labels = label_patches(regions, *corners, threshold=options.rules.threshold)
         columns = {"pen": cell_shares(plan, thumbnail, pen_mask(thumbnail.pixels))}
-    except (ScaleError, RouteUnfit, AnnotationsUnfit) as error:
+    except (ScaleError, RouteUnfit, AnnotationsUnfit, MaskUnfit) as error:
         return SlideFailure(str(error), FailureKind.OPTION, record)
     except SlideError as error:
         return SlideFailure(str(error), FailureKind.FILE, record)
@@ -180,26 +192,12 @@ def _scale(
     return scale, [scale.note] if scale.note else []
 
 
-def _thumbnail(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
+def thumbnail_of(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
     """Read the thumbnail. It is the same for all routes, since the plan must not depend on the route."""
     tiles = None
     with suppress(NotNative):
         tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
     return read_thumbnail(slide, mpp, tiles)
-
-
-def _planned(
-    slide: SlideInput, info: SlideInfo, mpp: Mpp | None, spec: TilingSpec, thumbnail: Thumbnail
-) -> tuple[TilingPlan, dict[str, bytes]]:
-    """Return the plan of a slide's patches, and its thumbnail files."""
-    mask, pictures = None, {"thumb": encode_thumbnail(thumbnail.pixels)}
-    if slide.coords is not None:
-        return plan_imported(slide.id, info, mpp, slide.coords), pictures
-    choice = choose_level(slide.id, info.levels, mpp, spec)
-    if spec.tissue == "otsu":
-        mask = tissue_mask(thumbnail.pixels, thumbnail.mpp)
-        pictures["mask"] = png(mask.pixels)
-    return plan_tiles(info, choice, spec, thumbnail, mask), pictures
 
 
 def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:

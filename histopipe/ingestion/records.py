@@ -9,9 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from histopipe.errors import SlideError, UsageError
+from histopipe.errors import MaskUnfit, SlideError, UsageError
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
+from histopipe.masks.mask_files import source_of
 from histopipe.slides.discovery import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.scale import MppSource
 from histopipe.slides.tables import SlideLabel
@@ -183,7 +184,7 @@ def outcome_without_ingest(
             or record.error_kind is FailureKind.OPTION
         )
         return None if retry else failed_outcome(record, record.error or "unknown reason")
-    changed = changed or _scale_change(record, slide, options)
+    changed = changed or _scale_change(record, slide, options) or _mask_change(record, slide)
     # --force also imports coordinates again: they may have changed.
     if options.force and (changed or slide.coords is not None):
         return None
@@ -197,6 +198,16 @@ def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
     if now.mtime_ns != record.mtime_ns:
         return "was modified (its modification time has changed)"
     return None
+
+
+def _mask_change(record: SlideRecord, slide: SlideInput) -> str | None:
+    try:
+        now = None if slide.mask is None else source_of(slide.mask)
+    except MaskUnfit as error:
+        return f"has a mask that cannot be read ({error})"
+    if now == record.mask:
+        return None
+    return f"was assigned another mask ({now or 'none'}, {record.mask or 'none'} before)"
 
 
 def _scale_change(record: SlideRecord, slide: SlideInput, options: IngestOptions) -> str | None:

@@ -4,29 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from histopipe.annotations.read import find_annotations
 from histopipe.annotations.regions import AnnotationRules, Origin
-from histopipe.errors import UsageError
+from histopipe.errors import NothingToDo, UsageError
 from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
 from histopipe.ingestion.route import AskedRoute
+from histopipe.masks.mask_files import find_masks
+from histopipe.masks.segmenter import SUFFIXES, name_of
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
-from histopipe.store.store import recorded
+from histopipe.store.catalog import read_catalog
+from histopipe.store.store import Store, recorded
 from histopipe.system.progress import Progress
-from histopipe.tiling.spec import TilingSpec, magnification_to_mpp
+from histopipe.system.result import counted
+from histopipe.tiling.spec import TilingSpec, magnification_to_mpp, resolved_tissue
+from histopipe.tiling.tissue import FINDERS
 
 PathLike = str | Path
 
 _DEFAULT_MAGNIFICATION = 20.0
 _ENCODING = ("codec", "quality", "subsampling", "resample")
-_TILING = ("patch_size", "overlap", "level", "tissue", "tissue_threshold", "roi", *_ENCODING)
-_OPTIONS = tuple(field.name for field in dataclasses.fields(IngestOptions) if field.name != "rules")
+_TILING = ("patch_size", "overlap", "level", "tissue_threshold", "roi", *_ENCODING)
+_OPTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(IngestOptions)
+    if field.name not in ("rules", "tissue_network")
+)
 
 
 class ImportSettings(TypedDict, total=False):
@@ -63,8 +73,10 @@ class IngestSettings(ImportSettings, total=False):
     mag: float | None
     level: int | None
     overlap: int
-    tissue: Literal["otsu", "none"]
+    tissue: PathLike
     tissue_threshold: float
+    tissue_fallback: str | None
+    exclude: Sequence[str]
     roi: str | None
 
 
@@ -96,8 +108,11 @@ def read_request(
     extra = bool(settings.get("allow_extra_rows", False))
     chosen = _listed(found, settings.get("slide_list"), names, allow_extra=extra)
     files: dict[str, CoordsFile] = {}
+    masks: dict[str, Path] = {}
+    network: Path | None = None
     if coords is None:
-        spec = _spec(settings)
+        tissue, masks, network = read_tissue(settings, store, [s.id for s in chosen], progress)
+        spec = _spec(settings, tissue)
     else:
         files = _coords_files(chosen, coords, progress, allow_extra=extra)
         chosen = [slide for slide in chosen if slide.id in files]
@@ -106,13 +121,20 @@ def read_request(
         **_given(settings, ("unclassified", "roi")),
         **_given(settings, ("annotation_threshold", "annotation_origin"), without="annotation_"),
     )
-    options = IngestOptions(rules=rules, **_given(settings, _OPTIONS))
+    options = IngestOptions(rules=rules, tissue_network=network, **_given(settings, _OPTIONS))
     annotations = _annotations(settings, names, progress)
     labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra)
     mpp_csv = settings.get("mpp_csv")
     mpps = {} if mpp_csv is None else read_mpps(Path(mpp_csv), names, allow_extra=extra)
     inputs = [
-        SlideInput(s, labels.get(s.id), mpps.get(s.id), files.get(s.id), annotations.get(s.id))
+        SlideInput(
+            s,
+            labels.get(s.id),
+            mpps.get(s.id),
+            files.get(s.id),
+            annotations.get(s.id),
+            masks.get(s.id),
+        )
         for s in chosen
     ]
     return inputs, spec, options
@@ -139,7 +161,62 @@ def _check_values(settings: Mapping[str, Any]) -> None:
         check_mpp("--default-mpp", default_mpp)
 
 
-def _spec(settings: Mapping[str, Any]) -> TilingSpec:
+def read_tissue(
+    settings: Mapping[str, Any], store: Path | None, ids: Sequence[str], progress: Progress
+) -> tuple[dict[str, Any], dict[str, Path], Path | None]:
+    """Return the fields of the spec about tissue, the masks by slide id, and the file of a network.
+
+    Raises:
+        UsageError: a setting, a folder or a file is wrong.
+    """
+    asked, fallback = settings.get("tissue", "otsu"), settings.get("tissue_fallback")
+    exclude = tuple(sorted(set(settings.get("exclude", ()))))
+    known = None if store is None else _recorded_spec(store)
+    fields: dict[str, Any] = {"exclude": exclude}
+    masks: dict[str, Path] = {}
+    network = None
+    path = Path(asked)
+    if asked in ("otsu", "none", *FINDERS):
+        fields["tissue"] = resolved_tissue(str(asked), known)
+    elif path.is_dir():
+        masks, fields["tissue"] = find_masks(path, SlideNames(ids)), "masks"
+    elif path.suffix.lower() in SUFFIXES:
+        network, fields["tissue"] = path, "model"
+        fields["tissue_model"] = name_of(path)
+    else:
+        raise UsageError(
+            "--tissue", found=repr(str(asked)), expected=f"otsu, {', '.join(FINDERS)}, none, a folder of masks, "
+            f"or a network ({' or '.join(SUFFIXES)})",
+        )  # fmt: skip
+    if fallback is not None:
+        if not masks:
+            raise UsageError(
+                "--tissue-fallback", found=f"--tissue {asked}", expected="a folder of masks"
+            )
+        fields["tissue_fallback"] = resolved_tissue(str(fallback), known)
+    if exclude and not masks and settings.get("annotations") is None:
+        raise UsageError(
+            "--exclude",
+            found="no outlines",
+            expected="--annotations, or a folder of masks with --tissue",
+        )
+    if masks and len(masks) < len(ids):
+        what = f"--tissue-fallback {fallback}" if fallback else "they will fail"
+        progress.message(f"{counted(len(ids) - len(masks), 'slide')} without a mask: {what}")
+    return fields, masks, network
+
+
+def _recorded_spec(store: Path) -> Mapping[str, Any] | None:
+    """Return the spec of a store, or of the first part of a folder of parts; None without a store."""
+    catalog = read_catalog(store)
+    with suppress(NothingToDo):
+        for part in [store] if catalog is None else catalog.parts[:1]:
+            with Store(part) as opened:
+                return opened.spec
+    return None
+
+
+def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
     scales = [name for name in ("mpp", "mag", "level") if settings.get(name) is not None]
     if len(scales) > 1:
         raise UsageError(
@@ -153,7 +230,7 @@ def _spec(settings: Mapping[str, Any]) -> TilingSpec:
     given = _given(settings, _TILING)
     if "annotation_threshold" in settings:
         given["roi_threshold"] = settings["annotation_threshold"]
-    return TilingSpec(mpp=mpp, **given)
+    return TilingSpec(mpp=mpp, **given, **tissue)
 
 
 def _listed(

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.ingestion.patch_source import Chunk, PatchRecipe, PatchSource
 from histopipe.store.writer import StoreWriter
-from histopipe.tiling.mask import load_algorithms
 from histopipe.tiling.spec import TilingSpec
 
 _SOURCES_KEPT = 2
@@ -40,7 +40,7 @@ class ChunkResult:
 def prepare() -> None:
     """Import the modules that planning imports late, while the main process finds the first slides."""
     importlib.import_module("histopipe.slides.tiles.tiff")
-    load_algorithms()
+    cv2.setNumThreads(1)  # each worker has one core
 
 
 def store_chunk(store: Path, number: int, recipe: PatchRecipe, chunk: Chunk) -> ChunkResult:

@@ -69,6 +69,7 @@ class SlideRecord:
     patient: str | None = None
     label: str | None = None
     site: str | None = None
+    mask: str | None = None
     annotations: str | None = None
     annotation_notes: list[str] = field(default_factory=list)
     patch_labels: dict[str, int] = field(default_factory=dict)

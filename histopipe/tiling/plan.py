@@ -16,7 +16,6 @@ from histopipe.tiling.mask import TissueMask
 from histopipe.tiling.spec import TilingSpec
 
 Resampling = Literal["none", "area", "lanczos"]
-_DARK = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +156,8 @@ def plan_tiles(
         return replace(plan, notes=(note,))
     if mask is None:
         return plan
-    # Areas that could not be read may be tissue: they are planned, and recorded as unreadable if reading fails again.
-    covered = mask.pixels if thumbnail.lost is None else mask.pixels | thumbnail.lost
-    tissue = cell_shares(plan, thumbnail, covered)
-    note = "no tissue found"
-    if mask.black_fraction > _DARK:
-        note += " on a dark background; use --tissue none"
+    tissue = cell_shares(plan, thumbnail, mask.pixels)
+    note = "; ".join(["no tissue found", *mask.notes])
     return replace(plan, tissue=tissue).only(tissue >= spec.tissue_threshold, note)
 
 

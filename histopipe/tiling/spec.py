@@ -10,8 +10,9 @@ from typing import Any, Literal, get_args
 from histopipe.errors import SpecMismatch, UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import MAGNIFICATION_MPP, PLAUSIBLE_MPP
+from histopipe.tiling.tissue import FINDERS, NEWEST
 
-Tissue = Literal["otsu", "none"]
+Tissue = Literal["otsu-1", "otsu-2", "none", "masks", "model"]
 Codec = Literal["auto", "jpeg", "png"]
 Subsampling = Literal["444", "422", "420"]
 Resample = Literal["fast", "exact"]
@@ -20,7 +21,7 @@ GridKind = Literal["regular", "imported"]
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
     "thumbnail": "native-1",
-    "tissue": "otsu-1",
+    "tissue": "otsu-1",  # the spec of a store says "otsu-2" if that is used
     "resample": "area-lanczos-2",
 }
 """Versions of the algorithms that determine cells and pixels. Specs with different versions are not equal."""
@@ -33,7 +34,9 @@ class TilingSpec:
     """Settings to tile slides and to encode their patches. One store has one spec.
 
     The settings are those of `ingest`, with `roi_threshold` for `annotation_threshold`. The grid "imported" uses the
-    cells that another tool has chosen.
+    cells that another tool has chosen. `tissue` is the algorithm that finds tissue, or "masks" for files of masks, with
+    an algorithm for slides without one in `tissue_fallback`, or "model" for a network with this name and checksum.
+    `exclude` are the classes of outlines that are cut out.
 
     Raises:
         UsageError: a value is out of range, or not exactly one of `mpp` and `level` is given.
@@ -43,7 +46,10 @@ class TilingSpec:
     overlap: int = 0
     mpp: Mpp | None = None
     level: int | None = None
-    tissue: Tissue = "otsu"
+    tissue: Tissue = NEWEST
+    tissue_fallback: str | None = None
+    tissue_model: str | None = None
+    exclude: tuple[str, ...] = ()
     tissue_threshold: float = 0.5
     codec: Codec = "auto"
     quality: int = 90
@@ -70,6 +76,8 @@ class TilingSpec:
         if self.level is not None:
             _within("--level", self.level, 0, 1000)
         _one_of("--tissue", self.tissue, get_args(Tissue))
+        if self.tissue_fallback is not None:
+            _one_of("--tissue-fallback", self.tissue_fallback, tuple(FINDERS))
         _one_of("--codec", self.codec, get_args(Codec))
         _one_of("--subsampling", self.subsampling, get_args(Subsampling))
         _one_of("--resample", self.resample, get_args(Resample))
@@ -79,21 +87,31 @@ class TilingSpec:
         settings = dataclasses.asdict(self)
         # Newer settings are left out if they are not used, so that the specs of old stores stay equal.
         changed = {"grid": "imported-1"} if settings.pop("grid") == "imported" else {}
+        if self.tissue in FINDERS:
+            settings["tissue"], changed["tissue"] = "otsu", self.tissue
+        elif self.tissue != "none":
+            changed["tissue"] = f"{self.tissue}-1"
+        for name in ("tissue_fallback", "tissue_model", "exclude"):
+            if not settings[name]:
+                del settings[name]
         if self.roi is None:
             del settings["roi"], settings["roi_threshold"]
         else:
             changed["roi"] = "cut-1"
+        settings = {k: list(v) if isinstance(v, tuple) else v for k, v in settings.items()}
         return {**settings, "algorithms": {**ALGORITHMS, **changed}}
 
 
 def spec_from_json(value: Mapping[str, Any], **changes: Any) -> TilingSpec:
-    """Return the spec in `meta` for other slides, without imported cells, region of interest and unknown settings.
+    """Return the spec in `meta` for other slides: without imported cells, outlines, masks and unknown settings.
 
     Raises:
         UsageError: a value is out of range.
     """
-    names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid", "roi"}
-    return TilingSpec(**{k: v for k, v in {**value, **changes}.items() if k in names})
+    left_out = {"grid", "roi", "exclude", "tissue_model", "tissue_fallback"}
+    names = {field.name for field in dataclasses.fields(TilingSpec)} - left_out
+    given = {**value, "tissue": recorded_tissue(value), **changes}
+    return TilingSpec(**{k: _listed(v) for k, v in given.items() if k in names})
 
 
 def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
@@ -103,7 +121,13 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
         SpecMismatch: this version of histopipe creates other patches, or another tool has chosen them.
     """
     names = {field.name for field in dataclasses.fields(TilingSpec)} - {"grid"}
-    spec = TilingSpec(**{name: value[name] for name in names & value.keys()})
+    given = {**value, "tissue": recorded_tissue(value)}
+    spec = TilingSpec(**{name: _listed(given[name]) for name in names & value.keys()})
+    if spec.tissue in ("masks", "model") or spec.exclude:
+        raise SpecMismatch(
+            "the patches of the store cannot be reproduced without its tissue masks",
+            todo="ingest its slides again into a new store, with the same --tissue and --exclude",
+        )
     if spec.to_json() != value:
         raise SpecMismatch(
             "the patches of the store cannot be reproduced with this version of histopipe",
@@ -111,6 +135,30 @@ def spec_of_store(value: Mapping[str, Any]) -> TilingSpec:
             todo="ingest its slides into a new store",
         )
     return spec
+
+
+def recorded_tissue(value: Mapping[str, Any]) -> Any:
+    """Return the setting `tissue` of a spec in `meta`, which records "otsu" and its version separately."""
+    algorithms = value.get("algorithms")
+    if value.get("tissue") == "otsu" and isinstance(algorithms, Mapping):
+        return algorithms.get("tissue")
+    return value.get("tissue", NEWEST)
+
+
+def resolved_tissue(asked: str, recorded: Mapping[str, Any] | None) -> str:
+    """Return the algorithm of a setting `tissue`: "otsu" is that of an existing store, else the newest.
+
+    `recorded` is the spec in `meta`; None if there is no store.
+    """
+    if asked != "otsu":
+        return asked
+    known = NEWEST if recorded is None else str(recorded_tissue(recorded))
+    return known if known in FINDERS else NEWEST
+
+
+def _listed(value: Any) -> Any:
+    """Return a value of JSON as it is in a spec, with tuples for lists."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def magnification_to_mpp(magnification: float) -> Mpp:

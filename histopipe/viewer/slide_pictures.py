@@ -17,7 +17,7 @@ from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail
 from histopipe.system.worker_pool import silence
-from histopipe.tiling.mask import tissue_mask
+from histopipe.tiling.tissue import tissue_mask
 from histopipe.viewer.tiles import OVERLAP, TILE, Area, Pixels, cut, hatched, jpeg, png
 
 _MOST_REDUCTION = 8
@@ -198,5 +198,5 @@ def slide_mask(path: str) -> bytes:
     except ScaleError:
         mpp = None
     thumbnail = read_thumbnail(slide, mpp)
-    mask = tissue_mask(thumbnail.pixels, thumbnail.mpp).pixels
+    mask = tissue_mask(thumbnail).pixels
     return png(mask.astype(np.uint8) * 255)

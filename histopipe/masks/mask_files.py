@@ -1,0 +1,255 @@
+"""Files of tissue masks: GeoJSON that QuPath can edit, and PNG.
+
+`SLIDE.geojson` has the outlines of the tissue with the class `Tissue`. `SLIDE.png` has a white pixel where there is
+tissue. Files of other tools can be read, too. If a slide has both, the GeoJSON is read: it can be corrected.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import shapely
+from PIL import Image, PngImagePlugin
+from shapely.affinity import translate
+from shapely.geometry.base import BaseGeometry
+
+from histopipe.annotations.outline import Outline
+from histopipe.annotations.read import GEOJSON, file_bytes, match_files, read_annotations
+from histopipe.errors import MaskUnfit, UsageError
+from histopipe.geometry import RegionL0, Size
+from histopipe.masks.grid import Grid, Mask
+from histopipe.slides.tables import SlideNames
+from histopipe.system.files import appearing, path_within
+
+TISSUE = "Tissue"
+"""Class of the outlines of tissue."""
+PNG = ".png"
+_KEY = "histopipe"
+"""Key of the grid in a PNG file and in GeoJSON."""
+_COLOUR = [0, 160, 90]
+_MOST_PIXELS = 400_000_000
+_PART = 8
+"""Outlines inside the first eighth of the slide's width and height are not in pixels of level 0, or almost never."""
+
+
+def find_masks(folder: Path, names: SlideNames) -> dict[str, Path]:
+    """Return the mask files of a folder by slide id: `SLIDE.geojson`, `SLIDE.json` or `SLIDE.png`.
+
+    Raises:
+        UsageError: there is no mask, no mask has the name of a slide, or two match the same slide.
+    """
+    files = sorted(
+        path for path in folder.rglob("*")
+        if path.suffix.lower() in (*GEOJSON, PNG) and not path.name.startswith(".") and path.is_file()
+    )  # fmt: skip
+    if not files:
+        raise UsageError(
+            f"{folder} contains no masks", expected=f"files SLIDE{GEOJSON[0]} or SLIDE{PNG}"
+        )
+    found: dict[str, Path] = {}
+    for suffixes in ((PNG,), GEOJSON):  # GeoJSON last: it replaces the PNG file of the same slide
+        some = (path for path in files if path.suffix.lower() in suffixes)
+        exact, loose, _ = match_files(some, folder, names)
+        found |= loose | exact
+    if not found:
+        raise UsageError(
+            f"{folder}: no mask has the name of a slide", found=files[0].name,
+            expected=f"a name such as {names.nearest(files[0].stem)}{GEOJSON[0]}",
+        )  # fmt: skip
+    return found
+
+
+def source_of(path: Path) -> str:
+    """Return the source of a mask: the name and the CRC-32 of its file.
+
+    Raises:
+        MaskUnfit: the file cannot be read.
+    """
+    try:
+        return f"{path.name}, crc32 {zlib.crc32(file_bytes(path)):08x}"
+    except OSError as error:
+        raise MaskUnfit(f"{path} cannot be read", found=error.strerror or str(error)) from error
+
+
+def read_mask(
+    path: Path, slide: str, grid: Grid, bounds: RegionL0, exclude: Collection[str] = ()
+) -> Mask:
+    """Read the mask of a slide on a grid, (H, W) bool. `bounds` is the scanned part of the slide.
+
+    Outlines of the classes in `exclude` are cut out.
+
+    Raises:
+        MaskUnfit: the mask is for a slide of another size, has no tissue, crosses itself, or is in another coordinate
+            frame. Only files that histopipe wrote, and that were not edited, may have no tissue.
+    """
+    if path.suffix.lower() == PNG:
+        return _read_png(path, slide, grid, bounds)
+    areas, cut = _read_areas(path, slide, grid, bounds, exclude)
+    mask = grid.covered(areas)
+    if areas and not mask.any():
+        raise _unfit(path, slide, "its outlines are smaller than a pixel of the thumbnail")
+    return mask & ~grid.covered(cut)
+
+
+def read_outlines(path: Path, slide: str, bounds: RegionL0) -> list[Outline]:
+    """Return the outlines of a file in level-0 pixels; QuPath counts from the corner of the scanned area.
+
+    Raises:
+        MaskUnfit: the file cannot be read, or an outline crosses itself or has no area.
+    """
+    try:
+        outlines = read_annotations(path)
+    except UsageError as error:
+        raise MaskUnfit(
+            f"{slide}: {error.what}", found=error.found, expected=error.expected
+        ) from error
+    if outlines.invalid:
+        raise _unfit(
+            path, slide, outlines.invalid[0], todo="correct the outline, in QuPath for example"
+        )
+    moved = (bounds.origin.x, bounds.origin.y) if outlines.frame == "bounds" else (0, 0)
+    return [
+        Outline(it.feature, it.name, translate(it.area, *moved), it.excluded)
+        for it in outlines.found
+    ]
+
+
+def write_mask(
+    folder: Path, slide: str, mask: Mask, grid: Grid, bounds: RegionL0, *, outlines: bool = True
+) -> None:
+    """Write `SLIDE.png` and, with `outlines`, `SLIDE.geojson`, each by one rename. A slide id may have folders."""
+    files = {PNG: png_mask(mask, grid)}
+    if outlines:
+        origin = (bounds.origin.x, bounds.origin.y)
+        files[GEOJSON[0]] = _geojson(grid.outlines(mask), grid, origin)
+    for suffix, data in files.items():
+        path = path_within(folder, f"{slide}{suffix}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with appearing(path) as part:
+            part.write_bytes(data)
+
+
+def png_mask(mask: Mask, grid: Grid) -> bytes:
+    """Return a mask as a PNG file of black and white pixels, with its grid as a text."""
+    buffer, info = io.BytesIO(), PngImagePlugin.PngInfo()
+    info.add_text(_KEY, grid.to_text())
+    Image.fromarray(mask).save(buffer, "PNG", pnginfo=info)
+    return buffer.getvalue()
+
+
+def grid_of_png(data: bytes) -> Grid | None:
+    """Return the grid in a PNG file; None if there is none."""
+    with Image.open(io.BytesIO(data)) as image:
+        return _grid(image.info.get(_KEY))
+
+
+def _geojson(outlines: Sequence[shapely.Polygon], grid: Grid, origin: tuple[int, int]) -> bytes:
+    features = []
+    for outline in outlines:
+        placed = shapely.transform(outline, lambda points: np.round(points - origin, 2))
+        features.append({
+            "type": "Feature", "geometry": shapely.geometry.mapping(placed),
+            "properties": {"objectType": "annotation", "classification": {"name": TISSUE, "color": _COLOUR}},
+        })  # fmt: skip
+    value = {"type": "FeatureCollection", "features": features, _KEY: grid.to_text()}
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _read_areas(
+    path: Path, slide: str, grid: Grid, bounds: RegionL0, exclude: Collection[str]
+) -> tuple[Sequence[BaseGeometry], Sequence[BaseGeometry]]:
+    """Return the areas of tissue, and those that are cut out."""
+    outlines = read_outlines(path, slide, bounds)
+    written = _grid(_member(path))
+    if written is not None:
+        _check_size(path, slide, written, grid.slide)
+    cut = [it.area for it in outlines if it.excluded or it.name in exclude]
+    drawn = [it for it in outlines if not it.excluded and it.name not in exclude]
+    named = [it for it in drawn if (it.name or "").casefold() == TISSUE.casefold()]
+    areas = [it.area for it in named or drawn]
+    if not areas:
+        if written is not None and not outlines:
+            return [], []
+        raise _unfit(path, slide, "it has no outline", f"outlines of tissue, with the class {TISSUE}",
+                     "leave the slide out (--slide-list) if it has no tissue")  # fmt: skip
+    _check_frame(path, slide, areas, grid)
+    return areas, cut
+
+
+def _check_frame(path: Path, slide: str, areas: Sequence[BaseGeometry], grid: Grid) -> None:
+    """Raise an error if areas are outside the slide, or seem to be in other units than pixels of level 0."""
+    width, height = grid.slide.width, grid.slide.height
+    left, top, right, bottom = shapely.total_bounds(np.array(areas, object)).tolist()
+    place = f"outlines from ({left:.0f}, {top:.0f}) to ({right:.0f}, {bottom:.0f})"
+    slack = max(grid.side, 1.0)  # the last pixel of a thumbnail may be partly outside
+    if min(left, top) < -slack or right > width + slack or bottom > height + slack:
+        raise _unfit(path, slide, place, f"inside the {grid.slide} pixels of level 0",
+                     "check that it is the mask of this slide, in pixels of level 0")  # fmt: skip
+    if right < width / _PART and bottom < height / _PART:
+        raise _unfit(path, slide, place, f"pixels of level 0, which has {grid.slide}",
+                     "check the unit: µm and pixels of a smaller level are too small")  # fmt: skip
+
+
+def _read_png(path: Path, slide: str, grid: Grid, bounds: RegionL0) -> Mask:
+    try:
+        with Image.open(path) as image:
+            if image.width * image.height > _MOST_PIXELS:
+                raise _unfit(
+                    path, slide, f"{image.width}×{image.height} pixels", f"at most {_MOST_PIXELS:,}"
+                )
+            if len(image.getbands()) != 1:
+                raise _unfit(path, slide, f"an image with the channels {', '.join(image.getbands())}",
+                             "one channel: 0 outside tissue")  # fmt: skip
+            written, mask = _grid(image.info.get(_KEY)), np.asarray(image) != 0
+    except MaskUnfit:
+        raise
+    except (OSError, SyntaxError, ValueError) as error:
+        raise _unfit(path, slide, str(error) or type(error).__name__, "a PNG file") from error
+    size = Size(mask.shape[1], mask.shape[0])
+    if written is not None and written.size == size:
+        _check_size(path, slide, written, grid.slide)
+        return grid.resampled(mask, written)
+    if not mask.any():
+        raise _unfit(path, slide, "no pixel of tissue", "a value above 0 for tissue",
+                     "leave the slide out (--slide-list) if it has no tissue")  # fmt: skip
+    for x, y, whole in ((0, 0, grid.slide), (bounds.origin.x, bounds.origin.y, bounds.size)):
+        side = whole.width / size.width
+        # The tool that reduced the slide may have rounded both sides.
+        if abs(whole.height / side - size.height) <= 1.5 + size.height / size.width:
+            source = Grid(x, y, side, size, grid.slide)
+            return grid.resampled(mask, source)
+    raise _unfit(path, slide, f"{size} pixels", f"the shape of the slide, which has {grid.slide}",
+                 "check that it is the mask of this slide, and covers all of it")  # fmt: skip
+
+
+def _check_size(path: Path, slide: str, written: Grid, size: Size) -> None:
+    if written.slide != size:
+        raise _unfit(path, slide, f"the mask of a slide of {written.slide} pixels", f"one of {size} pixels",
+                     "check that the file has the name of its slide")  # fmt: skip
+
+
+def _member(path: Path) -> Any:
+    """Return the text of the grid in a GeoJSON file that was read before; None if there is none."""
+    value = json.loads(path.read_bytes().decode("utf-8-sig"))
+    return value.get(_KEY) if isinstance(value, dict) else None
+
+
+def _grid(text: Any) -> Grid | None:
+    try:
+        return Grid.from_text(text)
+    except (TypeError, ValueError, KeyError):
+        return None
+
+
+def _unfit(
+    path: Path, slide: str, found: str, expected: str | None = None, todo: str | None = None
+) -> MaskUnfit:
+    return MaskUnfit(
+        f"{slide}: its mask {path} cannot be used", found=found, expected=expected, todo=todo
+    )
