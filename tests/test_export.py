@@ -55,7 +55,7 @@ def test_index_has_one_row_per_patch(
     other = a_store(tmp_path / "b.lmdb", {"n9": jpegs(40, 5)})
     out = tmp_path / f"index.{kind}"
     result = export([store, other], out, index=kind)
-    assert result.to_json() == {"file": str(out), "rows": 36}
+    assert result.to_json() == {"file": str(out), "rows": 36, "exit_code": 0}
     assert f"{result}" == f"36 patches: {out}"
     table = pd.read_csv(out) if kind == "csv" else pd.read_parquet(out)
     assert len(table) == 36

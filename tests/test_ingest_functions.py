@@ -27,7 +27,7 @@ from histopipe.measure.annotate import annotate
 from histopipe.measure.quality import quality
 from histopipe.measure.stains import stains
 from histopipe.system.progress import SilentProgress
-from histopipe.tiling.spec import TilingSpec
+from histopipe.tiling.spec import TilingSpec, resolved_tissue
 
 SILENT = SilentProgress()
 NOT_PARAMETERS = {"as_json", "plan_only", "untrusted"}
@@ -61,6 +61,8 @@ def test_functions_have_options_of_commands(command: str, function: Any, setting
 
 def test_functions_have_defaults_of_commands() -> None:
     flags = {parameter.name: parameter for parameter in ingest_command.params}
+    tissue = flags.pop("tissue")
+    assert resolved_tissue(tissue.default, None) == TilingSpec(mpp=Mpp(0.5)).tissue
     compared = 0
     for options in (TilingSpec(mpp=Mpp(0.5)), IngestOptions()):
         for field in dataclasses.fields(options):

@@ -225,6 +225,7 @@ def test_public_names() -> None:
             "heatmap",
             "report",
             "export",
+            "tissue",
             "bench",
             "doctor",
             "open_store",

@@ -2,10 +2,12 @@
 
     python tools/make_slides.py OUT --count 12 --size 4096x4096          a small labelled cohort
     python tools/make_slides.py OUT --size 35520x35604 --levels 1,4,16   a 1.2-gigapixel Aperio SVS
+    python tools/make_slides.py OUT --count 8 --condition fat             tissue that is hard to find
 
 Synthetic tissue is drawn inside smooth random outlines on glass. `NAME.geojson` next to each slide has these outlines
 in level-0 pixels. With `--classes`, the slides alternate between classes with different density and size of nuclei,
-and `labels.csv` has the class of each slide. `--nodules` draws tumour within the tissue.
+and `labels.csv` has the class of each slide. `--nodules` draws tumour within the tissue. `--condition` draws other
+slides, of 7.7 by 5.8 mm at 2 mpp, whose true tissue is in `NAME.png`; see tools/tissue_scenes.py.
 """
 
 from __future__ import annotations
@@ -17,18 +19,30 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+from tissue_scenes import CONDITIONS, SCENE_MPP, ScenePainter, scene
 
 from histopipe.demo.painting import BANK, NUCLEI, Pixels
-from histopipe.demo.slide_maker import SlideSettings, make_slide
+from histopipe.demo.slide_maker import SlideSettings, make_slide, write_slide
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
+from histopipe.masks.grid import Grid
+from histopipe.masks.mask_files import png_mask
 from histopipe.slides.slide import Slide
+
+_TIMES = 4
+"""Level-0 pixels per pixel of a scene, along each side."""
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Parse the arguments, and make the slides one by one."""
     options = _parse(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.condition:
+        for number in range(options.count):
+            path = options.out / f"{options.name}{number:03d}.svs"
+            make_scene(path, options.condition, options.seed * 1_000_000 + number)
+        return
     if options.texture:
         options.texture = _texture(options.texture)
     names = {field.name for field in dataclasses.fields(SlideSettings)}
@@ -42,6 +56,20 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{path}: {options.size}, {path.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
     with (options.out / "labels.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("slide", "label"), *labels])
+
+
+def make_scene(path: Path, condition: str, seed: int) -> NDArray[np.bool_]:
+    """Write a scene as a slide and its true mask as PNG, and return the mask, (H, W) bool."""
+    picture, truth = scene(condition, seed)
+    settings = SlideSettings(
+        size=Size(picture.shape[1] * _TIMES, picture.shape[0] * _TIMES),
+        mpp=SCENE_MPP / _TIMES,
+        levels=(1, _TIMES),
+    )
+    write_slide(path, ScenePainter(picture, _TIMES, settings.tile), settings)
+    size = Size(truth.shape[1], truth.shape[0])
+    path.with_suffix(".png").write_bytes(png_mask(truth, Grid(0, 0, _TIMES, size, settings.size)))
+    return truth
 
 
 def _texture(path: Path) -> Pixels:
@@ -93,6 +121,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--nodules", type=int, default=0, help="nodules of tumour per piece (0)")
     parser.add_argument(
         "--classes", type=lambda t: t.split(","), default=["tumour"], help="normal,tumour"
+    )
+    parser.add_argument(
+        "--condition", choices=list(CONDITIONS), help="tissue that is hard to find, instead"
     )
     parser.add_argument("--texture", type=Path, help="real slide whose texture is used")
     parser.add_argument("--seed", type=int, default=1)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import simplejpeg
@@ -73,11 +74,11 @@ def make_slide(path: Path, kind: str, number: int, settings: SlideSettings) -> N
             tumour = synthetic_texture(rng, "tumour", settings.mpp)
         areas.append(Area("tumour", within, endless(tumour, settings.tile)))
     painter = Painter(settings.size, settings.tile, areas, glass.astype(np.uint8))
-    _write_slide(path, painter, settings)
+    write_slide(path, painter, settings)
     _write_outlines(path.with_suffix(".geojson"), areas)
 
 
-def _pyramid(painter: Painter, options: SlideSettings) -> Iterator[Iterable[bytes]]:
+def _pyramid(painter: RowPainter, options: SlideSettings) -> Iterator[Iterable[bytes]]:
     """Yield the compressed tiles of every level.
 
     Level 0 is drawn while its tiles are read. Coarser levels are averaged from it, and kept as compressed tiles.
@@ -119,7 +120,19 @@ def _pyramid(painter: Painter, options: SlideSettings) -> Iterator[Iterable[byte
     yield from coarse.values()
 
 
-def _write_slide(path: Path, painter: Painter, options: SlideSettings) -> None:
+class RowPainter(Protocol):
+    """Draws level 0 of a slide in rows of tiles."""
+
+    @property
+    def size(self) -> Size:
+        """Size of level 0."""
+
+    def tile_row(self, top: int) -> Pixels:
+        """Return the row of tiles that begins at pixel row `top`, (tile, W, 3) uint8."""
+
+
+def write_slide(path: Path, painter: RowPainter, options: SlideSettings) -> None:
+    """Write a pyramidal slide of what a painter draws."""
     levels = [Size(options.size.width // d, options.size.height // d) for d in options.levels]
     tile = Size(options.tile, options.tile)
     texts: list[str | None] = [None] * len(levels)

@@ -16,7 +16,7 @@ from histopipe.dataset.selection import store_paths
 from histopipe.errors import ExitCode, MachineShort, NothingToDo, UsageError
 from histopipe.exporting.masks import export_masks
 from histopipe.exporting.patches import ExportResult, PatchFormat, export_patches
-from histopipe.reports.tissue import TissueReport
+from histopipe.reports.mask_folder import TissueReport
 from histopipe.runs import folder as run_folder
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store

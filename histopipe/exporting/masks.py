@@ -12,7 +12,7 @@ from histopipe.errors import DamagedStore, NothingToDo
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import grid_of_png
-from histopipe.reports.tissue import (
+from histopipe.reports.mask_folder import (
     SlideMask,
     TissueReport,
     describe,

@@ -33,6 +33,8 @@ _COARSE_MPP = 16.0
 """Scale of the detection, in µm per pixel. Noise of JPEG is averaged out, a biopsy is still 20 pixels wide."""
 _THIN = 120.0
 """Grey objects thinner than this, in µm, are not tissue."""
+_LARGEST_DUST = SquareMicrometres(200_000.0)
+"""Grey objects smaller than this are not tissue."""
 _LONG = 1000.0
 """Grey lines longer than this, in µm, are not tissue, even if they touch it."""
 _GAP = 40.0
@@ -88,6 +90,7 @@ def _bright_field(
     strong = larger_than((density > threshold) & ~artefacts, _SMALLEST_STRONG, coarse_mpp)
     if not strong.any():
         return TissueMask(np.zeros(smooth.shape[:2], np.bool_), threshold)
+    colours[artefacts] = 0  # their blur is not weak tissue
     weak_density, weak_chroma = _mean_and_chroma(
         np.asarray(cv2.GaussianBlur(colours.clip(-0.05, 0.6), (0, 0), _WEAK_RADIUS / coarse_mpp))
     )
@@ -123,11 +126,16 @@ def _artefacts(
     """Return ink, thin grey objects, and grey areas that are black or uniform and touch the border."""
     dense = density > threshold / 2
     grey = (chroma < 0.12 * density + 0.004) & dense
-    narrow = dense & ~_opened(dense, max(1, round(_THIN / 2 / mpp)))
+    radius = max(1, round(_THIN / 2 / mpp))
+    narrow = dense & ~_opened(dense, radius)
 
-    def mostly_grey(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
-        count = np.bincount(parts[grey & narrow], minlength=len(statistics))
-        return np.asarray(count > 0.5 * statistics[:, cv2.CC_STAT_AREA])
+    def grey_share(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> NDArray[np.float64]:
+        count = np.bincount(parts[grey], minlength=len(statistics))
+        return np.asarray(count / statistics[:, cv2.CC_STAT_AREA])
+
+    def is_dust(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
+        small = statistics[:, cv2.CC_STAT_AREA] < _LARGEST_DUST / mpp**2
+        return np.asarray(small & (grey_share(parts, statistics) > 0.8))
 
     def uniform_at_border(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
         labels, area = parts.ravel(), statistics[:, cv2.CC_STAT_AREA]
@@ -145,12 +153,15 @@ def _artefacts(
     def long(_: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
         longer = statistics[:, [cv2.CC_STAT_WIDTH, cv2.CC_STAT_HEIGHT]].max(axis=1) * mpp
         width = statistics[:, cv2.CC_STAT_AREA] * mpp * mpp / longer
-        return np.asarray((longer > _LONG) & (width < _THIN + 6 * mpp))  # blurred by pixels
+        return np.asarray((longer > _LONG) & (width < _THIN + 6 * mpp))
 
-    thin = components(narrow, mostly_grey)
-    lines = components(grey & narrow, long)  # the edge of a coverslip may touch tissue
+    dust = components(dense, is_dust)
+    thin = components(narrow, lambda parts, found: grey_share(parts, found) > 0.5)
+    # The edge of a coverslip may touch tissue, and its shadow is wider than the edge.
+    core = density > threshold
+    lines = components(core & grey & ~_opened(core, radius), long)
     uniform = components(grey & ~narrow, uniform_at_border)
-    return thin | lines | uniform | _dilated(_ink(colours), 1)
+    return dust | thin | uniform | _dilated(lines, 2) | _dilated(_ink(colours), 1)
 
 
 def _ink(colours: NDArray[np.float32]) -> Mask:
