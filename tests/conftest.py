@@ -280,6 +280,9 @@ def two_at_a_time(task: Callable[[T], R], items: Iterable[T]) -> dict[T, R]:
         return dict(zip(items, pool.map(task, items), strict=True))
 
 
+sys.path.append(str(TOOLS))  # tools import each other
+
+
 def make_slides(out: Path, *arguments: str) -> list[Path]:
     """Write synthetic slides with tools/make_slides.py. Equal slides are created only once for all tests."""
     shutil.copytree(

@@ -62,7 +62,7 @@ def test_functions_have_options_of_commands(command: str, function: Any, setting
 def test_functions_have_defaults_of_commands() -> None:
     flags = {parameter.name: parameter for parameter in ingest_command.params}
     tissue = flags.pop("tissue")
-    assert resolved_tissue(tissue.default, None) == TilingSpec(mpp=Mpp(0.5)).tissue
+    assert resolved_tissue(str(tissue.default), None) == TilingSpec(mpp=Mpp(0.5)).tissue
     compared = 0
     for options in (TilingSpec(mpp=Mpp(0.5)), IngestOptions()):
         for field in dataclasses.fields(options):

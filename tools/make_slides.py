@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tissue_scenes import CONDITIONS, SCENE_MPP, ScenePainter, scene
 
 from histopipe.demo.painting import BANK, NUCLEI, Pixels
 from histopipe.demo.slide_maker import SlideSettings, make_slide, write_slide
@@ -60,6 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def make_scene(path: Path, condition: str, seed: int) -> NDArray[np.bool_]:
     """Write a scene as a slide and its true mask as PNG, and return the mask, (H, W) bool."""
+    # Late: other tools import this module from elsewhere.
+    from tissue_scenes import SCENE_MPP, ScenePainter, scene
+
     picture, truth = scene(condition, seed)
     settings = SlideSettings(
         size=Size(picture.shape[1] * _TIMES, picture.shape[0] * _TIMES),
@@ -123,7 +125,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "--classes", type=lambda t: t.split(","), default=["tumour"], help="normal,tumour"
     )
     parser.add_argument(
-        "--condition", choices=list(CONDITIONS), help="tissue that is hard to find, instead"
+        "--condition", help="tissue that is hard to find, instead: a name of tools/tissue_scenes.py"
     )
     parser.add_argument("--texture", type=Path, help="real slide whose texture is used")
     parser.add_argument("--seed", type=int, default=1)

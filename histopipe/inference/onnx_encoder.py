@@ -15,7 +15,7 @@ from PIL import Image
 
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
-from histopipe.masks.segmenter import is_colour
+from histopipe.masks.network import is_colour
 from histopipe.runs.config import parse_devices
 from histopipe.system.files import read_json
 

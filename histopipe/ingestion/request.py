@@ -16,7 +16,7 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
 from histopipe.ingestion.route import AskedRoute
 from histopipe.masks.mask_files import find_masks
-from histopipe.masks.segmenter import SUFFIXES, name_of
+from histopipe.masks.network import SUFFIXES, name_of
 from histopipe.slides.discovery import SlideFile, discover
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list

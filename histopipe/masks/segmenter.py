@@ -1,129 +1,28 @@
-"""Find tissue with a segmentation network of the user: an ONNX or Keras file, and a JSON file that describes its input.
+"""Find tissue with a segmentation network of the user.
 
 The network sees overlapping tiles of the slide, and the middle of each result is kept.
 """
 
 from __future__ import annotations
 
-import functools
-import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import MachineShort, ScaleError, UsageError
+from histopipe.errors import ScaleError
 from histopipe.geometry import SCALE_TOLERANCE, Mpp, PointL0, Size
 from histopipe.masks.grid import Grid
-from histopipe.slides.scale import check_mpp
+from histopipe.masks.network import Segmenter, read_segmenter, runner
 from histopipe.slides.slide import Slide
 from histopipe.slides.thumbnail import Thumbnail, thumbnail_level
-from histopipe.system.files import read_json
 from histopipe.tiling.mask import TissueMask
 
-SUFFIXES = (".onnx", ".keras")
-Layout = Literal["NCHW", "NHWC"]
-Output = Literal["logits", "probabilities"]
-_EXAMPLE = (
-    '{"mpp": 10, "size": 512, "layout": "NCHW", "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], '
-    '"class": 1, "output": "logits", "threshold": 0.5}'
-)
-_OVERLAP = 4
-"""A quarter of a tile overlaps with the next: its border has less context."""
 _BATCH = 4
 _LARGEST_MAP = 1_000_000_000
 """Most pixels of a slide at the scale of a network: a byte each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segmenter:
-    """Description of a segmentation network; the fields of its JSON file.
-
-    Tiles are squares of `size` pixels at `mpp` µm per pixel, divided by 255, minus `mean`, divided by `std`. The output
-    has one map, or one per class; `class_index` is the tissue. `output` "logits" are converted to probabilities.
-    """
-
-    path: Path
-    mpp: Mpp
-    size: int
-    layout: Layout
-    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    std: tuple[float, ...] = (1.0, 1.0, 1.0)
-    class_index: int = 1
-    output: Output = "logits"
-    threshold: float = 0.5
-
-    @property
-    def step(self) -> int:
-        """Distance of tiles in pixels."""
-        return self.size - self.size // _OVERLAP
-
-
-def read_segmenter(path: Path) -> Segmenter:
-    """Read the description of a network, `NAME.json` beside `NAME.onnx` or `NAME.keras`.
-
-    Raises:
-        UsageError: a file is missing, or a value is wrong.
-    """
-    described = path.with_suffix(".json")
-    try:
-        value = read_json(described)
-    except FileNotFoundError as error:
-        raise UsageError(
-            f"{described} is missing: it describes the input of {path.name}",
-            expected=f"such as {_EXAMPLE}",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{described} cannot be read", found=str(error), expected=_EXAMPLE
-        ) from error
-    checks: dict[str, Callable[[Any], bool]] = {
-        "mpp": lambda it: isinstance(it, int | float) and it > 0,
-        "size": lambda it: type(it) is int and 16 <= it <= 4096,
-        "layout": lambda it: it in get_args(Layout),
-        "mean": is_colour,
-        "std": lambda it: is_colour(it) and min(it) > 0,
-        "class": lambda it: type(it) is int and it >= 0,
-        "output": lambda it: it in get_args(Output),
-        "threshold": lambda it: isinstance(it, int | float) and 0 < it < 1,
-    }
-    given = value if isinstance(value, dict) else {}
-    wrong = [name for name in given if name not in checks or not checks[name](given[name])]
-    wrong += [name for name in ("mpp", "size", "layout") if name not in given]
-    if wrong:
-        raise UsageError(
-            f"{described}: {wrong[0]}",
-            found=repr(given.get(wrong[0], "nothing")),
-            expected=_EXAMPLE,
-        )
-    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    settings["class_index"] = settings.pop("class", 1)
-    return Segmenter(path=path, **{**settings, "mpp": check_mpp("mpp", float(given["mpp"]))})
-
-
-def is_colour(value: Any) -> bool:
-    """Return whether a value of JSON is a list of three numbers."""
-    return (
-        isinstance(value, list) and len(value) == 3 and all(type(v) in (int, float) for v in value)
-    )
-
-
-def name_of(path: Path) -> str:
-    """Return the name and the CRC-32 of a network with its description, as recorded in a store.
-
-    Raises:
-        UsageError: a file cannot be read, or the description is wrong.
-    """
-    read_segmenter(path)
-    try:
-        crc = zlib.crc32(path.with_suffix(".json").read_bytes(), zlib.crc32(path.read_bytes()))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read", found=error.strerror or str(error)) from error
-    return f"{path.name}, crc32 {crc:08x}"
 
 
 def segmented(
@@ -151,7 +50,7 @@ def segmented(
             f"{name} is too large for {path.name}", found=f"{size} pixels at {network.mpp:g} mpp"
         )
     found = np.zeros((size.height, size.width), np.uint8)
-    run = _runner(path, path.stat().st_mtime_ns)
+    run = runner(path, path.stat().st_mtime_ns)
     waiting: list[tuple[int, int, NDArray[np.uint8]]] = []
     places = list(_places(size, network))
     for number, (x, y) in enumerate(places):
@@ -223,92 +122,3 @@ def _at(found: NDArray[np.uint8], source: Grid, grid: Grid) -> NDArray[np.uint8]
     filtering = cv2.INTER_AREA if grid.side > source.side else cv2.INTER_LINEAR
     size = (grid.size.width, grid.size.height)
     return np.asarray(cv2.resize(fitted, size, interpolation=filtering), np.uint8)
-
-
-@functools.lru_cache(maxsize=1)
-def _runner(path: Path, _modified: int) -> Callable[[NDArray[np.uint8]], NDArray[np.float32]]:
-    """Return a function from (B, S, S, 3) uint8 to (B, S, S) probabilities; loaded once per process."""
-    network = read_segmenter(path)
-    call = _onnx(path) if path.suffix.lower() == ".onnx" else _keras(path)
-
-    def run(pixels: NDArray[np.uint8]) -> NDArray[np.float32]:
-        values = (pixels / np.float32(255) - np.array(network.mean, np.float32)) / np.array(
-            network.std, np.float32
-        )
-        if network.layout == "NCHW":
-            values = values.transpose(0, 3, 1, 2)
-        maps = call(np.asarray(values, np.float32))
-        maps = maps[:, None] if maps.ndim == 3 else maps
-        channels = (
-            maps if network.layout == "NCHW" or maps.shape[1] == 1 else maps.transpose(0, 3, 1, 2)
-        )
-        wanted = (len(pixels), network.size, network.size)
-        if (
-            channels.ndim != 4
-            or channels[:, 0].shape != wanted
-            or (channels.shape[1] > 1 and network.class_index >= channels.shape[1])
-        ):
-            raise UsageError(
-                f"{path}: wrong output", found=f"shape {maps.shape}",
-                expected=f"one map of {network.size}×{network.size} per class, as {network.layout}, "
-                f"and class {network.class_index}",
-            )  # fmt: skip
-        return _probabilities(np.asarray(channels, np.float32), network)
-
-    return run
-
-
-def _probabilities(channels: NDArray[np.float32], network: Segmenter) -> NDArray[np.float32]:
-    """Return the probability of tissue, (B, S, S), from maps of (B, C, S, S)."""
-    single = channels.shape[1] == 1
-    values = channels[:, 0 if single else network.class_index]
-    if network.output == "probabilities":
-        return np.clip(values, 0, 1)
-    if single:
-        return np.asarray(1 / (1 + np.exp(-np.clip(values, -50, 50))), np.float32)
-    powers = np.exp(channels - channels.max(axis=1, keepdims=True))
-    return np.asarray(powers[:, network.class_index] / powers.sum(axis=1))
-
-
-def _onnx(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    try:
-        import onnxruntime  # late: an extra
-    except ImportError as error:
-        raise MachineShort(
-            "onnxruntime is not installed", todo="pip install 'histopipe[onnx]'"
-        ) from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1  # each worker process has one core
-    try:
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=["CPUExecutionProvider"]
-        )
-    except Exception as error:  # onnxruntime's errors have no other common base class
-        raise UsageError(
-            f"{path} cannot be loaded", found=str(error).split("\n")[0][:200]
-        ) from error
-    name = session.get_inputs()[0].name
-
-    def call(values: NDArray[np.float32]) -> NDArray[np.float32]:
-        # One by one: many networks are exported with a batch of one.
-        return np.concatenate(
-            [
-                np.asarray(session.run(None, {name: np.ascontiguousarray(one[None])})[0])
-                for one in values
-            ]
-        )
-
-    return call
-
-
-def _keras(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
-    from histopipe.system.tensorflow import load_quietly
-
-    keras = load_quietly("keras")
-    try:
-        model = keras.saving.load_model(path, compile=False, safe_mode=True)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(
-            f"{path} cannot be loaded", found=str(error).split("\n")[0][:200]
-        ) from error
-    return lambda values: np.asarray(model.predict_on_batch(values), np.float32)

@@ -161,7 +161,8 @@ def _artefacts(
     core = density > threshold
     lines = components(core & grey & ~_opened(core, radius), long)
     uniform = components(grey & ~narrow, uniform_at_border)
-    return dust | thin | uniform | _dilated(lines, 2) | _dilated(_ink(colours), 1)
+    lines = _dilated(lines, 2) & (grey | ~core)
+    return dust | thin | lines | uniform | _dilated(_ink(colours), 1)
 
 
 def _ink(colours: NDArray[np.float32]) -> Mask:
