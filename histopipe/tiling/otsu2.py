@@ -137,18 +137,17 @@ def _artefacts(
         small = statistics[:, cv2.CC_STAT_AREA] < _LARGEST_DUST / mpp**2
         return np.asarray(small & (grey_share(parts, statistics) > 0.8))
 
-    def uniform_at_border(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
+    def no_tissue_at_border(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
         labels, area = parts.ravel(), statistics[:, cv2.CC_STAT_AREA]
         mean = np.bincount(labels, density.ravel(), len(area)) / area
         square = np.bincount(labels, density.ravel() ** 2, len(area)) / area
         deviation = np.sqrt(np.maximum(square - mean**2, 0))
-        left, top = statistics[:, cv2.CC_STAT_LEFT], statistics[:, cv2.CC_STAT_TOP]
-        right, bottom = (
-            left + statistics[:, cv2.CC_STAT_WIDTH],
-            top + statistics[:, cv2.CC_STAT_HEIGHT],
-        )
-        touches = (left == 0) | (top == 0) | (right == parts.shape[1]) | (bottom == parts.shape[0])
-        return np.asarray((touches & (deviation < 0.25 * mean)) | (mean > 0.8))
+        start = statistics[:, [cv2.CC_STAT_LEFT, cv2.CC_STAT_TOP]]
+        extent = statistics[:, [cv2.CC_STAT_WIDTH, cv2.CC_STAT_HEIGHT]]
+        size = np.array(parts.shape[::-1])
+        touches = ((start == 0) | (start + extent == size)).any(axis=1)
+        frame = (extent >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
+        return np.asarray((touches & (frame | (mean > 0.2))) | (mean > 0.8))
 
     def long(_: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
         longer = statistics[:, [cv2.CC_STAT_WIDTH, cv2.CC_STAT_HEIGHT]].max(axis=1) * mpp
@@ -160,7 +159,7 @@ def _artefacts(
     # The edge of a coverslip may touch tissue, and its shadow is wider than the edge.
     core = density > threshold
     lines = components(core & grey & ~_opened(core, radius), long)
-    uniform = components(grey & ~narrow, uniform_at_border)
+    uniform = components(grey & ~narrow, no_tissue_at_border)
     lines = _dilated(lines, 2) & (grey | ~core)
     return dust | thin | lines | uniform | _dilated(_ink(colours), 1)
 
