@@ -21,7 +21,7 @@ from histopipe.errors import ExitCode, HistopipeError
 GROUPS = MappingProxyType(
     {
         "Data": {
-            "tissue": ("ingestion", "Write tissue masks, to look at and to correct."),
+            "tissue": ("ingestion", "Write tissue masks to check and to correct."),
             "ingest": ("ingestion", "Tile slides into a store."),
             "import-coords": ("ingestion", "Tile slides at the coordinates of CLAM or TRIDENT."),
             "annotate": ("maintenance", "Label patches from annotations."),

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 )
 @json_option("the tissue of every slide")
 def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any) -> int:
-    """Write the tissue mask of each of SLIDES, files or folders: GeoJSON for QuPath, PNG, and a page to look at.
+    """Write the tissue mask of each of SLIDES, files or folders: GeoJSON for QuPath, PNG, and a page with pictures.
 
     Masks that exist are kept, since they may have been corrected; their pictures and numbers are written again.
 

@@ -1,4 +1,4 @@
-"""Export the tissue masks of a store as files, to look at, to correct in QuPath, and to ingest again."""
+"""Export the tissue masks of a store as files, to check, to correct in QuPath, and to ingest again."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Tissue masks as files: outlines and pictures that people can look at, correct and replace."""
+"""Tissue masks as files: outlines and pictures that people can check, correct and replace."""

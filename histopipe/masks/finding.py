@@ -1,4 +1,4 @@
-"""Find the tissue of a slide as its tiling spec says: by an algorithm, in a file, or by a network."""
+"""Find the tissue of a slide by the method of its tiling spec: an algorithm, a file, or a network."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Segmenter:
 
 
 def read_segmenter(path: Path) -> Segmenter:
-    """Read the description of a network, `NAME.json` beside `NAME.onnx` or `NAME.keras`.
+    """Read the description of a network, `NAME.json` next to `NAME.onnx` or `NAME.keras`.
 
     Raises:
         UsageError: a file is missing, or a value is wrong.

@@ -1,4 +1,4 @@
-"""Tissue masks to look at and to correct: the function `tissue`."""
+"""Tissue masks to check and to correct: the function `tissue`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def tissue(
     force: bool = False,
     progress: Progress | None = None,
 ) -> TissueReport:
-    """Write the tissue mask of each slide, to look at, to correct in QuPath, and to give to `ingest`.
+    """Write the tissue mask of each slide, to check, to correct in QuPath, and to give to `ingest`.
 
     Writes `SLIDE.geojson` (QuPath), `SLIDE.png`, `SLIDE-overlay.jpg`, `masks.csv`, and the page `index.html` with the
     pictures of all slides. A mask that exists is kept, since it may have been corrected: its pictures and numbers are

@@ -165,7 +165,7 @@ def _artefacts(
 
 
 def _ink(colours: NDArray[np.float32]) -> Mask:
-    """Return blue, green, red and yellow ink. Purple ink has the colour of tissue, and cannot be told from it."""
+    """Return blue, green, red and yellow ink. Purple ink has the colour of tissue, and is not found."""
     red, green, blue = cv2.split(colours)
     is_blue = (red > 1.3 * green) & (red > 1.5 * blue)
     is_green = (red > 1.3 * green) & (blue > 1.15 * green)

@@ -21,7 +21,7 @@ GridKind = Literal["regular", "imported"]
 ALGORITHMS: Mapping[str, str] = {
     "grid": "grid-1",
     "thumbnail": "native-1",
-    "tissue": "otsu-1",  # the spec of a store says "otsu-2" if that is used
+    "tissue": "otsu-1",  # or "otsu-2": see `to_json`
     "resample": "area-lanczos-2",
 }
 """Versions of the algorithms that determine cells and pixels. Specs with different versions are not equal."""
@@ -157,7 +157,7 @@ def resolved_tissue(asked: str, recorded: Mapping[str, Any] | None) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return a value of JSON as it is in a spec, with tuples for lists."""
+    """Return a value of JSON with tuples for lists, as in a spec."""
     return tuple(value) if isinstance(value, list) else value
 
 
