@@ -49,7 +49,7 @@ from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import close_all, prepare, store_chunk
 from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
-from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level
+from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level, usual_mpp
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.record import SlideRecord
 from histopipe.store.writer import StoreWriter
@@ -368,10 +368,11 @@ def plan_parts(path: Path) -> dict[str, float]:
         with Slide(path) as slide:
             lap("opening")
             levels = NativeLevels(slide, (path,))
-            tiles, _ = levels.get(thumbnail_level(slide.info.levels, Mpp(0.499)))
+            at = usual_mpp(slide, Mpp(0.499))
+            tiles, _ = levels.get(thumbnail_level(slide.info.levels, Mpp(0.499), at))
             levels.get(slide.info.levels[0])
             lap("finding and checking native tiles")
-            thumbnail = read_thumbnail(slide, Mpp(0.499), tiles)
+            thumbnail = read_thumbnail(slide, Mpp(0.499), tiles, at)
             encode_thumbnail(thumbnail.pixels)
             lap("thumbnail")
             png(tissue_mask(thumbnail).pixels)

@@ -39,7 +39,13 @@ from histopipe.masks.mask_files import png_mask
 from histopipe.slides.discovery import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
-from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
+from histopipe.slides.thumbnail import (
+    THUMBNAIL_MPP,
+    Thumbnail,
+    read_thumbnail,
+    thumbnail_level,
+    usual_mpp,
+)
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.slides.tiles.native import NotNative
 from histopipe.store.format import stored_size
@@ -49,6 +55,8 @@ from histopipe.tiling.quality import pen_mask
 from histopipe.tiling.spec import TilingSpec
 
 _SAMPLED_PATCHES = 8
+_USUAL_PATCH = 64.0
+"""Side, in µm, of patches for which masks of 16 µm are fine enough: four pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,7 @@ def plan_slide(
             mpp = scale.mpp if scale else None
             regions = _regions(slide, spec, options, info)
             with NativeLevels(opened, file.files) as levels:
-                thumbnail = thumbnail_of(opened, mpp, levels)
+                thumbnail = thumbnail_of(opened, mpp, levels, spec)
                 pictures, mask = {"thumb": encode_thumbnail(thumbnail.pixels)}, None
                 if slide.coords is not None:
                     plan = plan_imported(slide.id, info, mpp, slide.coords)
@@ -192,12 +200,20 @@ def _scale(
     return scale, [scale.note] if scale.note else []
 
 
-def thumbnail_of(slide: Slide, mpp: Mpp | None, levels: NativeLevels) -> Thumbnail:
-    """Read the thumbnail. It is the same for all routes, since the plan must not depend on the route."""
+def thumbnail_of(
+    slide: Slide, mpp: Mpp | None, levels: NativeLevels, spec: TilingSpec
+) -> Thumbnail:
+    """Read the thumbnail. It is the same for all routes, since the plan must not depend on the route.
+
+    Stores with `otsu-1` have thumbnails of 8 µm. Other large slides have 16 µm, unless the patches are small.
+    """
+    patch = None if spec.mpp is None else spec.patch_size * spec.mpp
+    fine = "otsu-1" in (spec.tissue, spec.tissue_fallback) or (patch or _USUAL_PATCH) < _USUAL_PATCH
+    at = THUMBNAIL_MPP if fine else usual_mpp(slide, mpp)
     tiles = None
     with suppress(NotNative):
-        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp))
-    return read_thumbnail(slide, mpp, tiles)
+        tiles, _ = levels.get(thumbnail_level(slide.info.levels, mpp, at))
+    return read_thumbnail(slide, mpp, tiles, at)
 
 
 def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> TilingPlan:

@@ -151,7 +151,7 @@ def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
         except ScaleError as error:
             notes.append(f"scale unknown: {error.what}")
         with NativeLevels(slide, task.file.files) as levels:
-            thumbnail = thumbnail_of(slide, mpp, levels)
+            thumbnail = thumbnail_of(slide, mpp, levels, task.spec)
         mask, origin, kept = _mask_of(task, slide, mpp, thumbnail)
         grid = Grid.of(thumbnail, info.size)
     source = origin or str(task.spec.tissue_model or task.spec.tissue)

@@ -22,6 +22,10 @@ ASSUMED_MPP = Mpp(0.5)
 _MOST_PIXELS = 6_000_000
 """Most pixels of a thumbnail; a larger one is reduced further. 6 million pixels of 8 µm are 384 mm²."""
 
+_FINE_PIXELS = 1_500_000
+"""Most pixels at 8 µm, 96 mm², of a slide whose thumbnail is as fine as that: planning a larger slide would take longer
+than copying its patches."""
+
 _BLOCK = 2048
 """Side of the blocks that are read, in pixels of the level: 16 MB each as RGBA."""
 _SMALL_BLOCK = 256
@@ -50,6 +54,12 @@ def thumbnail_level(levels: tuple[Level, ...], mpp: Mpp | None, at: Mpp = THUMBN
     scale = mpp or ASSUMED_MPP
     fine = [level for level in levels if scale * level.downsample <= at * 1.1]
     return max(fine, key=lambda level: level.downsample) if fine else levels[0]
+
+
+def usual_mpp(slide: Slide, mpp: Mpp | None) -> Mpp:
+    """Return the scale of a slide's thumbnail: 8 µm, or 16 µm for a large slide. `mpp` is that of level 0."""
+    pixels = slide.info.bounds.size.area * ((mpp or ASSUMED_MPP) / THUMBNAIL_MPP) ** 2
+    return Mpp(2 * THUMBNAIL_MPP) if pixels > _FINE_PIXELS else THUMBNAIL_MPP
 
 
 def read_thumbnail(

@@ -59,6 +59,8 @@ def components(
     `keep` gets the number of the part of each pixel, (H, W), 0 outside the mask, and OpenCV's statistics of the parts,
     (N, 5); it returns (N,) bool. Part 0 is never kept.
     """
+    if not mask.any():
+        return mask
     _, parts, statistics, _ = cv2.connectedComponentsWithStats(
         mask.view(np.uint8), connectivity=connectivity
     )

@@ -15,7 +15,7 @@ from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import SlideFile, discover, fingerprint, tile_hash
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
-from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail
+from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
 from histopipe.system.worker_pool import silence
 from histopipe.tiling.tissue import tissue_mask
 from histopipe.viewer.tiles import OVERLAP, TILE, Area, Pixels, cut, hatched, jpeg, png
@@ -197,6 +197,6 @@ def slide_mask(path: str) -> bytes:
         mpp: Mpp | None = resolve_mpp(path, slide.info).mpp
     except ScaleError:
         mpp = None
-    thumbnail = read_thumbnail(slide, mpp)
+    thumbnail = read_thumbnail(slide, mpp, at=usual_mpp(slide, mpp))
     mask = tissue_mask(thumbnail).pixels
     return png(mask.astype(np.uint8) * 255)

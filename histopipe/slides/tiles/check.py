@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from histopipe.errors import SlideUnreadable
-from histopipe.geometry import Level, PointL0
+from histopipe.geometry import Level, PointL0, RegionLevel, Size
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
 from histopipe.system.files import Closing
 
-_SAMPLED_TILES = 8
+_SAMPLED_TILES, _INTERPOLATED_TILES = 8, 4
+_LEAST_SIDE = 32
 
 LARGEST_DIFFERENCE = 8.0
 """Largest mean absolute difference, of 255, by interpolation. A shift of sharp H&E by half a pixel gives 4 to 6."""
@@ -101,6 +102,8 @@ def check(slide: Slide, level: Level, tiles: NativeTiles) -> TileCheck:
         NotNative: they differ, or none could be compared.
     """
     places = sampled(tiles.native)
+    if not level.downsample.is_integer():
+        places = places[:: _SAMPLED_TILES // _INTERPOLATED_TILES]
     pairs = (_pair(slide, level, tiles, row, column) for row, column in places)
     compared = [pair for pair in pairs if pair is not None]
     if not compared:
@@ -158,6 +161,8 @@ def _pair(
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]] | None:
     """Return the pixels of a tile and those of OpenSlide; None if either cannot be read, which the ingest records."""
     region = tiles.native.region(row, column)
+    if not level.downsample.is_integer():
+        region = _middle(region)
     x, y = level.to_l0(np.array([region.x, region.y], np.int64)).tolist()
     try:
         tile = tiles.pixels(region)
@@ -165,6 +170,18 @@ def _pair(
     except SlideUnreadable:
         return None
     return None if tile is None else (tile, truth)
+
+
+def _middle(region: RegionLevel) -> RegionLevel:
+    """Return the middle of a region, half as wide and high.
+
+    For a whole tile that is between the pixels of a level, OpenSlide decodes four tiles. A wrong colour, place or size
+    of tiles shows in their middle, too.
+    """
+    width, height = region.size.width // 2, region.size.height // 2
+    if min(width, height) < _LEAST_SIDE:
+        return region
+    return RegionLevel(region.x + width // 2, region.y + height // 2, Size(width, height))
 
 
 def _difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> float:
