@@ -47,6 +47,8 @@ _NEIGHBOURHOOD = 64.0
 """Radius, in µm, of the tissue that determines where an outline is drawn."""
 _LIMITS = (0.02, 0.06)
 """Limits of the threshold of density. Pale eosin has 0.05 to 0.15, a shadow of the illumination 0.01."""
+_SHADOW = 0.04
+"""Grey areas up to this density are uneven light."""
 _STRONG, _WEAK, _FINE = 3.5, 2.5, 2.5
 """Densities above these multiples of the noise are not noise."""
 _LEAST_WEAK, _LEAST_COLOUR, _LEAST_FINE = 0.012, 0.008, 0.015
@@ -94,7 +96,9 @@ def _bright_field(
     threshold = float(np.clip(otsu_threshold(counts) / 800, low, high))
     artefacts = _artefacts(colours, density, chroma, threshold, coarse_mpp)
     artefacts |= (_brightest(coarse) < _BLACK) & (chroma < 0.3 * density)
-    strong = larger_than((density > threshold) & ~artefacts, _SMALLEST_STRONG, coarse_mpp)
+    no_shadow = (density > _SHADOW) | (chroma > _LEAST_COLOUR)
+    dense = (density > threshold) & no_shadow & ~artefacts
+    strong = larger_than(dense, _SMALLEST_STRONG, coarse_mpp)
     if not strong.any():
         return TissueMask(np.zeros(smooth.shape[:2], np.bool_), threshold)
     colours[artefacts] = 0  # their blur is not weak tissue
