@@ -18,7 +18,7 @@ from PIL import Image
 from tissue_scenes import CONDITIONS, scene
 
 import histopipe
-from histopipe.errors import ExitCode, MaskUnfit, SpecMismatch, UsageError
+from histopipe.errors import ExitCode, MaskUnfit, SlideUnreadable, SpecMismatch, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import read_mask, write_mask
@@ -144,6 +144,17 @@ def test_masks_out_and_in_give_the_same_plan(slides: Path, masks: Path, tmp_path
     report = histopipe.export(tmp_path / "direct.lmdb", exported, to="masks", progress=SILENT)
     assert report.exit_code is ExitCode.DONE
     assert ingest(slides, tmp_path / "again.lmdb", tissue=exported) == direct
+
+
+def test_export_does_not_replace_corrected_masks(slides: Path, masks: Path, tmp_path: Path) -> None:
+    store, folder = tmp_path / "s.lmdb", tmp_path / "masks"
+    ingest(slides, store)
+    folder.mkdir()
+    (folder / "slide-000.geojson").write_text("corrected")
+    with pytest.raises(UsageError, match="has masks already"):
+        histopipe.export(store, folder, to="masks", progress=SILENT)
+    assert [file.name for file in folder.iterdir()] == ["slide-000.geojson"]
+    assert (folder / "slide-000.geojson").read_text() == "corrected"
 
 
 def test_real_slide_has_the_same_plan_from_its_masks(data: Path, tmp_path: Path) -> None:
@@ -463,6 +474,26 @@ def test_ingest_with_a_network(slides: Path, tmp_path: Path) -> None:
         )
 
 
+def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
+    (path,) = make_slides(tmp_path, "--size", "3000x2000", "--levels", "1")
+    make_network(tmp_path / "network.onnx", 64, mpp=4)
+
+    class Damaged(Slide):
+        def read_region(self, origin: PointL0, level: int, size: Size) -> Any:
+            if origin.x < 300 and origin.y < 300:
+                raise SlideUnreadable("damaged")
+            return super().read_region(origin, level, size)
+
+    with Slide(path) as slide, Damaged(path) as damaged:
+        thumbnail = read_thumbnail(slide, Mpp(0.499))
+        whole, part = (
+            segmented(tmp_path / "network.onnx", it, "one", Mpp(0.499), thumbnail).pixels
+            for it in (slide, damaged)
+        )
+    assert not whole[:15, :15].any() and part[:15, :15].all()
+    assert (whole == part)[60:].all()
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -489,7 +520,8 @@ def test_wrong_networks_are_refused(tmp_path: Path, settings: dict[str, Any], me
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation")
 def test_keras_network(tmp_path: Path) -> None:
-    keras = pytest.importorskip("keras")
+    import keras  # late: this is the only test here that loads TensorFlow
+
     (path,) = make_slides(tmp_path, "--size", "3000x2000")
     inputs = keras.Input((64, 64, 3))
     layer = keras.layers.Conv2D(1, 1, activation="sigmoid")

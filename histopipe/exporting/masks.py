@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import DamagedStore, NothingToDo
+from histopipe.annotations.read import GEOJSON
+from histopipe.errors import DamagedStore, NothingToDo, UsageError
 from histopipe.geometry import Mpp, PointL0, RegionL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import grid_of_png
@@ -32,11 +33,16 @@ _INEXACT = "outlines may be off by a pixel: an older version wrote the store"
 def export_masks(store: Path, *, out: Path, progress: Progress) -> TissueReport:
     """Write the tissue masks of the complete slides of a store, with the same files as `tissue`; see `export`.
 
-    Files that exist are replaced.
-
     Raises:
+        UsageError: the folder has masks, which may have been corrected.
         NothingToDo: the store has no masks.
     """
+    if any(out.rglob(f"*{GEOJSON[0]}")):
+        raise UsageError(
+            f"{out} has masks already",
+            expected="a folder without masks",
+            todo="choose another --out: they may have been corrected",
+        )
     result = TissueReport(out)
     pictures: dict[str, NDArray[np.uint8]] = {}
     with Store(store) as opened, run_folder.held(out), run_folder.roomy(out):

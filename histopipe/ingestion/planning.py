@@ -129,8 +129,8 @@ def plan_slide(
                 if mask is not None:
                     pictures["mask"] = png_mask(mask.pixels, Grid.of(thumbnail, info.size))
                 plan = _within(plan, regions, spec)
-                imported = slide.coords is not None
-                wanted = "openslide" if imported and sticks_out(plan, info) else options.route
+                outside = slide.coords is not None and sticks_out(plan, info)
+                wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
         recipe = PatchRecipe(file.path, plan.choice, route, spec)
         estimate = _estimate(recipe, plan)
@@ -153,8 +153,9 @@ def plan_slide(
             record, annotations=source_text(slide.annotations, options.rules),
             annotation_notes=regions.note_texts(slide.annotations), patch_labels=labels.counts(),
         )  # fmt: skip
-    seconds = time.monotonic() - started
-    return PlannedSlide(record, plan, recipe, pictures, before, estimate, seconds, labels, columns)
+    return PlannedSlide(
+        record, plan, recipe, pictures, before, estimate, time.monotonic() - started, labels, columns
+    )  # fmt: skip
 
 
 def _regions(

@@ -181,20 +181,13 @@ def _onnx(path: Path) -> Callable[[NDArray[np.float32]], NDArray[np.float32]]:
 
     def call(values: NDArray[np.float32]) -> NDArray[np.float32]:
         # One by one: many networks are exported with a batch of one.
+        inputs = [{name: np.ascontiguousarray(one[None])} for one in values]
         try:
-            return run(values)
-        except Exception as error:
+            return np.concatenate([np.asarray(session.run(None, one)[0]) for one in inputs])
+        except Exception as error:  # as above
             raise UsageError(
                 f"{path} cannot be run", found=str(error).split("\n")[0][:200]
             ) from error
-
-    def run(values: NDArray[np.float32]) -> NDArray[np.float32]:
-        return np.concatenate(
-            [
-                np.asarray(session.run(None, {name: np.ascontiguousarray(one[None])})[0])
-                for one in values
-            ]
-        )
 
     return call
 

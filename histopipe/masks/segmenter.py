@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.errors import ScaleError
+from histopipe.errors import ScaleError, SlideUnreadable
 from histopipe.geometry import SCALE_TOLERANCE, Mpp, PointL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.network import Segmenter, read_segmenter, runner
@@ -54,8 +54,12 @@ def segmented(
     waiting: list[tuple[int, int, NDArray[np.uint8]]] = []
     places = list(_places(size, network))
     for number, (x, y) in enumerate(places):
-        waiting.append((x, y, _tile(slide, network, mpp, x, y)))
-        if len(waiting) == _BATCH or number == len(places) - 1:
+        try:
+            waiting.append((x, y, _tile(slide, network, mpp, x, y)))
+        except SlideUnreadable:
+            # It may be tissue: its patches are planned, and recorded as unreadable if reading fails again.
+            _keep(found, np.ones((network.size, network.size), np.float32), x, y, network)
+        if waiting and (len(waiting) == _BATCH or number == len(places) - 1):
             maps = run(np.stack([pixels for _, _, pixels in waiting]))
             for (left, top, _), probability in zip(waiting, maps, strict=True):
                 _keep(found, probability, left, top, network)
