@@ -21,6 +21,7 @@ from histopipe.ingestion import storing
 
 T = TypeVar("T")
 WITH_POOLS = (
+    "histopipe.ingestion.ingest",
     "histopipe.ingestion.ingest_slides",
     "histopipe.ingestion.preview",
     "histopipe.measure.columns",

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import openslide
 import pytest
 import tifffile
 from conftest import COMMAND, INTERRUPTIBLE, Run, make_slides, small_disk
-from inline import in_process
+from inline import InlineWorkers, in_process
 from PIL import Image
 
 from histopipe.errors import DamagedStore, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.pipeline import Pipeline
+from histopipe.ingestion.planning import plan_slide
 from histopipe.ingestion.records import PendingSlide, outcome_without_ingest
 from histopipe.ingestion.report import IngestProgress, Status
 from histopipe.ingestion.route import AskedRoute
@@ -444,6 +446,53 @@ def test_slide_changed_during_ingest_fails(
         with Store(store) as opened, pytest.raises(DamagedStore):
             opened.value(0, 0)  # all patches of the slide are removed
     close_all()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 7])
+def test_next_slides_are_planned_while_others_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setattr("histopipe.ingestion.patch_source._MOST_PATCHES", 1)
+    (path,) = make_slides(tmp_path / "in", "--size", "1500x1500")
+    store, spec, names = (
+        tmp_path / "s.lmdb",
+        TilingSpec(mpp=Mpp(0.5)),
+        [f"s{n:02}" for n in range(12)],
+    )
+    submitted: list[tuple[str, bool]] = []  # the slide, and whether the task is its plan
+    inline = InlineWorkers()
+
+    def submit(seconds: float, fn: Any, /, *args: Any) -> Future[Any]:
+        plans = fn is plan_slide
+        submitted.append((args[0].id if plans else names[args[1]], plans))
+        return inline.submit(fn, *args)
+
+    with StoreWriter(store, spec) as writer, closing(Claims(store)) as claims:
+        records = [SlideRecord(id=name, path=str(path), resolved_path=str(path)) for name in names]
+        numbers = writer.register(records)
+        slides = [
+            PendingSlide(
+                numbers[record.id], SlideInput(SlideFile(record.id, path, (path,))), record
+            )
+            for record in records
+        ]
+        pipeline = Pipeline(
+            writer=writer, submit_within=submit, spec=spec, options=IngestOptions(workers=workers),
+            claims=claims, progress=IngestProgress(len(names), SilentProgress()),
+        )  # fmt: skip
+        outcomes = list(pipeline.run(slides))
+    close_all()
+    assert [outcome.status for outcome in outcomes] == [Status.COMPLETE] * len(names)
+    planned = [at for at, (_, plans) in enumerate(submitted) if plans]
+    assert [submitted[at][0] for at in planned] == names
+    last_chunk = {name: at for at, (name, plans) in enumerate(submitted) if not plans}
+    for number, at in enumerate(planned):
+        ready = sum(
+            last_chunk[name] > at for name in names[:number]
+        )  # planned, with chunks to copy
+        assert ready <= max(2, workers)  # patches of few slides are in flight when a run is killed
+        if number >= max(2, workers) and workers > 1:
+            assert ready > 0  # workers copy while others plan
 
 
 @pytest.fixture

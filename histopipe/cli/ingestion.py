@@ -214,9 +214,10 @@ def ingest(
     Example: histopipe ingest slides/ --out parts --cluster tcp://scheduler:8786
     """
     from histopipe.ingestion.ingest import ingest
-    from histopipe.ingestion.preview import plan
 
     if plan_only:
+        from histopipe.ingestion.preview import plan
+
         preview = plan(slides, out, **flags)
         show(preview, as_json=as_json)
         if not as_json:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from histopipe.errors import UsageError
-from histopipe.ingestion.ingest_slides import ingest_slides
-from histopipe.ingestion.report import IngestReport
-from histopipe.ingestion.request import ImportSettings, IngestSettings, PathLike, read_request
 from histopipe.system.progress import Progress, default_progress
+from histopipe.system.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from histopipe.ingestion.report import IngestReport
+    from histopipe.ingestion.request import ImportSettings, IngestSettings, PathLike
 
 
 def ingest(
@@ -81,14 +85,15 @@ def ingest(
     Example:
         >>> ingest("slides", "patches.lmdb", mpp=0.5, labels="labels.csv")  # doctest: +SKIP
     """
-    progress, store = progress or default_progress(), Path(out)
-    inputs, spec, options = read_request(slides, store, settings, progress)
     if not part_gb > 0:
         raise UsageError("--part-gb", found=part_gb, expected="above 0")
+    progress, store = progress or default_progress(), Path(out)
     if cluster is None:
-        return ingest_slides(inputs, store, spec, options, progress=progress)
+        return _ingest_here(slides, store, settings, progress)
     from histopipe.ingestion.cluster.cluster_ingest import ingest_on_cluster  # late: an extra
+    from histopipe.ingestion.request import read_request
 
+    inputs, spec, options = read_request(slides, store, settings, progress)
     return ingest_on_cluster(
         inputs, store, spec, options, cluster=cluster, scratch=Path(scratch or tempfile.gettempdir()),
         part_bytes=int(part_gb * 1e9), progress=progress,
@@ -123,6 +128,27 @@ def import_coords(
     Example:
         >>> import_coords("trident/20x_256px_0px_overlap/patches", "slides")  # doctest: +SKIP
     """
-    progress, store = progress or default_progress(), Path(out)
-    inputs, spec, options = read_request(slides, store, settings, progress, coords=Path(coords))
-    return ingest_slides(inputs, store, spec, options, progress=progress)
+    progress = progress or default_progress()
+    return _ingest_here(slides, Path(out), settings, progress, coords=Path(coords))
+
+
+def _ingest_here(
+    slides: PathLike | Sequence[PathLike],
+    store: Path,
+    settings: IngestSettings | ImportSettings,
+    progress: Progress,
+    coords: Path | None = None,
+) -> IngestReport:
+    """Ingest with worker processes of this machine, which import their modules while this process imports its own."""
+    workers: Any = settings.get("workers") or len(os.sched_getaffinity(0))
+    valid = isinstance(workers, int) and workers > 0  # otherwise `read_request` raises an error
+    with WorkerPool(workers if valid else 1, _prepare) as pool:
+        from histopipe.ingestion.ingest_slides import ingest_slides  # late: takes 0.2 s
+        from histopipe.ingestion.request import read_request
+
+        inputs, spec, options = read_request(slides, store, settings, progress, coords=coords)
+        return ingest_slides(inputs, store, spec, options, progress=progress, pool=pool)
+
+
+def _prepare() -> None:
+    importlib.import_module("histopipe.ingestion.storing").prepare()

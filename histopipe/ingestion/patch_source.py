@@ -64,12 +64,16 @@ class Chunk:
     rows: NDArray[np.int64]
     plan: TilingPlan
 
+    def place(self, number: int) -> PatchPlace:
+        """Return the position of a patch, counted within the chunk."""
+        plan, side = self.plan, self.plan.choice.read_size
+        x, y = int(plan.x_level[number]), int(plan.y_level[number])
+        origin = PointL0(int(plan.x_l0[number]), int(plan.y_l0[number]))
+        return PatchPlace(RegionLevel(x, y, Size(side, side)), origin)
+
     def places(self) -> Iterator[PatchPlace]:
         """Yield the position of each patch."""
-        plan, side = self.plan, self.plan.choice.read_size
-        size, corners = Size(side, side), (plan.x_level, plan.y_level, plan.x_l0, plan.y_l0)
-        for x, y, x_l0, y_l0 in zip(*(axis.tolist() for axis in corners), strict=True):
-            yield PatchPlace(RegionLevel(x, y, size), PointL0(x_l0, y_l0))
+        return map(self.place, range(len(self.plan)))
 
 
 def chunk_of(plan: TilingPlan, rows: NDArray[np.int64]) -> Chunk:
@@ -107,7 +111,11 @@ class PatchSource(Closing):
         """Return the patches of a chunk, in its order, with an error for each patch that cannot be read."""
         if self._tiles is None:
             return [value for run in self._runs(chunk) for value in self._read(run)]
-        return [self._from_tiles(self._tiles, place) for place in chunk.places()]
+        if self._recipe.route.name != "copy":
+            return [self._decoded(self._tiles, place) for place in chunk.places()]
+        tiles = self._tiles.native.tile_at(chunk.plan.x_level, chunk.plan.y_level)
+        found = enumerate(self._tiles.jpegs(*tiles))
+        return [self._one(chunk.place(i)) if tile is None else tile for i, tile in found]
 
     def close(self) -> None:
         """Close files and free decoded tiles."""
@@ -116,18 +124,12 @@ class PatchSource(Closing):
         if self._slide is not None:
             self._slide.close()
 
-    def _from_tiles(self, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
-        route, region = self._recipe.route, place.region
+    def _decoded(self, tiles: NativeTiles, place: PatchPlace) -> PatchFile:
         try:
-            if route.name == "copy":
-                value = tiles.jpeg(*tiles.native.tile_at(region.x, region.y))
-            else:
-                pixels = tiles.pixels(region, route.reduction)
-                value = None if pixels is None else self._encoded(pixels)
+            pixels = tiles.pixels(place.region, self._recipe.route.reduction)
         except SlideUnreadable as error:
             return error
-        # For missing tiles, OpenSlide may use the pixels of a finer level.
-        return self._one(place) if value is None else value
+        return self._one(place) if pixels is None else self._encoded(pixels)
 
     def _runs(self, chunk: Chunk) -> Iterator[list[PatchPlace]]:
         """Yield neighbours along a row, which can be read together.
@@ -169,6 +171,7 @@ class PatchSource(Closing):
             yield self._encoded(pixels[:, left : left + side])
 
     def _one(self, place: PatchPlace) -> PatchFile:
+        """Read a patch through OpenSlide, which may use the pixels of a finer level where tiles are missing."""
         return next(self._read([place]))
 
     def _encoded(self, pixels: NDArray[np.uint8]) -> bytes:

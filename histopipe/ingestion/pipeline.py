@@ -84,9 +84,9 @@ class Pipeline:
                 yield from self._retry_claims()
 
     def _submit_tasks(self) -> None:
-        """Submit the tasks of slides in flight. If there are none left, begin the next slide."""
-        while len(self._futures) < 2 * self.options.worker_count:  # so that no worker is idle
-            slide = next((s for s in self._in_flight.values() if s.tasks), None) or self._begin()
+        """Submit tasks so that no worker is idle."""
+        while len(self._futures) < 2 * self.options.worker_count:
+            slide = self._next()
             if slide is None:
                 return
             chunk, pending = slide.tasks.popleft(), slide.pending
@@ -98,6 +98,18 @@ class Pipeline:
                 target = self.writer.path, pending.number, slide.plan.recipe
                 future = self.submit_within(slide.seconds_left, store_chunk, *target, chunk)
             self._futures[future] = slide, chunk
+
+    def _next(self) -> SlideInFlight | None:
+        """Return the slide whose task is submitted next: the first one in flight, or a new one to be planned.
+
+        Up to half of the workers plan while the others copy, because copying waits for LMDB's lock and for the disk.
+        """
+        ready = [slide for slide in self._in_flight.values() if slide.tasks]
+        planning = sum(chunk is None for _, chunk in self._futures.values())
+        half = self.options.worker_count // 2
+        idle = not ready and len(self._futures) < max(2, self.options.worker_count)
+        begun = self._begin() if idle or (planning < half and len(ready) <= half) else None
+        return begun or next(iter(ready), None)
 
     def _begin(self) -> SlideInFlight | None:
         """Begin the next slide that no other run has claimed; None if there is none, or the disk has no space."""

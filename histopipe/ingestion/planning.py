@@ -229,7 +229,7 @@ def _within(plan: TilingPlan, regions: Regions | None, spec: TilingSpec) -> Tili
 def _estimate(recipe: PatchRecipe, plan: TilingPlan) -> Estimate:
     if not len(plan):
         return Estimate()
-    rows = np.unique(np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(np.int64))
+    rows = np.array(sorted({*np.linspace(0, len(plan) - 1, _SAMPLED_PATCHES).astype(int).tolist()}))
     started = time.monotonic()
     with PatchSource(recipe) as source:
         values = source.values(chunk_of(plan, rows))

@@ -38,8 +38,9 @@ class ChunkResult:
 
 
 def prepare() -> None:
-    """Import the modules that planning imports late, while the main process finds the first slides."""
-    importlib.import_module("histopipe.slides.tiles.tiff")
+    """Import the modules of the first tasks, while the main process finds the slides."""
+    for name in ("histopipe.ingestion.planning", "histopipe.slides.tiles.tiff"):
+        importlib.import_module(name)
     cv2.setNumThreads(1)  # each worker has one core
 
 

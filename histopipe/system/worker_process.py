@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import pickle
 import signal
@@ -27,9 +28,12 @@ def main() -> None:
     if os.getppid() != parent:
         os._exit(1)
     with contextlib.suppress(EOFError, OSError):  # the pool closes the pipe to end its workers
+        gc.disable()  # nothing that imports create is garbage
         prepare = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own parent
         if prepare is not None:
             prepare()
+        gc.freeze()
+        gc.enable()
         pipe.send_bytes(pickle.dumps((True, None)))  # ready
         while True:
             pipe.send_bytes(_answer(pipe.recv_bytes()))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import cv2
@@ -51,28 +51,50 @@ def otsu_threshold(counts: NDArray[Any]) -> int:
         return int(np.nanargmax(below * above * distance**2))
 
 
-def components(
-    mask: Mask, keep: Callable[[NDArray[np.int32], NDArray[np.int32]], Mask], connectivity: int = 8
-) -> Mask:
-    """Return the connected parts of a mask that `keep` chooses.
+class Components:
+    """Connected parts of a mask, (H, W), numbered from 1. Number 0 is not a part: its measures are 0.
 
-    `keep` gets the number of the part of each pixel, (H, W), 0 outside the mask, and OpenCV's statistics of the parts,
-    (N, 5); it returns (N,) bool. Part 0 is never kept.
+    They are measured by numpy, since OpenCV's own statistics take eight times as long as finding the parts.
     """
-    if not mask.any():
+
+    def __init__(self, mask: Mask, connectivity: int = 8) -> None:
+        self._count, labels = cv2.connectedComponents(
+            mask.view(np.uint8), connectivity=connectivity
+        )
+        self._shape = mask.shape
+        self._places = np.flatnonzero(mask)
+        self._parts = np.asarray(labels, np.int32).ravel()[self._places]
+
+    @cached_property
+    def areas(self) -> NDArray[np.int64]:
+        """Number of pixels of each part, (N,)."""
+        return np.bincount(self._parts, minlength=self._count)
+
+    def means(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the mean of values, (H, W), over each part, (N,)."""
+        sums = np.bincount(self._parts, values.ravel()[self._places], self._count)
+        return np.asarray(sums / np.maximum(self.areas, 1))
+
+    def boxes(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the top left corners of the parts and their extents, (N, 2) each, y first."""
+        first, last = np.zeros((2, self._count, 2), np.int64)
+        first[1:] = max(self._shape)
+        for axis, values in enumerate(np.divmod(self._places, self._shape[1])):
+            np.minimum.at(first[:, axis], self._parts, values)
+            np.maximum.at(last[:, axis], self._parts, values)
+        return first, last - first + 1
+
+    def pixels_of(self, kept: Mask) -> Mask:
+        """Return the mask, (H, W), of the parts that `kept`, (N,), chooses."""
+        mask = np.zeros(self._shape, np.bool_)
+        mask.ravel()[self._places] = kept[self._parts]
         return mask
-    _, parts, statistics, _ = cv2.connectedComponentsWithStats(
-        mask.view(np.uint8), connectivity=connectivity
-    )
-    kept = keep(np.asarray(parts, np.int32), np.asarray(statistics, np.int32))
-    kept[0] = False
-    return np.asarray(kept[parts])
 
 
 def larger_than(mask: Mask, area: SquareMicrometres, mpp: Mpp, connectivity: int = 8) -> Mask:
     """Return the connected parts of a mask that are larger than an area."""
-    most = int(area / (mpp * mpp))
-    return components(mask, lambda _, found: found[:, cv2.CC_STAT_AREA] > most, connectivity)
+    parts = Components(mask, connectivity)
+    return parts.pixels_of(parts.areas > int(area / (mpp * mpp)))
 
 
 def cleaned(mask: Mask, mpp: Mpp, connectivity: int = 8) -> Mask:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.geometry import Mpp, SquareMicrometres
-from histopipe.tiling.mask import Mask, TissueMask, cleaned, components, larger_than, otsu_threshold
+from histopipe.tiling.mask import Components, Mask, TissueMask, cleaned, larger_than, otsu_threshold
 
 _COARSE_MPP = 32.0
 """Scale of the detection, in µm per pixel: with 16 µm, the masks are the same and take four times as long."""
@@ -107,11 +107,8 @@ def _bright_field(
     )
     weak = (weak_density > max(_LEAST_WEAK, _WEAK * noise)) & (weak_chroma > _LEAST_COLOUR)
 
-    def has_strong(parts: NDArray[np.int32], _: NDArray[np.int32]) -> Mask:
-        return np.bincount(parts[strong], minlength=parts.max() + 1) > 0
-
-    region = components(strong | (weak & ~artefacts), has_strong)
-    region = _dilated(region, 1) & ~artefacts
+    parts = Components(strong | (weak & ~artefacts))
+    region = _dilated(parts.pixels_of(parts.means(strong) > 0), 1) & ~artefacts
     # The outline, at full resolution: as brightness, since a table of densities for all pixels takes longer.
     least = np.maximum(
         max(_LEAST_FINE, _FINE * noise), _OUTLINE * _local_mean(density, strong, coarse_mpp)
@@ -146,40 +143,38 @@ def _artefacts(
     radius = max(1, round(_THIN / 2 / mpp))
     narrow = dense & ~_opened(dense, radius)
 
-    def grey_share(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> NDArray[np.float64]:
-        count = np.bincount(parts[grey], minlength=len(statistics))
-        return np.asarray(count / statistics[:, cv2.CC_STAT_AREA])
-
-    def is_dust(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
-        small = statistics[:, cv2.CC_STAT_AREA] < _LARGEST_DUST / mpp**2
-        return np.asarray(small & (grey_share(parts, statistics) > 0.8))
-
-    def no_tissue_at_border(parts: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
-        labels, values = parts[parts > 0], density[parts > 0]
-        area = statistics[:, cv2.CC_STAT_AREA]
-        mean = np.bincount(labels, values, len(area)) / area
-        square = np.bincount(labels, values**2, len(area)) / area
-        deviation = np.sqrt(np.maximum(square - mean**2, 0))
-        start = statistics[:, [cv2.CC_STAT_LEFT, cv2.CC_STAT_TOP]]
-        extent = statistics[:, [cv2.CC_STAT_WIDTH, cv2.CC_STAT_HEIGHT]]
-        size = np.array(parts.shape[::-1])
-        touches = ((start == 0) | (start + extent == size)).any(axis=1)
-        frame = (extent >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
-        return np.asarray((touches & (frame | (mean > 0.2))) | (mean > 0.8))
-
-    def long(_: NDArray[np.int32], statistics: NDArray[np.int32]) -> Mask:
-        longer = statistics[:, [cv2.CC_STAT_WIDTH, cv2.CC_STAT_HEIGHT]].max(axis=1) * mpp
-        width = statistics[:, cv2.CC_STAT_AREA] * mpp * mpp / longer
-        return np.asarray((longer > _LONG) & (width < _THIN + 6 * mpp))
-
-    dust = components(dense, is_dust)
-    thin = components(narrow, lambda parts, found: grey_share(parts, found) > 0.5)
+    small = Components(dense)
+    is_dust = (small.areas < _LARGEST_DUST / mpp**2) & (small.means(grey) > 0.8)
+    thin = Components(narrow)
     # The edge of a coverslip may touch tissue, and its shadow is wider than the edge.
     core = density > threshold
-    lines = components(core & grey & ~_opened(core, radius), long)
-    uniform = components(grey & ~narrow, no_tissue_at_border)
-    lines = _dilated(lines, 2) & (grey | ~core)
-    return dust | thin | lines | uniform | _dilated(_ink(colours), 1)
+    lines = Components(core & grey & ~_opened(core, radius))
+    drawn_lines = _dilated(lines.pixels_of(_is_long(lines, mpp)), 2) & (grey | ~core)
+    uniform = Components(grey & ~narrow)
+    return (
+        small.pixels_of(is_dust)
+        | thin.pixels_of(thin.means(grey) > 0.5)
+        | drawn_lines
+        | uniform.pixels_of(_is_frame(uniform, density))
+        | _dilated(_ink(colours), 1)
+    )
+
+
+def _is_long(parts: Components, mpp: Mpp) -> Mask:
+    """Return which parts are long and thin, (N,)."""
+    longer = parts.boxes()[1].max(axis=1) * mpp
+    return np.asarray((longer > _LONG) & (parts.areas * mpp * mpp / longer < _THIN + 6 * mpp))
+
+
+def _is_frame(parts: Components, density: NDArray[np.float32]) -> Mask:
+    """Return which parts are black, or dark or uniform and at the border of the scan, (N,)."""
+    mean, square = parts.means(density), parts.means(density**2)
+    deviation = np.sqrt(np.maximum(square - mean**2, 0))
+    start, extent = parts.boxes()
+    size = np.array(density.shape)
+    touches = ((start == 0) | (start + extent == size)).any(axis=1)
+    frame = (extent >= 0.9 * size).any(axis=1) & (deviation < 0.25 * mean)
+    return np.asarray((touches & (frame | (mean > 0.2))) | (mean > 0.8))
 
 
 def _ink(colours: NDArray[np.float32]) -> Mask:

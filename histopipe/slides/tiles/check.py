@@ -152,7 +152,7 @@ def sampled(native: NativeLevel) -> list[tuple[int, int]]:
     if not written.size:
         return []
     places = np.argwhere(lengths >= np.median(written))
-    chosen = np.unique(np.linspace(0, len(places) - 1, _SAMPLED_TILES).astype(int))
+    chosen = sorted({*np.linspace(0, len(places) - 1, _SAMPLED_TILES).astype(int).tolist()})
     return [(int(row), int(column)) for row, column in places[chosen]]
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -94,6 +94,25 @@ class NativeTiles(Closing):
         """
         native = self.native
         length, offset = int(native.lengths[row, column]), int(native.offsets[row, column])
+        return self._jpeg(row, column, length, offset)
+
+    def jpegs(
+        self, rows: NDArray[np.int64], columns: NDArray[np.int64]
+    ) -> Iterator[bytes | SlideUnreadable | None]:
+        """Yield tiles like `jpeg`, with the error in place of a damaged tile; `rows` and `columns` are (N,)."""
+        places = (
+            rows,
+            columns,
+            self.native.lengths[rows, columns],
+            self.native.offsets[rows, columns],
+        )
+        for place in zip(*(values.tolist() for values in places), strict=True):
+            try:
+                yield self._jpeg(*place)
+            except SlideUnreadable as error:
+                yield error
+
+    def _jpeg(self, row: int, column: int, length: int, offset: int) -> bytes | None:
         if length == 0:
             return None
         try:
