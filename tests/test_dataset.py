@@ -18,8 +18,9 @@ from test_store import RECORD, SPEC, columns_of
 
 from histopipe.dataset.assignment import AssignByFractions
 from histopipe.dataset.labelling import Labelling
+from histopipe.dataset.memory import ReusedMemory, aligned_empty
 from histopipe.dataset.options import SIDES, SplitBy
-from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
+from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import (
     SampleRows,
     SampleTable,
@@ -142,6 +143,44 @@ def test_memory_of_batches_is_new_and_aligned() -> None:
     a, b = aligned_empty((3, 5, 5, 3)), aligned_empty((3, 5, 5, 3))
     assert a.ctypes.data % 64 == b.ctypes.data % 64 == 0
     assert not np.shares_memory(a, b)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from([(2, 3), (70, 70, 3), (0, 4)])), max_size=60
+    )
+)
+def test_memory_is_used_again_only_when_nothing_refers_to_it(
+    events: list[tuple[int, tuple[int, ...]]],
+) -> None:
+    memory, kept = ReusedMemory(), dict[int, tuple[Any, int]]()
+    for number, (place, shape) in enumerate(events):
+        array = memory.empty(shape)
+        assert array.shape == shape
+        assert array.dtype == np.uint8
+        assert array.size == 0 or array.ctypes.data % 64 == 0
+        array[...] = number
+        # Different ways to refer to the memory: a view of a view, a buffer, a tensor.
+        reference = (array, array[..., 1:].T[:1], memoryview(array), array.view("i1"))[number % 4]
+        kept[place] = reference, number  # frees the array that was kept there before
+        del array
+        for value, written in kept.values():
+            assert (np.asarray(value) == np.int8(written)).all()
+
+
+def test_memory_is_used_again() -> None:
+    memory = ReusedMemory()
+    addresses = set()
+    for _ in range(10):
+        first, second = memory.empty((9, 9)), memory.empty((9, 9))
+        addresses |= {first.ctypes.data, second.ctypes.data}
+        del first, second
+    assert len(addresses) == 2
+    held = [memory.empty((9, 9)) for _ in range(20)]
+    assert len({array.ctypes.data for array in held}) == 20
+    del held
+    assert len(memory._free) == 4
+    assert memory.empty((10, 9)).shape == (10, 9)  # another size: new memory
 
 
 def test_patch_that_is_not_an_image_is_reported_with_its_row(tmp_path: Path) -> None:

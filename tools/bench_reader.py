@@ -9,6 +9,7 @@ run, and compared by medians, since the speed of machines drifts.
     speed      histopipe, with and without the CRC check; the decode ceiling (simplejpeg on all cores, a buffer per thread);
                TFRecord files, HDF5, a folder of JPEGs and a tar
     rest       time of each stage between the ceiling and the reader
+    calls      parallel calls, with new and with reused memory, for large and small patches, warm and cold (root only)
     orders     balance, max_per_slide and block shuffle, compared with the plain shuffle
     cold       with an empty page cache (root only): with and without read-ahead
     leak       anonymous memory over 20 epochs, and over 20 epochs with a deliberate leak
@@ -43,7 +44,8 @@ import numpy as np
 import simplejpeg
 import tensorflow as tf
 
-from histopipe.dataset.patch_batches import PatchBatches, aligned_empty
+from histopipe.dataset.memory import aligned_empty
+from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleTable
 from histopipe.dataset.sampling import Order, Sequential, Shuffled, make_order
 from histopipe.dataset.selection import select
@@ -62,6 +64,7 @@ BATCH, SIDE, REPEATS, WARM_UP = 64, 256, 15, 8
 CORES = len(os.sched_getaffinity(0))
 SIZE = "35520x35604"  # 1.26 gigapixels, about 7,000 patches
 COHORT = 4
+CALLS_QUALITIES = {"large-patches": 78, "small-patches": 10}
 TINY = 8
 LEAST_MEMORY = 700 << 20
 SCALES = {10**4: 2, 10**6: 200, 10**8: 10_000}
@@ -105,15 +108,26 @@ class Inputs:
         self.folder, self.texture = folder, texture
         folder.mkdir(parents=True, exist_ok=True)
 
-    def store(self, name: str, slides: int) -> Path:
-        """Return a store of synthetic slides, created if missing."""
+    def store(self, name: str, slides: int, quality: int = 80) -> Path:
+        """Return a store of synthetic slides with a JPEG quality, created if missing."""
         path = self.folder / f"{name}.lmdb"
         if not path.exists():
-            pictures = self.folder / f"slides-{slides}"
+            pictures = self.folder / f"slides-{slides}-{quality}"
             if not pictures.exists():
                 make = [sys.executable, str(TOOLS / "make_slides.py"), str(pictures)]
                 texture = ["--texture", str(self.texture)] if self.texture else []
-                run([*make, "--size", SIZE, "--count", str(slides), "--quality", "80", *texture])
+                run(
+                    [
+                        *make,
+                        "--size",
+                        SIZE,
+                        "--count",
+                        str(slides),
+                        "--quality",
+                        str(quality),
+                        *texture,
+                    ]
+                )
             run([COMMAND, "ingest", str(pictures), "--out", str(path)])
         return path
 
@@ -358,6 +372,44 @@ def bench_rest(inputs: Inputs) -> None:
             },
             60,
         )
+    show_rates(found)
+
+
+def bench_calls(inputs: Inputs) -> None:
+    """Compare numbers of parallel calls, and memory that is used again with new memory."""
+    numbers = (CORES, CORES + 1, 2 * CORES, 3 * CORES)
+    for name, quality in CALLS_QUALITIES.items():
+        path = inputs.store(name, 1, quality)
+        values = values_of(path)
+        say(f"  {len(values)} patches of {statistics.mean(map(len, values)) / 1e3:.1f} kB")
+        with Store(path) as store:
+            again, new = batches_of(store), batches_of(store)
+            new._memory.empty = aligned_empty  # type: ignore[method-assign]
+            started, cpu = time.perf_counter(), time.process_time()
+            ours(again, 200, parallel_calls=1)
+            busy = (time.process_time() - cpu) / (time.perf_counter() - started)
+            say(f"  one call alone keeps {busy:.2f} cores busy")
+            readers: dict[str, Reader] = {"decode ceiling": functools.partial(ceiling, values)}
+            for calls in numbers:
+                readers[f"{calls} calls, new memory"] = functools.partial(
+                    ours, new, parallel_calls=calls
+                )
+                readers[f"{calls} calls, reused memory"] = functools.partial(
+                    ours, again, parallel_calls=calls
+                )
+            show_rates(compare(readers, 60))
+        cold = {
+            f"{calls} calls, cold": functools.partial(
+                in_process, path, "shuffled", None, calls=calls
+            )
+            for calls in numbers
+        }
+        for what, speed in compare(cold, 90, repeats=5).items():
+            say(f"  {what:<28}{speed:9,.0f}/s")
+
+
+def show_rates(found: Mapping[str, float]) -> None:
+    """Print rates and their ratios to the ceiling."""
     for what, speed in found.items():
         say(f"  {what:<28}{speed:9,.0f}/s  {speed / found['decode ceiling']:.3f}")
 
@@ -404,7 +456,13 @@ def drop_caches() -> None:
 
 
 def in_process(
-    store: Path, order: str, read_ahead: int | None, steps: int, *, cold: bool = True
+    store: Path,
+    order: str,
+    read_ahead: int | None,
+    steps: int,
+    *,
+    cold: bool = True,
+    calls: int | None = None,
 ) -> float:
     """Return patches/s of the reader in a new process, with an empty page cache or a full one.
 
@@ -414,20 +472,26 @@ def in_process(
         drop_caches()
     else:
         (store / "data.mdb").read_bytes()
-    return cold_reader([], store, order, read_ahead, steps)
+    return cold_reader([], store, order, read_ahead, steps, calls)
 
 
 def cold_reader(
-    before: list[str], store: Path, order: str, read_ahead: int | None, steps: int
+    before: list[str],
+    store: Path,
+    order: str,
+    read_ahead: int | None,
+    steps: int,
+    calls: int | None = None,
 ) -> float:
     """Return patches/s of `cold_child`, started by the command `before`."""
-    arguments = [str(store), order, str(-1 if read_ahead is None else read_ahead), str(steps)]
+    ahead = str(-1 if read_ahead is None else read_ahead)
+    arguments = [str(store), order, ahead, str(steps), str(calls or 0)]
     command = [*before, sys.executable, __file__, "--cold", *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     return float(done.stdout)
 
 
-def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
+def cold_child(path: str, name: str, read_ahead: str, steps: str, calls: str) -> None:
     """Print patches/s."""
     with Store(Path(path)) as store:
         table = SampleTable(select([store]))
@@ -437,6 +501,7 @@ def cold_child(path: str, name: str, read_ahead: str, steps: str) -> None:
             "blocks": make_order(table, seed=1, shuffle_block=256),
         }
         settings = {} if read_ahead == "-1" else {"read_ahead": int(read_ahead)}
+        settings["parallel_calls"] = int(calls)
         source = BatchFeed(PatchBatches([store], table, batch_size=BATCH, order=orders[name]))
         iterator = iter(source.dataset(0, int(steps), **settings))
         started = time.perf_counter()
@@ -627,6 +692,7 @@ def bench_scale(inputs: Inputs) -> None:
 BENCHES: dict[str, Callable[[Inputs], None]] = {
     "speed": bench_speed,
     "rest": bench_rest,
+    "calls": bench_calls,
     "orders": bench_orders,
     "cold": bench_cold,
     "leak": bench_leak,

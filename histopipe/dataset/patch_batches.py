@@ -10,6 +10,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
+from histopipe.dataset.memory import ReusedMemory
 from histopipe.dataset.options import Column, OnError, check_choice
 from histopipe.dataset.sample_table import SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Field, Order
@@ -18,7 +19,6 @@ from histopipe.store.format import patch_key, value_crc
 from histopipe.store.reading import Reading, decode_picture
 from histopipe.store.store import Store
 
-_ALIGNMENT = 64
 _JPEG_START = b"\xff\xd8"
 
 
@@ -77,7 +77,7 @@ class PatchBatches(BatchSampler):
             Field("label", np.int32), Field("weight", np.float32), Field("key", np.int64),
             *(Field(name, _TYPES[name]) for name in self.columns), *self._slide_fields(),
         )  # fmt: skip
-        self._skip, self._check = on_error == "skip", check
+        self._skip, self._check, self._memory = on_error == "skip", check, ReusedMemory()
 
     def load(self, step: int, replica: int = 0) -> Batch:
         """Load a replica's part of a step, counted over all epochs.
@@ -87,7 +87,7 @@ class PatchBatches(BatchSampler):
         """
         located, weights = self.locate(step, replica)
         keys = located.keys
-        images = aligned_empty((len(keys), self.patch_size, self.patch_size, 3))
+        images = self._memory.empty((len(keys), self.patch_size, self.patch_size, 3))
         columns = {name: np.empty(len(keys), _TYPES[name]) for name in self.columns}
         order = np.argsort(keys)  # the order of LMDB: neighbours on disk are read together
         for ordinal in np.unique(located.stores).tolist():
@@ -153,14 +153,6 @@ def _column_values(
     first = np.flatnonzero(np.append(True, slides[1:] != slides[:-1]))
     parts = zip(slides[first].tolist(), np.split(rows, first[1:]), strict=True)
     return np.concatenate([reading.column(slide, name)[part] for slide, part in parts])
-
-
-def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Return a new uint8 array, aligned to 64 bytes so that TensorFlow uses it without a copy."""
-    size = int(np.prod(shape))
-    buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size].reshape(shape)
 
 
 def decode(value: memoryview, out: NDArray[np.uint8]) -> None:

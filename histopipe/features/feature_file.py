@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.patch_batches import aligned_empty
+from histopipe.dataset.memory import aligned_empty
 from histopipe.errors import DamagedStore, MachineShort, UsageError
 from histopipe.system.files import appearing, path_within, read_json, record_or_check
 from histopipe.system.filesystems import is_full_disk

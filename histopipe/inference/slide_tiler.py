@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.patch_batches import aligned_empty, decode
+from histopipe.dataset.memory import aligned_empty
+from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp
