@@ -161,7 +161,7 @@ def test_memory_is_used_again_only_when_nothing_refers_to_it(
         assert array.size == 0 or array.ctypes.data % 64 == 0
         array[...] = number
         # Different ways to refer to the memory: a view of a view, a buffer, a tensor.
-        reference = (array, array[..., 1:].T[:1], memoryview(array), array.view("i1"))[number % 4]
+        reference = (array, array[..., 1:].T[:1], array.data, array.view("i1"))[number % 4]
         kept[place] = reference, number  # frees the array that was kept there before
         del array
         for value, written in kept.values():

@@ -35,7 +35,7 @@ from histopipe.dataset.sampling import BlockShuffled, Sequential, make_order
 from histopipe.dataset.selection import class_numbers, select
 from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
-from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead
+from histopipe.dataset.tf_data import STEPS_AHEAD, ReadAhead, default_calls
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.ingestion.patch_source import png
 from histopipe.store import environment, handle
@@ -850,11 +850,30 @@ def test_worker_requests_only_its_part(large: Store) -> None:
 # --- bench and training ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("cores", "calls"), [(1, 1), (2, 2), (4, 5), (8, 10), (16, 20)])
+def test_default_calls_by_cores(monkeypatch: pytest.MonkeyPatch, cores: int, calls: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert default_calls() == calls
+
+
+def test_batches_that_are_kept_never_change(made_store: Path) -> None:
+    dataset = histopipe.load_dataset(made_store, batch_size=8, seed=1)
+    kept = [batch["image"] for _ in range(3) for batch in dataset]
+    images = [image.numpy().copy() for image in kept]
+    for _ in range(3):
+        for _ in dataset:
+            pass
+    assert all((image.numpy() == before).all() for image, before in zip(kept, images, strict=True))
+    again = [batch["image"].numpy() for batch in dataset]
+    assert all((a == b).all() for a, b in zip(images, again, strict=False))
+
+
 def test_bench_measures_every_stage(made_store: Path, run: Any) -> None:
     result = bench(made_store, seconds=0.1, batch_size=16, model="small-cnn")
     for word in ("disk", "LMDB", "decode", "reader", "device", "bottleneck", "recommended"):
         assert word in str(result)
     assert result.parallel_calls in result.reader
+    assert default_calls() in result.reader
     shown = CliRunner().invoke(bench_command, [str(made_store), "--seconds", "0.1", "--json"])
     found = json.loads(shown.stdout)
     assert found["decode"] > 0

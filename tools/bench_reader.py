@@ -22,7 +22,9 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import heapq
 import io
+import itertools
 import json
 import os
 import platform
@@ -404,8 +406,40 @@ def bench_calls(inputs: Inputs) -> None:
             )
             for calls in numbers
         }
-        for what, speed in compare(cold, 90, repeats=5).items():
+        for what, speed in compare(cold, 40, repeats=5).items():
             say(f"  {what:<28}{speed:9,.0f}/s")
+    say(
+        "  cores kept busy, simulated: standard deviation of a batch's time, share of waiting, cores: by calls per core"
+    )
+    for spread, waiting in itertools.product((0.05, 0.1, 0.2), (0.0, 0.3)):
+        for cores in (2, 4, 8, 16):
+            shares = {
+                n: simulated(cores, round(n * cores), spread, waiting) for n in (1, 1.5, 2, 3)
+            }
+            text = ", ".join(f"{n:g}: {share:.2f}" for n, share in shares.items())
+            say(f"  {spread:.2f}, {waiting:.1f}, {cores:>2}: {text}")
+
+
+def simulated(cores: int, calls: int, spread: float, waiting: float = 0.0) -> float:
+    """Return the share of time in which cores are busy, for batches of varying duration.
+
+    tf.data delivers batches in order, and a call begins the next batch only when its last one is delivered. `spread` is
+    the standard deviation of the time of a batch relative to its mean; `waiting` is the share of a batch's time in which
+    it waits for the disk and leaves its core to another call.
+    """
+    random = np.random.default_rng(0)
+    work = random.gamma(1 / spread**2, spread**2, 20_000)
+    wait = (
+        random.exponential(waiting / (1 - waiting), len(work)) if waiting else np.zeros(len(work))
+    )
+    free = [0.0] * cores
+    delivered = np.zeros(len(work))
+    for i, seconds in enumerate(work):
+        begun = delivered[i - calls] if i >= calls else 0.0
+        ended = max(begun + wait[i], heapq.heappop(free)) + seconds
+        heapq.heappush(free, ended)
+        delivered[i] = max(ended, delivered[i - 1] if i else 0.0)
+    return float(work.sum() / cores / delivered[-1])
 
 
 def show_rates(found: Mapping[str, float]) -> None:

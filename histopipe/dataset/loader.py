@@ -102,7 +102,7 @@ def load_dataset(
         stain_norm: "reinhard" or "macenko" normalizes the stain of every slide to one reference; see `histopipe stains`.
         on_error: "raise" stops at a damaged patch. "skip" gives it weight 0, logs it, and records it in the dataset's
             attribute `skipped`, a dictionary of reasons by key.
-        parallel_calls: number of batches decoded in parallel; default: the number of cores.
+        parallel_calls: number of batches decoded in parallel; default: the number of cores and a quarter more.
         prefetch: number of batches to load in advance.
         read_ahead: number of batches to request from disk in advance; default: 16 while batches wait for the disk.
 

@@ -202,7 +202,7 @@ class BatchSampler(ABC):
 
     fields: tuple[Field, ...]
     parallel_calls: int | None
-    """Number of batches loaded in parallel; None for the number of cores."""
+    """Number of batches loaded in parallel; None for `default_calls`."""
     prefetch: int
     """Number of steps to load in advance."""
     read_ahead: int | None

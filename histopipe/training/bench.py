@@ -12,6 +12,7 @@ from typing import Any
 
 from histopipe.dataset.options import check_whole
 from histopipe.dataset.selection import store_paths
+from histopipe.dataset.tf_data import default_calls
 from histopipe.errors import UsageError
 from histopipe.store.store import Store, check_patch_sizes
 from histopipe.system.progress import Progress, default_progress
@@ -144,7 +145,7 @@ def bench(
         raise UsageError("seconds", found=seconds, expected=f"{_MIN_SECONDS} to {_MAX_SECONDS}")
     paths = store_paths(stores)
     cores = len(os.sched_getaffinity(0))
-    calls = sorted({max(1, cores // 2), cores, cores + 2})
+    calls = sorted({max(1, cores // 2), cores, default_calls(), 2 * cores})
     total = 3 + len(calls) + (model is not None)
     progress = progress or default_progress()
     with ExitStack() as stack:
