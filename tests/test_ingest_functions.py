@@ -113,6 +113,8 @@ def test_store_from_functions_only(tmp_path: Path, run: Run) -> None:
         ({"slide_timeout": float("nan")}, "--slide-timeout: found nan"),
         ({"mag": 0}, "--mag: found 0"),
         ({"workers": 0}, "--workers: found 0"),
+        ({"workers": 1.5}, "--workers: found 1.5"),
+        ({"workers": "2"}, "--workers: found '2'"),
     ],
 )
 def test_wrong_options_raise_usage_error(tmp_path: Path, settings: Any, message: str) -> None:

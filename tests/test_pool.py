@@ -41,6 +41,28 @@ def test_results_and_errors_are_returned(pool: WorkerPool) -> None:
         pool.submit(fail).result()
 
 
+def test_workers_have_one_thread_of_numpy_unless_the_user_sets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "OPENBLAS_NUM_THREADS"
+    for value, expected in ((None, "1"), ("3", "3")):
+        monkeypatch.delenv(name, raising=False)
+        if value:
+            monkeypatch.setenv(name, value)
+        with WorkerPool(1) as pool:
+            assert pool.submit(os.getenv, name).result(timeout=60) == expected
+
+
+def test_workers_that_still_start_are_ended() -> None:
+    with WorkerPool(2, signal.pause) as pool:
+        waiting = pool.submit(abs, -1)
+        pids = [worker.process.pid for worker in pool._workers]
+        pool.shutdown(cancel_futures=True)
+    assert waiting.cancelled()
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
 def test_workers_run_in_parallel(pool: WorkerPool) -> None:
     wait([pool.submit(time.sleep, 0.01) for _ in range(2)])
     pool.submit(time.sleep, 0.5)

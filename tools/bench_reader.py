@@ -10,6 +10,7 @@ run, and compared by medians, since the speed of machines drifts.
                TFRecord files, HDF5, a folder of JPEGs and a tar
     rest       time of each stage between the ceiling and the reader
     calls      parallel calls, with new and with reused memory, for large and small patches, warm and cold (root only)
+    delivery   how the time of a batch varies, and calls on more cores, simulated
     orders     balance, max_per_slide and block shuffle, compared with the plain shuffle
     cold       with an empty page cache (root only): with and without read-ahead
     leak       anonymous memory over 20 epochs, and over 20 epochs with a deliberate leak
@@ -408,16 +409,33 @@ def bench_calls(inputs: Inputs) -> None:
         }
         for what, speed in compare(cold, 40, repeats=5).items():
             say(f"  {what:<28}{speed:9,.0f}/s")
-    say(
-        "  cores kept busy, simulated: standard deviation of a batch's time, share of waiting, cores: by calls per core"
-    )
+
+
+def bench_delivery(inputs: Inputs) -> None:
+    """Measure how the time of a batch varies, and simulate calls on more cores from it."""
+    with Store(inputs.store("large-patches", 1, CALLS_QUALITIES["large-patches"])) as store:
+        batches, seconds = batches_of(store), list[float]()
+
+        def work(first: int) -> None:
+            for step in range(first, 300, CORES):
+                started = time.perf_counter()
+                batches.load(step)
+                seconds.append(time.perf_counter() - started)
+
+        by_threads(work, 300)
+        seconds.clear()  # these were the first batches: of a cold file, with new memory
+        by_threads(work, 300)
+    spread = statistics.stdev(seconds) / statistics.mean(seconds)
+    say(f"  standard deviation of a batch's time, {CORES} threads: {spread:.2f} of its mean")
+    say("  cores kept busy, simulated, by calls per core:")
     for spread, waiting in itertools.product((0.05, 0.1, 0.2), (0.0, 0.3)):
         for cores in (2, 4, 8, 16):
-            shares = {
-                n: simulated(cores, round(n * cores), spread, waiting) for n in (1, 1.5, 2, 3)
-            }
-            text = ", ".join(f"{n:g}: {share:.2f}" for n, share in shares.items())
-            say(f"  {spread:.2f}, {waiting:.1f}, {cores:>2}: {text}")
+            numbers = (1, 1.25, 1.5, 2, 3)
+            shares = [simulated(cores, int(n * cores), spread, waiting) for n in numbers]
+            text = ", ".join(
+                f"{n:g}: {share:.2f}" for n, share in zip(numbers, shares, strict=True)
+            )
+            say(f"  {cores:>2} cores, deviation {spread:.2f}, waiting {waiting:.1f}: {text}")
 
 
 def simulated(cores: int, calls: int, spread: float, waiting: float = 0.0) -> float:
@@ -727,6 +745,7 @@ BENCHES: dict[str, Callable[[Inputs], None]] = {
     "speed": bench_speed,
     "rest": bench_rest,
     "calls": bench_calls,
+    "delivery": bench_delivery,
     "orders": bench_orders,
     "cold": bench_cold,
     "leak": bench_leak,

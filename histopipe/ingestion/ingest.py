@@ -141,7 +141,7 @@ def _ingest_here(
 ) -> IngestReport:
     """Ingest with worker processes of this machine, which import their modules while this process imports its own."""
     workers: Any = settings.get("workers") or len(os.sched_getaffinity(0))
-    valid = isinstance(workers, int) and workers > 0  # otherwise `read_request` raises an error
+    valid = type(workers) is int and workers > 0  # otherwise `read_request` raises an error
     with WorkerPool(workers if valid else 1, _prepare) as pool:
         from histopipe.ingestion.ingest_slides import ingest_slides  # late: takes 0.2 s
         from histopipe.ingestion.request import read_request

@@ -148,11 +148,8 @@ def plan_slide(
         )
         record = dataclasses.replace(record, annotations=None)
     record = _with_plan(record, scale, plan, route, [*notes, *plan.notes])
-    if regions is not None and labels is not None and slide.annotations is not None:
-        record = dataclasses.replace(
-            record, annotations=source_text(slide.annotations, options.rules),
-            annotation_notes=regions.note_texts(slide.annotations), patch_labels=labels.counts(),
-        )  # fmt: skip
+    if regions is not None and labels is not None:
+        record = _with_labels(record, slide, options, regions, labels)
     return PlannedSlide(
         record, plan, recipe, pictures, before, estimate, time.monotonic() - started, labels, columns
     )  # fmt: skip
@@ -254,6 +251,22 @@ def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
         quickhash=info.quickhash,
         tile_hash=None if info.quickhash else tile_hash(path),
     )
+
+
+def _with_labels(
+    record: SlideRecord,
+    slide: SlideInput,
+    options: IngestOptions,
+    regions: Regions,
+    labels: PatchLabels,
+) -> SlideRecord:
+    """Return the record with the labels of patches, if they were asked for: regions may only cut out artefacts."""
+    if slide.annotations is None:
+        return record
+    return dataclasses.replace(
+        record, annotations=source_text(slide.annotations, options.rules),
+        annotation_notes=regions.note_texts(slide.annotations), patch_labels=labels.counts(),
+    )  # fmt: skip
 
 
 def _with_plan(

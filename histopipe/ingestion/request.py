@@ -155,8 +155,8 @@ def _check_values(settings: Mapping[str, Any]) -> None:
     route = settings.get("route", "auto")
     if route not in get_args(AskedRoute):
         raise UsageError("--route", found=repr(route), expected=" or ".join(get_args(AskedRoute)))
-    if workers is not None and workers < 1:
-        raise UsageError("--workers", found=workers, expected="1 or more")
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UsageError("--workers", found=repr(workers), expected="a whole number, 1 or more")
     if default_mpp is not None:
         check_mpp("--default-mpp", default_mpp)
 
