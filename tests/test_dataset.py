@@ -176,10 +176,12 @@ def test_memory_is_used_again() -> None:
         addresses |= {first.ctypes.data, second.ctypes.data}
         del first, second
     assert len(addresses) == 2
-    held = [memory.empty((9, 9)) for _ in range(20)]
-    assert len({array.ctypes.data for array in held}) == 20
+    held = [memory.empty((9, 9)) for _ in range(30)]
+    assert len({array.ctypes.data for array in held}) == 30
+    assert len(memory._buffers) == 24
     del held
-    assert len(memory._free) == 4
+    memory.empty((9, 9))
+    assert len(memory._buffers) == 5  # the one taken, and four free ones
     assert memory.empty((10, 9)).shape == (10, 9)  # another size: new memory
 
 

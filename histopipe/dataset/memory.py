@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import threading
 import weakref
-from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 _ALIGNMENT = 64
 _KEPT = 4
 """Free buffers that are kept. While batches are read, one is freed whenever one is taken."""
+_MOST = 24
+"""Buffers that are used again, of those in use at the same time: enough for the calls of 16 cores."""
 
 
 def aligned_empty(shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -31,22 +33,23 @@ class ReusedMemory:
     """
 
     def __init__(self) -> None:
-        self._free: deque[mmap.mmap] = deque(maxlen=_KEPT)
+        self._lock = threading.Lock()
+        self._buffers: list[tuple[mmap.mmap, weakref.ref[NDArray[np.uint8]]]] = []
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.uint8]:
         """Return a uint8 array of any content, aligned to a page."""
         size = math.prod(shape)
-        memory = self._taken(size)
-        # The base of every view of `whole` is `whole`, because its own base is not an array. So it lives as long as they.
-        whole = np.frombuffer(memory, np.uint8)
-        weakref.finalize(whole, self._free.append, memory).atexit = False
+        length = max(1, size)
+        with self._lock:
+            used, free = [], []
+            # Not by a callback when an array ends: Ctrl-C during a callback would be lost.
+            for buffer in self._buffers:
+                (free if buffer[1]() is None else used).append(buffer)
+            memory = next((memory for memory, _ in free if len(memory) == length), None)
+            if memory is None:  # private: a forked process must not share it
+                memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            # The base of every view of `whole` is `whole`, because its own base is no array: it lives as long as they.
+            whole = np.frombuffer(memory, np.uint8)
+            kept = [buffer for buffer in free if buffer[0] is not memory][-_KEPT:]
+            self._buffers = [*used, (memory, weakref.ref(whole)), *kept][:_MOST]
         return whole[:size].reshape(shape)
-
-    def _taken(self, size: int) -> mmap.mmap:
-        while True:
-            try:
-                memory = self._free.pop()
-            except IndexError:  # private: a forked process must not share it
-                return mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if len(memory) == max(1, size):
-                return memory
