@@ -41,10 +41,10 @@ class ReusedMemory:
         size = math.prod(shape)
         length = max(1, size)
         with self._lock:
-            used, free = [], []
             # Not by a callback when an array ends: Ctrl-C during a callback would be lost.
-            for buffer in self._buffers:
-                (free if buffer[1]() is None else used).append(buffer)
+            free = [buffer for buffer in self._buffers if buffer[1]() is None]
+            ended = {id(memory) for memory, _ in free}
+            used = [buffer for buffer in self._buffers if id(buffer[0]) not in ended]
             memory = next((memory for memory, _ in free if len(memory) == length), None)
             if memory is None:  # private: a forked process must not share it
                 memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
