@@ -97,6 +97,10 @@ class MaskUnfit(SlideError, ValueError):
     """The tissue mask of a slide is missing, or is not a mask of this slide."""
 
 
+class StageUnfit(SlideError, ValueError):
+    """A slide is larger than all copies of slides may be together."""
+
+
 class NothingToDo(HistopipeError, LookupError):
     """There is no slide, no store, or no training data."""
 
@@ -131,6 +135,18 @@ class WorkerLost(HistopipeError, ConnectionError):
     """Another worker of a cluster died, hangs, or never started."""
 
     exit_code = ExitCode.SHORT
+
+
+class RemoteError(HistopipeError, ConnectionError):
+    """A file in object storage or on a web server cannot be read or written now. Another try may succeed."""
+
+    exit_code = ExitCode.SHORT
+
+
+class RemoteRefused(RemoteError):
+    """A file in object storage or on a web server does not exist, or the access is denied."""
+
+    exit_code = ExitCode.USAGE
 
 
 class Interrupted(HistopipeError):

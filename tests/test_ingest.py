@@ -34,7 +34,7 @@ from histopipe.ingestion.records import PendingSlide, outcome_without_ingest
 from histopipe.ingestion.report import IngestProgress, Status
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.storing import close_all, store_chunk
-from histopipe.slides.discovery import SlideFile
+from histopipe.slides.slide_files import SlideFile
 from histopipe.store.claims import Claims
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.store.store import Store
@@ -593,7 +593,7 @@ def test_labels_change_without_new_ingest(run: Run, tmp_path: Path) -> None:
         (["in", "--slide-timeout", "nan"], 2, "--slide-timeout: found nan"),
         (["in", "--route", "teleport"], 2, "is not one of"),
         (["in", "--no-such-flag"], 2, "No such option"),
-        ([], 2, "Missing argument"),
+        ([], 2, "no slides"),
     ],
 )
 def test_wrong_input_prints_error_and_writes_nothing(

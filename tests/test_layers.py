@@ -65,6 +65,8 @@ HOMES = {
     "jinja2": {"reports"},
     "starlette": {"viewer"},
     "uvicorn": {"viewer"},
+    "fsspec": {"system"},
+    "aiohttp": {"system"},
 }
 
 

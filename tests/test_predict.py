@@ -257,6 +257,7 @@ def test_pixels_equal_those_of_a_store_for_every_route(
         Store(tmp_path / "patches.lmdb") as store,
     ):
         (slide,) = files.slides(slides, PredictionsFolder(tmp_path / "out"))
+        assert slide is not None
         assert store.records[0].route == route
         batches = [slide.load(step) for step in range(slide.steps)]
         pixels = {

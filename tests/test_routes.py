@@ -25,8 +25,8 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.route import AskedRoute
-from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tiles import check as native_check
 from histopipe.slides.tiles.check import find_native
 from histopipe.slides.tiles.jpeg import NotPlain, TileFormat, frame_of

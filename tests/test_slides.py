@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
-from histopipe.slides.discovery import discover, fingerprint, tile_hash
+from histopipe.slides.discovery import discover
 from histopipe.slides.scale import MppSource, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo, _on_background, rgb_image
+from histopipe.slides.slide_files import fingerprint, tile_hash
 from histopipe.slides.tiles.dicom import find_tiles
 from histopipe.slides.tiles.native import NotNative
 

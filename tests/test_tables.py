@@ -9,7 +9,7 @@ import pytest
 from histopipe.errors import UsageError
 from histopipe.ingestion.records import labelled, patient_of, subfolder_labels
 from histopipe.ingestion.request import read_request
-from histopipe.slides.discovery import SlideFile
+from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
 from histopipe.store.record import SlideRecord
 from histopipe.system.progress import SilentProgress

@@ -48,8 +48,8 @@ from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import close_all, prepare, store_chunk
-from histopipe.slides.discovery import SlideFile
 from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level, usual_mpp
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.store.record import SlideRecord

@@ -9,6 +9,7 @@ import click
 
 from histopipe.cli.parameters import (
     PATH,
+    SOURCE,
     BatchSize,
     batch_size_option,
     devices_option,
@@ -16,6 +17,7 @@ from histopipe.cli.parameters import (
     json_option,
     share,
     show,
+    stage_options,
     stores_argument,
     untrusted_option,
 )
@@ -24,7 +26,7 @@ from histopipe.system.result import exit_code_of
 
 @click.command()
 @click.argument("run", type=PATH)
-@click.argument("sources", nargs=-1, required=True, type=PATH)
+@click.argument("sources", nargs=-1, required=True, type=SOURCE)
 @click.option("--out", type=PATH, required=True, help="Folder for the predictions.")
 @batch_size_option
 @devices_option
@@ -75,6 +77,7 @@ from histopipe.system.result import exit_code_of
     type=click.IntRange(1),
     help="Number of processes that read slide files.  [default: one per core]",
 )
+@stage_options
 @click.option(
     "--encoder",
     multiple=True,
@@ -87,7 +90,9 @@ from histopipe.system.result import exit_code_of
 )
 @json_option()
 @untrusted_option("sources")
-def predict(run: Path, sources: tuple[Path, ...], out: Path, as_json: bool, **options: Any) -> int:
+def predict(
+    run: Path, sources: tuple[Path | str, ...], out: Path, as_json: bool, **options: Any
+) -> int:
     """Predict SOURCES (stores, slides, or features) with the model in the run folder RUN.
 
     Slides need no store: they are tiled like the training slides, and their patches are not stored. A slide model also

@@ -10,6 +10,7 @@ import click
 
 from histopipe.cli.parameters import (
     PATH,
+    SOURCE,
     annotation_options,
     extra_rows_option,
     json_option,
@@ -17,6 +18,7 @@ from histopipe.cli.parameters import (
     show,
     show_json,
     show_text,
+    stage_options,
     suggest,
     untrusted_option,
 )
@@ -61,7 +63,7 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 
 
 @click.command()
-@click.argument("slides", nargs=-1, required=True, type=PATH)
+@click.argument("slides", nargs=-1, type=SOURCE)
 @click.option(
     "--out",
     type=PATH,
@@ -144,7 +146,11 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 )
 @click.option("--mpp-csv", type=PATH, help="CSV: slide,mpp, for slides without a scale.")
 @click.option("--default-mpp", type=float, help="Level-0 mpp of slides without a scale.")
-@click.option("--slide-list", type=PATH, help="CSV with a column slide: ingest only these slides.")
+@click.option(
+    "--slide-list",
+    type=PATH,
+    help="CSV with a column slide: ingest only these slides. URLs in it need not be in SLIDES.",
+)
 @extra_rows_option
 @click.option(
     "--allow-mixed-mpp", is_flag=True, help="With --level: accept slides with different scales."
@@ -160,6 +166,7 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     type=click.FloatRange(0, 1e9, min_open=True),
     help="Time limit per slide in seconds of worker time.  [default: 600, plus 0.2 per patch]",
 )
+@stage_options
 @click.option(
     "--allow-network",
     is_flag=True,
@@ -194,7 +201,7 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
 )
 @json_option("the result of every slide")
 def ingest(
-    slides: tuple[Path, ...],
+    slides: tuple[Path | str, ...],
     out: Path,
     *,
     as_json: bool,
@@ -204,7 +211,7 @@ def ingest(
     part_gb: float,
     **flags: Any,
 ) -> int:
-    """Tile SLIDES, files or folders, into a store.
+    """Tile SLIDES, files, folders or URLs (s3://, gs://, az://, https://), into a store.
 
     Complete slides are skipped, so the same command continues after an interruption. Failed slides are recorded with
     their reasons, and listed at the end.
@@ -212,6 +219,7 @@ def ingest(
     \b
     Example: histopipe ingest slides/ --mpp 0.5 --labels labels.csv
     Example: histopipe ingest slides/ --out parts --cluster tcp://scheduler:8786
+    Example: histopipe ingest s3://bucket/slides/ --stage /scratch --stage-gb 200
     """
     from histopipe.ingestion.ingest import ingest
 
@@ -254,10 +262,10 @@ _INGEST_ONLY = (
 
 @click.command(params=[it for it in ingest.params if it.name not in _INGEST_ONLY])
 @click.argument("coords", type=PATH)
-@click.argument("slides", nargs=-1, required=True, type=PATH)
+@click.argument("slides", nargs=-1, type=SOURCE)
 @untrusted_option(coords="coords")
 def import_coords(
-    coords: Path, slides: tuple[Path, ...], out: Path, as_json: bool, **flags: Any
+    coords: Path, slides: tuple[Path | str, ...], out: Path, as_json: bool, **flags: Any
 ) -> int:
     """Tile SLIDES, files or folders, into a store at the coordinates in the folder COORDS.
 

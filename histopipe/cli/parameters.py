@@ -15,6 +15,8 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from histopipe.system.urls import is_url
+
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+\.?\d*|\.\d+)\s*([smhd]?)")
 _DEFAULT_STORE = "patches.lmdb"
@@ -22,6 +24,21 @@ _DEFAULT_STORE = "patches.lmdb"
 F = TypeVar("F", bound=Callable[..., Any])
 
 PATH = click.Path(path_type=Path)
+
+
+class Source(click.ParamType[Path | str]):
+    """A path, or a URL, which stays a text."""
+
+    name = "path|url"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path | str:
+        """Return the path or the URL."""
+        return value if isinstance(value, Path) or is_url(value) else Path(value)
+
+
+SOURCE = Source()
 
 
 def duration(text: str) -> float:
@@ -109,6 +126,21 @@ extra_rows_option = click.option(
     "--allow-extra-rows", is_flag=True, help="Ignore CSV rows of unknown slides."
 )
 full_option = click.option("--full", is_flag=True, help="Also decode every patch and picture.")
+stage_options = together(
+    click.option(
+        "--stage",
+        type=PATH,
+        metavar="DIR",
+        help="Slide files: copy them to this folder on a local disk before they are read. Slides at URLs are always "
+        "copied.  [default for URLs: the temporary folder]",
+    ),
+    click.option(
+        "--stage-gb",
+        type=click.FloatRange(0, 1e9, min_open=True),
+        default=50,
+        help="Maximum size of all copies at once in GB.",
+    ),
+)
 network_option = click.option(
     "--allow-network",
     is_flag=True,
@@ -207,7 +239,7 @@ def _check_stores(name: str, value: Any) -> None:
     values = value if isinstance(value, list | tuple) else [value]
     if name == "stores" and not values:
         values = [_DEFAULT_STORE]
-    for path in (Path(value) for value in values if value is not None):
+    for path in (Path(value) for value in values if value is not None and not is_url(value)):
         inside = [path] if (path / "data.mdb").exists() else sorted(path.glob("[!.]*.lmdb"))
         for store in inside:
             check_untrusted(store)

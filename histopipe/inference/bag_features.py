@@ -50,6 +50,8 @@ class BagFeatures:
     encoders: Sequence[str]
     encoder_weights: Sequence[str]
     progress: Progress
+    urls: Sequence[str] = ()
+    """Slides at URLs, in addition to the slide files in `paths`."""
     failed: dict[str, str] = field(default_factory=dict)
     patches: int = 0
     skipped: int = 0
@@ -152,7 +154,7 @@ class BagFeatures:
 
     def _embed_files(self, features: FeatureFolder, trained: TrainedPatches) -> None:
         options = replace(self.options, labels=None)  # bags have the labels
-        with FileSource(self.paths, trained, options, self.progress) as source:
+        with FileSource([*self.paths, *self.urls], trained, options, self.progress) as source:
             run = SlideRun(features.encoder, "embedding", source.count, self.progress)
 
             def write(slide: TiledSlide, results: Iterator[Results]) -> tuple[int, int]:

@@ -57,11 +57,13 @@ class PredictOptions:
     default_mpp: float | None = None
     max_unreadable: float = 0.01
     workers: int | None = None
+    stage: str | Path | None = None
+    stage_gb: float = 50.0
 
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
         plain = PredictOptions(tiling={})
-        names = ("mpp_csv", "default_mpp", "max_unreadable", "workers")
+        names = ("mpp_csv", "default_mpp", "max_unreadable", "workers", "stage", "stage_gb")
         given = [*self.tiling, *(n for n in names if getattr(self, n) != getattr(plain, n))]
         if given:
             raise UsageError(

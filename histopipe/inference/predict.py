@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args
 
 from histopipe.dataset.options import OnError, check_whole
-from histopipe.dataset.selection import store_paths
 from histopipe.errors import UsageError
 from histopipe.evaluation.levels import AGGREGATIONS, Aggregation
 from histopipe.inference.bag_features import BagFeatures
@@ -17,7 +16,7 @@ from histopipe.inference.predict_bags import BagsPrediction
 from histopipe.inference.predict_patches import PatchPrediction, PredictResult
 from histopipe.inference.predictions_folder import PredictionsFolder
 from histopipe.inference.slide_tiler import FileSource
-from histopipe.inference.source_kinds import kind_of
+from histopipe.inference.source_kinds import read_sources
 from histopipe.inference.stored_slides import StoreSource
 from histopipe.inference.trained_bags import check_alike, load_bags, run_folders
 from histopipe.runs import folder as run_folder
@@ -46,6 +45,8 @@ def predict(
     default_mpp: float | None = None,
     max_unreadable: float = 0.01,
     workers: int | None = None,
+    stage: str | Path | None = None,
+    stage_gb: float = 50.0,
     encoder: Sequence[str | Path] = (),
     encoder_weights: Sequence[str | Path] = (),
     progress: Progress | None = None,
@@ -58,8 +59,8 @@ def predict(
     Args:
         run: folder of a finished run, or of a cross-validation: then the predictions are the means over its folds,
             with their standard deviations.
-        sources: stores; or slide files and folders of slide files; or, for a slide model, folders of features, in the
-            order of the training's `mil`.
+        sources: stores; or slide files, folders of slide files, and URLs of slides as for `ingest`; or, for a slide
+            model, folders of features, in the order of the training's `mil`.
         out: folder for the predictions. Slides that are already in it are kept.
         batch_size: patches per batch, over all devices.
         devices: "auto", "cpu", "cpu:N", "gpu" or "gpu:0,1".
@@ -72,6 +73,8 @@ def predict(
         mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.
         max_unreadable: share of the patches of a slide file, 0 to 1, that may be unreadable.
         workers: processes that read slide files; one per core if None.
+        stage, stage_gb: folder to which slide files are copied before they are read, and most GB of copies at once, as
+            for `ingest`.
         encoder, encoder_weights: encoders of a slide model and their weights, as `model` and `weights` of `embed`, if
             they have moved since the training; one per feature set. They must be the same encoders.
         progress: shows the progress; `default_progress()` if None.
@@ -89,6 +92,8 @@ def predict(
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
     check_whole(1, batch_size=batch_size)
+    if not stage_gb > 0:
+        raise UsageError("--stage-gb", found=stage_gb, expected="above 0")
     if aggregate not in get_args(Aggregation):
         raise UsageError("--aggregate", found=repr(aggregate), expected=" or ".join(AGGREGATIONS))
     tiling = {"overlap": overlap, "tissue": tissue, "tissue_threshold": tissue_threshold}
@@ -96,13 +101,13 @@ def predict(
         batch_size=batch_size, labels=labels, allow_extra_rows=allow_extra_rows, on_error=on_error,
         tiling={name: value for name, value in tiling.items() if value is not None},
         mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
+        stage=stage, stage_gb=stage_gb,
     )  # fmt: skip
     shown = progress or default_progress()
     runs = run_folders(Path(run))
     read_result(runs[0])  # raises if the run has not finished
     on_bags = isinstance(load_config(runs[0] / run_folder.CONFIG), BagTrainConfig)
-    paths = store_paths(sources)
-    kind = kind_of(paths)
+    paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
         if on_bags:
@@ -117,7 +122,7 @@ def predict(
             stack.enter_context(run_folder.held(target.path))
             features = BagFeatures(
                 models[0], target, paths, kind, options, devices, [str(it) for it in encoder],
-                [str(it) for it in encoder_weights], shown,
+                [str(it) for it in encoder_weights], shown, urls=urls,
             )  # fmt: skip
             return BagsPrediction(models, target, features, options, shown).run()
         if kind == "features":
@@ -134,5 +139,7 @@ def predict(
             stores = [stack.enter_context(Store(path)) for path in paths]
             source = StoreSource(stores, classifier.patches, options)
         else:
-            source = stack.enter_context(FileSource(paths, classifier.patches, options, shown))
+            source = stack.enter_context(
+                FileSource([*paths, *urls], classifier.patches, options, shown)
+            )
         return PatchPrediction(classifier, target, source, aggregate, shown).run()

@@ -72,7 +72,7 @@ class PatchPrediction:
         source = self.source
         run = SlideRun(self.classifier.network, "predicting", source.count, self.progress)
         with run_folder.roomy(self.folder.path):
-            slides: Iterable[StoredSlide | TiledSlide] = source.slides(run, self.folder)
+            slides: Iterable[Any] = source.slides(run, self.folder)
             run.run(slides, self._write, stop=source.close)
             metrics = self._write_tables(run)
         return PredictResult(**run.result(self.folder.path), metrics=metrics)

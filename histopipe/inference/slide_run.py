@@ -62,6 +62,9 @@ class SlidePatches(_Named, Protocol):
             SlideError, DamagedStore: the slide cannot be used.
         """
 
+    def close(self) -> None:
+        """Free what the slide needs for loading. Called when all of its results have been used."""
+
 
 class Network(Protocol):
     """A network that computes D numbers per patch."""
@@ -112,10 +115,10 @@ class _PatchStream(Closing):
         self.input_wait = 0.0
         """Seconds spent waiting for patches so far."""
 
-    def run(self, slides: Iterable[S]) -> Iterator[tuple[S, Iterator[Results]]]:
+    def run(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Iterator[Results]]]:
         """Yield each slide with an iterator over its results. Results that are not consumed are dropped.
 
-        The iterator raises SlideError or DamagedStore if the slide cannot be used.
+        None in place of a slide means that the next one needs the earlier slides to be closed. The iterator raises SlideError or DamagedStore if the slide cannot be used.
         """
         loaded = self._loaded(slides)
         for slide, first in loaded:
@@ -123,15 +126,20 @@ class _PatchStream(Closing):
             yield slide, results
             with suppress(SlideError, DamagedStore):
                 deque(results, maxlen=0)
+            slide.close()
 
     def close(self) -> None:
         """Cancel batches that are waiting to be loaded."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _loaded(self, slides: Iterable[S]) -> Iterator[tuple[S, Future[_Loaded | None]]]:
+    def _loaded(self, slides: Iterable[S | None]) -> Iterator[tuple[S, Future[_Loaded | None]]]:
         """Yield the batches of all slides in order, and load the next ones in the background."""
         ahead: deque[tuple[S, Future[_Loaded | None]]] = deque()
         for slide in slides:
+            if slide is None:
+                while ahead:
+                    yield ahead.popleft()
+                continue
             for step in range(slide.steps):
                 ahead.append((slide, self._pool.submit(self._load, slide, step)))
                 if len(ahead) > len(os.sched_getaffinity(0)) + 1:
@@ -239,7 +247,7 @@ class SlideRun:
 
     def run(
         self,
-        slides: Iterable[S],
+        slides: Iterable[S | None],
         write: Callable[[S, Iterator[Results]], tuple[int, int]],
         *,
         steps: int | None = None,

@@ -16,25 +16,27 @@ from numpy.typing import NDArray
 from histopipe.dataset.memory import aligned_empty
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
-from histopipe.errors import DamagedStore, SlideError, SlideUnreadable, UsageError
+from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
-from histopipe.inference.trained_patches import TrainedPatches, check_scale
+from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import Chunk, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide, labelled, new_record
+from histopipe.ingestion.sources import stage_folder
 from histopipe.ingestion.storing import make_patches, prepare
-from histopipe.slides.discovery import Fingerprint, SlideFile, discover, fingerprint
+from histopipe.slides.discovery import discover
 from histopipe.slides.scale import MppSource, check_mpp
+from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.system.files import Closing
 from histopipe.system.progress import Progress
 from histopipe.system.tensorflow import load_quietly
 from histopipe.system.worker_pool import WorkerDied, WorkerPool
-from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
 
 _SECONDS = 600.0
 """Time limit for planning a slide, or for a batch of patches."""
@@ -77,18 +79,25 @@ class TiledSlide:
         for i, value in enumerate(self._values(chunk_of(plan, rows)) if len(rows) else ()):
             valid[i] = self._decode(value, images[i])
         if len(self.lost) > self.files.options.max_unreadable * max(1, len(plan)):
+            slide = self.pending.slide
             raise SlideUnreadable(
-                f"{self.pending.slide.file.path}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
-                f"first: {self.lost[0]}"
+                f"{slide.file.location}: at least {len(self.lost)} of {len(plan)} patches cannot be read, "
+                f"first: {slide.with_original_paths(self.lost[0])}"
             )
         if valid.any() and self.files.trained.stain_norm != "none":
             images = self._normalizer()(images)
         return PatchBatch(images, corners, valid)
 
+    def close(self) -> None:
+        """Remove the local copy of the slide, if it was staged."""
+        if self.pending.slide.staged is not None and self.files.stage is not None:
+            self.files.stage.release(self.pending.slide.staged)
+
     def predicted(self) -> PredictedSlide:
         """Describe the slide after its patches have been predicted. Raise SlideUnreadable if the file has changed."""
-        if fingerprint(self.pending.slide.file) != self.planned.fingerprint:
-            raise SlideUnreadable(f"{self.pending.slide.file.path} changed while it was being read")
+        slide = self.pending.slide
+        if slide.staged is None and fingerprint(slide.file) != self.planned.fingerprint:
+            raise SlideUnreadable(f"{slide.file.location} changed while it was being read")
         return PredictedSlide.of(
             self.record, source=self.origin["source"], patches=self.patches, skipped=self.skipped
         )
@@ -113,7 +122,7 @@ class TiledSlide:
             return done.result()
         except WorkerDied as error:
             raise SlideUnreadable(
-                f"{self.pending.slide.file.path}: the worker process that read it died ({error})",
+                f"{self.pending.slide.file.location}: the worker process that read it died ({error})",
                 todo="the file may be damaged and crash the decoder, or memory may have run out",
             ) from error
 
@@ -165,7 +174,7 @@ class FileSource(Closing):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[Path | str],
         trained: TrainedPatches,
         options: PredictOptions,
         progress: Progress,
@@ -175,7 +184,7 @@ class FileSource(Closing):
         if options.default_mpp is not None:
             default_mpp = check_mpp("--default-mpp", options.default_mpp)
         self._ingest = IngestOptions(default_mpp=default_mpp, workers=options.workers)
-        self.spec = _spec(trained, options.tiling, progress)
+        self.spec = spec_for_slides(trained, options.tiling, progress)
         self.settings: Mapping[str, Any] = {"spec": self.spec.to_json()}
         self._files = discover(paths)
         self.count = len(self._files)
@@ -186,10 +195,17 @@ class FileSource(Closing):
                 Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
             )
         self._labels = options.read_labels(ids) or {}
+        self.stage: Stage | None = None
+        parent = stage_folder(options.stage, self._files)
+        if parent is not None:
+            self.stage = Stage(parent, int(options.stage_gb * 1e9))
         self.pool = WorkerPool(self._ingest.worker_count, prepare)
 
-    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide]:
-        """Plan and yield the slides that are not in the folder yet. Record the others, and failures, in `run`."""
+    def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterator[TiledSlide | None]:
+        """Plan and yield the slides that are not in the folder yet. Record the others, and failures, in `run`.
+
+        None means that the next slide can be copied only when earlier ones are closed.
+        """
         missing = run.missing(self._files, lambda slide: self._is_complete(slide, folder))
         return self._planned(missing, run.fail)
 
@@ -205,8 +221,10 @@ class FileSource(Closing):
         return {}
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and remove local copies of slides."""
         self.pool.shutdown(cancel_futures=True)
+        if self.stage is not None:
+            self.stage.close()
 
     def _is_complete(self, slide: SlideFile, folder: CompleteSlides) -> bool:
         """Return whether the file has been predicted at its current scale."""
@@ -223,27 +241,42 @@ class FileSource(Closing):
 
     def _planned(
         self, files: Sequence[SlideFile], fail: Callable[[str, str], None]
-    ) -> Iterator[TiledSlide]:
+    ) -> Iterator[TiledSlide | None]:
         """Yield slides in order while the next ones are planned. Call `fail` with the id and reason of each failure."""
-        waiting, running = deque(enumerate(files)), deque[tuple[PendingSlide, Future[Any]]]()
-        while waiting or running:
-            while waiting and len(running) <= self._ingest.worker_count:
-                pending = self._pending(*waiting.popleft())
-                future = self.pool.submit_within(
-                    _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self._ingest
-                )
-                running.append((pending, future))
-            pending, future = running.popleft()
-            try:
-                slide = self._tiled(pending, future)
-            except SlideError as error:
-                fail(pending.slide.id, str(error))
-            else:
-                yield slide
+        running = deque[tuple[PendingSlide, Future[Any]]]()
 
-    def _pending(self, number: int, slide: SlideFile) -> PendingSlide:
+        def tiled(most: int) -> Iterator[TiledSlide]:
+            while len(running) > most:
+                pending, future = running.popleft()
+                try:
+                    slide = self._tiled(pending, future)
+                except SlideError as error:
+                    fail(pending.slide.id, pending.slide.with_original_paths(str(error)))
+                    if pending.slide.staged is not None and self.stage is not None:
+                        self.stage.release(pending.slide.staged)
+                else:
+                    yield slide
+
+        for item in staged(self.stage, enumerate(files), lambda numbered: numbered[1]):
+            if item is None:
+                yield from tiled(0)
+                yield None
+                continue
+            (number, file), copy = item
+            if isinstance(copy, SlideError):
+                fail(file.id, str(copy))
+                continue
+            pending = self._pending(number, file, copy)
+            future = self.pool.submit_within(
+                _SECONDS, plan_slide, pending.slide, pending.record, self.spec, self._ingest
+            )
+            running.append((pending, future))
+            yield from tiled(self._ingest.worker_count)
+        yield from tiled(0)
+
+    def _pending(self, number: int, slide: SlideFile, copy: StagedSlide | None) -> PendingSlide:
         label = self._labels.get(slide.id)
-        given = SlideInput(slide, label, self._mpps.get(slide.id))
+        given = SlideInput(slide, label, self._mpps.get(slide.id), staged=copy)
         return PendingSlide(number, given, labelled(new_record(slide), label))
 
     def _tiled(
@@ -252,7 +285,7 @@ class FileSource(Closing):
         try:
             planned = future.result()
         except WorkerDied as error:
-            path = pending.slide.file.path
+            path = pending.slide.file.location
             raise SlideUnreadable(
                 f"{path}: the worker process that planned it died ({error})"
             ) from error
@@ -267,30 +300,6 @@ class FileSource(Closing):
 
 def _source_text(file: Fingerprint) -> str:
     """Return the text that identifies a slide file as the source of predictions."""
-    return f"file of {file.size_bytes} bytes, {file.mtime_ns}"
-
-
-def _spec(trained: TrainedPatches, tiling: Mapping[str, Any], progress: Progress) -> TilingSpec:
-    """Return the tiling of the training, without the parts that do not apply to other slides."""
-    spec = trained.spec
-    if spec is None:
-        raise UsageError(
-            f"{trained.owner} does not record the tiling of its patches, and its store is missing",
-            todo="ingest the slides with the settings of the training, and predict the store",
-        )
-    tiling, algorithms = dict(tiling), spec.get("algorithms")
-    all_tissue = "all patches with tissue are predicted"
-    if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
-        progress.message(f"the training patches were chosen by another tool: {all_tissue}")
-        tiling.setdefault("tissue", "otsu")
-    if spec.get("roi") is not None:
-        progress.message(f"the training patches were in the region {spec['roi']!r}: {all_tissue}")
-    if recorded_tissue(spec) == "masks" or spec.get("exclude"):
-        progress.message(f"the tissue of the training was in files of masks: {all_tissue}")
-        tiling.setdefault("tissue", spec.get("tissue_fallback", "otsu"))
-    elif recorded_tissue(spec) == "model":
-        progress.message("the tissue of the training was found by a network: --tissue otsu is used")
-        tiling.setdefault("tissue", "otsu")
-    if "tissue" in tiling:
-        tiling["tissue"] = resolved_tissue(tiling["tissue"], spec)
-    return spec_from_json(spec, **tiling)
+    return f"file of {file.size_bytes} bytes, {file.mtime_ns}" + (
+        f", {file.etag}" if file.etag else ""
+    )

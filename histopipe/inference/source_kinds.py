@@ -6,11 +6,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from histopipe.dataset.selection import store_paths
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.features.feature_file import ENCODER, SUFFIX
+from histopipe.system.urls import is_url
 
 SourceKind = Literal["stores", "features", "slides"]
 _DATA = "data.mdb"
+
+
+def read_sources(
+    sources: str | Path | Sequence[str | Path],
+) -> tuple[list[Path], list[str], SourceKind]:
+    """Return the paths and the URLs of sources, and their kind. URLs are those of slides.
+
+    Raises:
+        NothingToDo: a path does not exist.
+        UsageError: there is no source, or they are of several kinds.
+    """
+    given = [sources] if isinstance(sources, str | Path) else list(sources)
+    urls = [it for it in given if isinstance(it, str) and is_url(it)]
+    rest = [it for it in given if it not in urls]
+    paths = store_paths(rest) if rest or not urls else []
+    kind = kind_of(paths) if paths else "slides"
+    if urls and kind != "slides":
+        raise UsageError(
+            f"{kind} and slides at URLs are mixed", expected="stores, features or slides",
+            todo="predict them separately, with different --out",
+        )  # fmt: skip
+    return paths, urls, kind
 
 
 def kind_of(paths: Sequence[Path]) -> SourceKind:

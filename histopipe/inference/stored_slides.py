@@ -44,6 +44,9 @@ class StoredSlide:
         """Where the patches are from, for the attributes of feature files."""
         return {"store": self.store.uuid, "patches_crc": self.patches_crc}
 
+    def close(self) -> None:
+        """Do nothing: the store stays open."""
+
     @property
     def rows(self) -> int:
         """Number of patches in the store."""

@@ -12,6 +12,8 @@ from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Mpp, same_scale
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
+from histopipe.system.progress import Progress
+from histopipe.tiling.spec import TilingSpec, recorded_tissue, resolved_tissue, spec_from_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +76,35 @@ def check_store(store: Store, trained: TrainedPatches) -> None:
             expected=", ".join(f"{name} {spec.get(name)}" for name in names),
             todo="ingest the slides with the settings of the training",
         )  # fmt: skip
+
+
+def spec_for_slides(
+    trained: TrainedPatches, tiling: Mapping[str, Any], progress: Progress
+) -> TilingSpec:
+    """Return the tiling of the training, without the parts that do not apply to other slides.
+
+    Raises:
+        UsageError: the tiling of the training is unknown.
+    """
+    spec = trained.spec
+    if spec is None:
+        raise UsageError(
+            f"{trained.owner} does not record the tiling of its patches, and its store is missing",
+            todo="ingest the slides with the settings of the training, and predict the store",
+        )
+    tiling, algorithms = dict(tiling), spec.get("algorithms")
+    all_tissue = "all patches with tissue are predicted"
+    if isinstance(algorithms, Mapping) and algorithms.get("grid") == "imported-1":
+        progress.message(f"the training patches were chosen by another tool: {all_tissue}")
+        tiling.setdefault("tissue", "otsu")
+    if spec.get("roi") is not None:
+        progress.message(f"the training patches were in the region {spec['roi']!r}: {all_tissue}")
+    if recorded_tissue(spec) == "masks" or spec.get("exclude"):
+        progress.message(f"the tissue of the training was in files of masks: {all_tissue}")
+        tiling.setdefault("tissue", spec.get("tissue_fallback", "otsu"))
+    elif recorded_tissue(spec) == "model":
+        progress.message("the tissue of the training was found by a network: --tissue otsu is used")
+        tiling.setdefault("tissue", "otsu")
+    if "tissue" in tiling:
+        tiling["tissue"] = resolved_tissue(tiling["tissue"], spec)
+    return spec_from_json(spec, **tiling)

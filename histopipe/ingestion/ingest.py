@@ -15,7 +15,8 @@ from histopipe.system.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from histopipe.ingestion.report import IngestReport
-    from histopipe.ingestion.request import ImportSettings, IngestSettings, PathLike
+    from histopipe.ingestion.request import ImportSettings, IngestSettings
+    from histopipe.ingestion.sources import PathLike
 
 
 def ingest(
@@ -34,7 +35,7 @@ def ingest(
     reason and reported at the end.
 
     Args:
-        slides: slide files and folders.
+        slides: slide files, folders, and URLs of files or prefixes: s3://, gs://, az://, https://.
         out: path of the store, created if missing. An existing store must have the same tiling settings.
         cluster: ingest on a Dask cluster, "tcp://HOST:PORT", "local:N" or "slurm:N", into a folder of parts.
         scratch: with `cluster`, a folder on a local disk of each machine; the temporary folder if not given.
@@ -64,12 +65,15 @@ def ingest(
             folders, else uses the names of the sub-folders.
         mpp_csv: CSV with the columns slide and mpp, for slides without a scale.
         default_mpp: level-0 scale of slides that have none.
-        slide_list: CSV with the column slide: ingest only these.
+        slide_list: CSV with the column slide: ingest only these slides. URLs in it need not be in `slides`.
         allow_extra_rows: ignore CSV rows that match no slide.
         allow_mixed_mpp: with `level`, accept slides of different scale.
         max_unreadable: maximum fraction of unreadable patches per slide, 0 to 1, 0.01.
         slide_timeout: seconds of worker time per slide; None allows 600, plus 0.2 per patch.
         allow_network: accept a store on a network filesystem.
+        stage: folder on a local disk, to which slides are copied before they are read. Slides at URLs are always
+            copied: into the temporary folder if None.
+        stage_gb: most GB of copies at once, 50.
         force: ingest slides again if their file was replaced.
         retry_failed: ingest slides again if their file could not be read.
 

@@ -19,6 +19,7 @@ from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
+from histopipe.slides.staging import Stage
 from histopipe.store.claims import Claims
 from histopipe.store.record import SlideRecord, SlideState
 from histopipe.store.store import recorded
@@ -67,8 +68,12 @@ def ingest_slides(
         outcomes = list(found.outcomes)
         if found.pending:
             claims = stack.enter_context(Claims(store))
+            stage = None
+            if options.stage is not None:
+                opened = Stage(options.stage, options.stage_bytes, events.copied)
+                stage = stack.enter_context(opened)
             pool = pool or stack.enter_context(WorkerPool(options.worker_count, prepare))
-            pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events)
+            pipeline = Pipeline(writer, pool.submit_within, spec, options, claims, events, stage)
             outcomes += pipeline.run(found.pending)
         outcomes.sort(key=lambda outcome: outcome.id)
         warnings = duplicates(writer.records().values())
@@ -123,6 +128,11 @@ def check_ingest(
         refuse_network(store)
     if spec.level is None or options.allow_mixed_mpp:
         return
+    if any(slide.file.remote for slide in slides):
+        raise UsageError(
+            f"--level {spec.level} with slides at a URL", found="scales that are unknown before the download",
+            todo="use --mpp or --mag, or pass --allow-mixed-mpp",
+        )  # fmt: skip
     stored = {
         record.id: Mpp(record.patch_mpp)
         for record in recorded(store).values()

@@ -10,7 +10,8 @@ from histopipe.annotations.regions import AnnotationRules
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.route import AskedRoute
-from histopipe.slides.discovery import SlideFile
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.staging import StagedSlide
 from histopipe.slides.tables import SlideLabel
 
 _BASE_SECONDS, _SECONDS_PER_PATCH = 600.0, 0.2
@@ -28,11 +29,22 @@ class SlideInput:
     coords: CoordsFile | None = None
     annotations: Path | None = None
     mask: Path | None = None
+    staged: StagedSlide | None = None
+    """Local copy, which is read instead of the file."""
 
     @property
     def id(self) -> str:
         """Slide id."""
         return self.file.id
+
+    @property
+    def readable(self) -> SlideFile:
+        """The files to be read: the local copy, or the slide's own."""
+        return self.file if self.staged is None else self.staged.file
+
+    def with_original_paths(self, text: str) -> str:
+        """Return a text, such as an error message, with the paths of the original in place of those of a copy."""
+        return text if self.staged is None else self.staged.with_original_paths(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +62,13 @@ class IngestOptions:
     retry_failed: bool = False
     allow_mixed_mpp: bool = False
     allow_network: bool = False
+    stage: Path | None = None
+    stage_gb: float = 50.0
+
+    @property
+    def stage_bytes(self) -> int:
+        """Most bytes of all copies in the staging folder together."""
+        return int(self.stage_gb * 1e9)
 
     @property
     def worker_count(self) -> int:

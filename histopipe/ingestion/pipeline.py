@@ -29,8 +29,9 @@ from histopipe.ingestion.report import (
 )
 from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import ChunkResult, store_chunk
+from histopipe.slides.staging import Stage, StagedSlide
 from histopipe.store.claims import Claims
-from histopipe.store.record import SlideState
+from histopipe.store.record import FailureKind, SlideState
 from histopipe.store.writer import StoreWriter
 from histopipe.system.files import storable
 from histopipe.system.filesystems import free_bytes
@@ -38,6 +39,8 @@ from histopipe.system.worker_pool import TookTooLong, WorkerDied
 from histopipe.tiling.spec import TilingSpec
 
 _CLAIM_POLL_SECONDS = 0.5
+_LEAST_COPIED = 4
+"""Least number of slides that are claimed and copied in advance; more with many workers."""
 _SPARE_BYTES = 2 << 20
 """Free disk space needed in addition to the estimate: for records, indices and the error of the estimate."""
 
@@ -53,8 +56,12 @@ class Pipeline:
     options: IngestOptions
     claims: Claims
     progress: IngestProgress
+    stage: Stage | None = None
+    """Where slides are copied before they are read; None reads them in place."""
     _waiting: deque[PendingSlide] = field(default_factory=deque)
     _claimed_elsewhere: deque[PendingSlide] = field(default_factory=deque)
+    _copying: dict[Future[StagedSlide], PendingSlide] = field(default_factory=dict)
+    _copied: deque[PendingSlide] = field(default_factory=deque)
     _in_flight: dict[int, SlideInFlight] = field(default_factory=dict)
     _without_room: deque[SlideInFlight] = field(default_factory=deque)
     _futures: dict[Future[Any], tuple[SlideInFlight, Chunk | None]] = field(default_factory=dict)
@@ -66,11 +73,14 @@ class Pipeline:
             MachineShort: disk or memory ran out. Complete slides are kept.
         """
         self._waiting.extend(slides)
-        while self._waiting or self._claimed_elsewhere or self._in_flight:
+        while self._unfinished:
+            self._copy_ahead()
             self._submit_tasks()
-            if self._futures:
-                done, _ = wait(self._futures, return_when=FIRST_COMPLETED)
-                for future in done:
+            if self._futures or self._copying:
+                done, _ = wait([*self._futures, *self._copying], return_when=FIRST_COMPLETED)
+                for future in done & self._copying.keys():
+                    yield from self._receive_copy(self._copying.pop(future), future)
+                for future in done & self._futures.keys():
                     slide, task = self._futures.pop(future)
                     self._receive(slide, task, future)
                     if slide.ended and slide not in self._without_room:
@@ -82,6 +92,47 @@ class Pipeline:
                     yield self._record(slide)
             else:
                 yield from self._retry_claims()
+
+    @property
+    def _unfinished(self) -> bool:
+        return bool(
+            self._waiting
+            or self._claimed_elsewhere
+            or self._copying
+            or self._copied
+            or self._in_flight
+        )
+
+    def _copy_ahead(self) -> None:
+        """Start to copy the next slides, as far as they fit into the staging folder."""
+        most = max(_LEAST_COPIED, 2 * self.options.worker_count)
+        while self.stage is not None and len(self._copying) + len(self._copied) < most:
+            pending = self._claim_next()
+            if pending is None:
+                return
+            future = self.stage.start(pending.slide.file)
+            if future is None:
+                self.claims.release(pending.number)
+                self._waiting.appendleft(pending)
+                return
+            self._copying[future] = pending
+
+    def _receive_copy(
+        self, pending: PendingSlide, future: Future[StagedSlide]
+    ) -> Iterator[SlideOutcome]:
+        """Receive the copy of a slide. If it failed, record the failure; the next ingest tries again."""
+        try:
+            staged = future.result()
+        except SlideError as error:
+            reason = storable(str(error))
+            self.writer.fail(pending.number, pending.record, reason, FailureKind.OPTION)
+            self.claims.release(pending.number)
+            outcome = failed_outcome(pending.record, reason)
+            self.progress.finished(outcome)
+            yield outcome
+        else:
+            slide = dataclasses.replace(pending.slide, staged=staged)
+            self._copied.append(dataclasses.replace(pending, slide=slide))
 
     def _submit_tasks(self) -> None:
         """Submit tasks so that no worker is idle."""
@@ -112,18 +163,29 @@ class Pipeline:
         return begun or next(iter(ready), None)
 
     def _begin(self) -> SlideInFlight | None:
-        """Begin the next slide that no other run has claimed; None if there is none, or the disk has no space."""
-        while self._waiting and not self._without_room:
+        """Begin the next slide; None if there is none, or the disk of the store has no space."""
+        if self._without_room:
+            return None
+        if self.stage is None:
+            pending = self._claim_next()
+        else:
+            pending = self._copied.popleft() if self._copied else None
+        if pending is None:
+            return None
+        self.writer.restart(pending.number, pending.record)
+        slide = self._in_flight[pending.number] = SlideInFlight(pending, self.options)
+        return slide
+
+    def _claim_next(self) -> PendingSlide | None:
+        """Claim the next slide that no other run has claimed or completed; None if there is none."""
+        while self._waiting:
             pending = self._waiting.popleft()
-            number = pending.number
-            claimed = self.claims.take(number)
-            complete = claimed and self.writer.record(number).state is SlideState.COMPLETE
+            claimed = self.claims.take(pending.number)
+            complete = claimed and self.writer.record(pending.number).state is SlideState.COMPLETE
             if claimed and (pending.again or not complete):
-                self.writer.restart(number, pending.record)
-                slide = self._in_flight[number] = SlideInFlight(pending, self.options)
-                return slide
+                return pending
             if claimed:
-                self.claims.release(number)  # another run has completed it in the meantime
+                self.claims.release(pending.number)
             self._claimed_elsewhere.append(pending)
         return None
 
@@ -173,7 +235,7 @@ class Pipeline:
             self._without_room.append(slide)
         else:
             raise MachineShort(
-                f"{slide.pending.slide.file.path} needs about {slide.bytes_to_come / 1e6:,.0f} MB in {self.writer.path}",
+                f"{slide.pending.slide.file.location} needs about {slide.bytes_to_come / 1e6:,.0f} MB in {self.writer.path}",
                 found=f"{free / 1e6:,.0f} MB free, of which {_SPARE_BYTES / 1e6:.0f} MB are reserved",
                 todo="free disk space and run the same command again: complete slides are kept",
             )
@@ -182,6 +244,8 @@ class Pipeline:
         """Write the record of a slide that has ended. This makes a complete slide visible."""
         del self._in_flight[slide.number]
         result = slide.result()
+        if self.stage is not None and slide.pending.slide.staged is not None:
+            self.stage.release(slide.pending.slide.staged)
         if isinstance(result, SlideFailure):
             reason = storable(result.reason)
             record = dataclasses.replace(result.record, error_option=result.option)

@@ -36,9 +36,9 @@ from histopipe.ingestion.route import RouteChoice, choose_route
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import png_mask
-from histopipe.slides.discovery import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.slide_files import Fingerprint, fingerprint, tile_hash
 from histopipe.slides.thumbnail import (
     THUMBNAIL_MPP,
     Thumbnail,
@@ -103,12 +103,14 @@ def plan_slide(
     slide: SlideInput, record: SlideRecord, spec: TilingSpec, options: IngestOptions
 ) -> PlannedSlide | SlideFailure:
     """Open a slide and choose its patches, their route and their labels; a task for a worker process."""
-    started, file = time.monotonic(), slide.file
+    started, file = time.monotonic(), slide.readable
     try:
         if file.problem is not None:
             raise SlideUnreadable(f"{slide.id}: {file.problem}")
-        before = fingerprint(file)
-        record = dataclasses.replace(record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns)
+        before = slide.staged.fingerprint if slide.staged else fingerprint(file)
+        record = dataclasses.replace(
+            record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns, etag=before.etag
+        )
         with Slide(file.path) as opened:
             info = opened.info
             record = _described(record, info, file.path)

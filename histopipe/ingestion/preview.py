@@ -5,18 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, as_completed
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Unpack
 
-from histopipe.errors import ExitCode, NothingToDo
+from histopipe.errors import ExitCode, NothingToDo, SlideError
 from histopipe.ingestion.ingest_slides import check_ingest
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import Estimate, PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.records import PendingSlide, duplicates, sort_slides
 from histopipe.ingestion.report import IngestProgress, SlideOutcome, Status, failed_outcome
-from histopipe.ingestion.request import IngestSettings, PathLike, read_request
+from histopipe.ingestion.request import IngestSettings, read_request
+from histopipe.ingestion.sources import PathLike
 from histopipe.ingestion.storing import prepare
+from histopipe.slides.source_speed import SourceSpeed, measure_source
+from histopipe.slides.staging import Stage, staged
 from histopipe.store.folder import check_spec
 from histopipe.store.record import FailureKind, SlideRecord
 from histopipe.store.store import Store
@@ -79,6 +83,7 @@ class IngestPreview(Result):
         warnings: warnings about several slides, such as copies.
         stored_bytes, seconds: estimates for all slides together.
         free_bytes: free space on the disk of the store.
+        source: speed of the disk of the slides; None if it was not measured.
     """
 
     store: str
@@ -88,6 +93,7 @@ class IngestPreview(Result):
     stored_bytes: int
     seconds: float
     free_bytes: int
+    source: SourceSpeed | None = None
 
     @property
     def exit_code(self) -> ExitCode:
@@ -112,6 +118,8 @@ class IngestPreview(Result):
             f"{self.store}: {patches:,} patches, about {self.stored_bytes / 1e6:,.1f} MB and "
             f"{self.seconds:,.1f} s with {self.workers} workers; {self.free_bytes / 1e6:,.0f} MB free"
         )
+        if self.source is not None:
+            lines.append(str(self.source))
         if self.stored_bytes > self.free_bytes:
             lines.append("not enough disk space: free some, or choose another --out")
         return "\n".join(lines)
@@ -142,6 +150,7 @@ def plan(
     progress, store = progress or default_progress(), Path(out)
     inputs, spec, options = read_request(slides, store, settings, progress)
     check_ingest(inputs, store, spec, options)
+    source = measure_source([slide.file for slide in inputs], options.worker_count)
     known = _known(store, spec)
     found = sort_slides(inputs, known, options)
     previews = [SlidePreview(o.id, str(o.status), o.reason) for o in found.outcomes]
@@ -161,6 +170,7 @@ def plan(
         stored_bytes=sum(preview.estimate.stored_bytes for preview in previews),
         seconds=sum(preview.estimate.seconds for preview in previews) / options.worker_count,
         free_bytes=free_bytes(existing),
+        source=source,
     )
 
 
@@ -182,26 +192,60 @@ def _plan_all(
 ) -> Iterator[SlidePreview]:
     if not slides:
         return
-    with WorkerPool(options.worker_count, prepare) as pool:
-        running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {
-            pool.submit_within(
-                options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
-            ): pending
-            for pending in slides
-        }
-        for future in as_completed(running):
-            pending = running.pop(future)
-            try:
-                result = future.result()
-            except WorkerDied as error:
-                reason = f"{pending.slide.file.path}: {error}"
-                result = SlideFailure(reason, FailureKind.FILE, pending.record)
-            record = result.record
-            if isinstance(result, SlideFailure):
-                events.finished(failed_outcome(record, result.reason))
-                yield SlidePreview(record.id, str(Status.FAILED), result.reason)
-            else:
-                patches, route = len(result.plan), record.route
-                planned = SlideOutcome(record.id, record.path, Status.PLANNED, patches, route=route)
-                events.finished(planned)
-                yield SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)
+    with ExitStack() as stack:
+        stage = None
+        if options.stage is not None:
+            stage = stack.enter_context(Stage(options.stage, options.stage_bytes, events.copied))
+        pool = stack.enter_context(WorkerPool(options.worker_count, prepare))
+        running: dict[Future[PlannedSlide | SlideFailure], PendingSlide] = {}
+        for item in staged(stage, slides, lambda pending: pending.slide.file):
+            if item is not None:
+                pending, copy = item
+                if isinstance(copy, SlideError):
+                    failed = SlideFailure(str(copy), FailureKind.OPTION, pending.record)
+                    yield _preview(failed, events)
+                    continue
+                pending = dataclasses.replace(
+                    pending, slide=dataclasses.replace(pending.slide, staged=copy)
+                )
+                future = pool.submit_within(
+                    options.seconds_for(0), plan_slide, pending.slide, pending.record, spec, options
+                )
+                running[future] = pending
+            while running and (item is None or (stage and len(running) > options.worker_count)):
+                done = next(as_completed(running))
+                yield _preview(_planned(running.pop(done), done, stage), events)
+        for done in as_completed(running):
+            yield _preview(_planned(running[done], done, stage), events)
+
+
+def _planned(
+    pending: PendingSlide, future: Future[PlannedSlide | SlideFailure], stage: Stage | None
+) -> PlannedSlide | SlideFailure:
+    """Return the result of a task, with the paths of the original, and remove the copy of the slide."""
+    slide = pending.slide
+    try:
+        result = future.result()
+    except WorkerDied as error:
+        result = SlideFailure(f"{slide.file.location}: {error}", FailureKind.FILE, pending.record)
+    if stage is not None and slide.staged is not None:
+        stage.release(slide.staged)
+    named = slide.with_original_paths
+    if isinstance(result, SlideFailure):
+        return dataclasses.replace(result, reason=named(result.reason))
+    record = result.record
+    record = dataclasses.replace(
+        record, route_reason=named(record.route_reason or ""), notes=list(map(named, record.notes))
+    )
+    return dataclasses.replace(result, record=record)
+
+
+def _preview(result: PlannedSlide | SlideFailure, events: IngestProgress) -> SlidePreview:
+    """Show the result of a slide, and return its preview."""
+    record = result.record
+    if isinstance(result, SlideFailure):
+        events.finished(failed_outcome(record, result.reason))
+        return SlidePreview(record.id, str(Status.FAILED), result.reason)
+    patches, route = len(result.plan), record.route
+    events.finished(SlideOutcome(record.id, record.path, Status.PLANNED, patches, route=route))
+    return SlidePreview(record.id, str(Status.PLANNED), "", record, result.estimate)

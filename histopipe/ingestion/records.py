@@ -13,26 +13,25 @@ from histopipe.errors import MaskUnfit, SlideError, UsageError
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.report import SlideOutcome, Status, failed_outcome, outcome_of
 from histopipe.masks.mask_files import source_of
-from histopipe.slides.discovery import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.scale import MppSource
+from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind, SlideRecord, SlideState
 from histopipe.system.files import storable
+from histopipe.system.urls import is_url
 
 _TCGA_PATIENT = re.compile(r"TCGA-\w{2}-\w{4}(?=-|$)")
 _SLIDES_PER_CLASS = 2
 
 
-def resolved(path: Path) -> str:
-    """Return a path without symbolic links, in the form used in records."""
-    return storable(os.path.realpath(path))
+def resolved(slide: SlideFile) -> str:
+    """Return the path of a slide without symbolic links, or its URL, in the form used in records."""
+    return slide.location if slide.remote else storable(os.path.realpath(slide.path))
 
 
 def new_record(slide: SlideFile) -> SlideRecord:
     """Return the record of a new slide."""
-    return SlideRecord(
-        id=slide.id, path=storable(str(slide.path)), resolved_path=resolved(slide.path)
-    )
+    return SlideRecord(id=slide.id, path=storable(slide.location), resolved_path=resolved(slide))
 
 
 def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
@@ -85,14 +84,14 @@ def with_recorded_ids(
         UsageError: a slide of another file has that id.
     """
     by_path = {record.resolved_path: record.id for record in records.values()}
-    named = [replace(s, id=by_path.get(resolved(s.path), s.id)) for s in slides]
-    paths: dict[str, Path] = {}
+    named = [replace(s, id=by_path.get(resolved(s), s.id)) for s in slides]
+    places: dict[str, str] = {}
     for slide in named:
-        other = paths.setdefault(slide.id, slide.path)
-        if other != slide.path:
+        other = places.setdefault(slide.id, slide.location)
+        if other != slide.location:
             raise UsageError(
                 f"two slides would both have the id {slide.id!r}",
-                found=f"{other}, which has this id in the store, and {slide.path}",
+                found=f"{other}, which has this id in the store, and {slide.location}",
                 todo="rename one, or use another --out",
             )
     return sorted(named, key=lambda slide: slide.id)
@@ -161,9 +160,10 @@ def outcome_without_ingest(
     slide: SlideInput, record: SlideRecord, options: IngestOptions
 ) -> SlideOutcome | None:
     """Return the outcome of a slide that is not to be ingested; None if it is to be ingested."""
-    path = slide.file.path
+    path, recorded = slide.file.location, record.resolved_path
     # If the recorded file does not exist, the slide was moved.
-    if record.resolved_path != resolved(path) and Path(record.resolved_path).exists():
+    there = slide.file.remote if is_url(recorded) else Path(recorded).exists()
+    if recorded != resolved(slide.file) and there:
         return failed_outcome(
             record,
             f"{path}: another slide, {record.path}, has the id {record.id!r} in the store; "
@@ -197,6 +197,8 @@ def _file_change(now: Fingerprint, record: SlideRecord) -> str | None:
         return f"changed ({now.size_bytes:,} bytes, {record.size_bytes:,} before)"
     if now.mtime_ns != record.mtime_ns:
         return "was modified (its modification time has changed)"
+    if None not in (now.etag, record.etag) and now.etag != record.etag:
+        return "was modified (its ETag has changed)"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -172,6 +173,8 @@ class IngestProgress(Closing):
         self._ended = self._planned = self._stored = 0
         self._log.message(f"start: {counted(slides, 'slide')}")
         self._run = shown.bar(self._title(), unit="patches", total=0)
+        self._copy: Bar | None = None
+        self._copy_lock = threading.Lock()
 
     def planned(self, slide: str, patches: int) -> None:
         """Show the number of patches of a planned slide. On a cluster, a slide may be planned twice."""
@@ -204,6 +207,13 @@ class IngestProgress(Closing):
         failed = outcome.status is Status.FAILED
         self._run.item(f"[{self._ended}/{self._count}] {outcome}", problem=failed)
 
+    def copied(self, count: int) -> None:
+        """Show a number of bytes that were copied to the staging folder. Called from other threads."""
+        with self._copy_lock:
+            if self._copy is None:
+                self._copy = self._shown.bar("staging", unit="bytes", detail=True)
+            self._copy.advance(count)
+
     def message(self, text: str) -> None:
         """Show a line, and write it to the log."""
         self._log.message(text)
@@ -213,6 +223,8 @@ class IngestProgress(Closing):
         """Remove all bars."""
         for bar, _, _ in self._slides.values():
             bar.close()
+        if self._copy is not None:
+            self._copy.close()
         self._run.close()
 
     def _update(self, *, planned: int = 0, stored: int = 0) -> None:

@@ -15,11 +15,18 @@ from histopipe.ingestion.coords import CoordsFile, find_coords, spec_of
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import subfolder_labels, with_recorded_ids
 from histopipe.ingestion.route import AskedRoute
+from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
 from histopipe.masks.mask_files import find_masks
 from histopipe.masks.network import SUFFIXES, name_of
-from histopipe.slides.discovery import SlideFile, discover
+from histopipe.slides.discovery import discover
 from histopipe.slides.scale import check_mpp
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.slides.slide_files import SlideFile
+from histopipe.slides.tables import (
+    SlideLabel,
+    SlideNames,
+    read_labels,
+    read_mpps,
+)
 from histopipe.store.catalog import read_catalog
 from histopipe.store.store import Store, recorded
 from histopipe.system.progress import Progress
@@ -27,15 +34,13 @@ from histopipe.system.result import counted
 from histopipe.tiling.spec import TilingSpec, magnification_to_mpp, resolved_tissue
 from histopipe.tiling.tissue import FINDERS
 
-PathLike = str | Path
-
 _DEFAULT_MAGNIFICATION = 20.0
 _ENCODING = ("codec", "quality", "subsampling", "resample")
 _TILING = ("patch_size", "overlap", "level", "tissue_threshold", "roi", *_ENCODING)
 _OPTIONS = tuple(
     field.name
     for field in dataclasses.fields(IngestOptions)
-    if field.name not in ("rules", "tissue_network")
+    if field.name not in ("rules", "tissue_network", "stage")
 )
 
 
@@ -61,6 +66,8 @@ class ImportSettings(TypedDict, total=False):
     max_unreadable: float
     slide_timeout: float | None
     allow_network: bool
+    stage: PathLike | None
+    stage_gb: float
     force: bool
     retry_failed: bool
 
@@ -101,12 +108,12 @@ def read_request(
     if unknown:
         raise UsageError("unknown options", found=", ".join(unknown))
     _check_values(settings)
-    paths = [Path(path) for path in ([slides] if isinstance(slides, str | Path) else slides)]
+    paths, urls = sources(slides, settings.get("slide_list"))
     records = recorded(store)
-    found = with_recorded_ids(discover(paths), records)
+    found = with_recorded_ids(discover([*paths, *urls]), records)
     names = SlideNames([s.id for s in found], [record.id for record in records.values()])
     extra = bool(settings.get("allow_extra_rows", False))
-    chosen = _listed(found, settings.get("slide_list"), names, allow_extra=extra)
+    chosen = listed(found, settings.get("slide_list"), names, allow_extra=extra)
     files: dict[str, CoordsFile] = {}
     masks: dict[str, Path] = {}
     network: Path | None = None
@@ -121,7 +128,10 @@ def read_request(
         **_given(settings, ("unclassified", "roi")),
         **_given(settings, ("annotation_threshold", "annotation_origin"), without="annotation_"),
     )
-    options = IngestOptions(rules=rules, tissue_network=network, **_given(settings, _OPTIONS))
+    options = IngestOptions(
+        rules=rules, tissue_network=network, stage=stage_folder(settings.get("stage"), chosen),
+        **_given(settings, _OPTIONS),
+    )  # fmt: skip
     annotations = _annotations(settings, names, progress)
     labels = _labels(found, paths, settings.get("labels"), names, allow_extra=extra)
     mpp_csv = settings.get("mpp_csv")
@@ -159,6 +169,8 @@ def _check_values(settings: Mapping[str, Any]) -> None:
         raise UsageError("--workers", found=repr(workers), expected="a whole number, 1 or more")
     if default_mpp is not None:
         check_mpp("--default-mpp", default_mpp)
+    if not settings.get("stage_gb", 1.0) > 0:
+        raise UsageError("--stage-gb", found=settings["stage_gb"], expected="above 0")
 
 
 def read_tissue(
@@ -231,19 +243,6 @@ def _spec(settings: Mapping[str, Any], tissue: Mapping[str, Any]) -> TilingSpec:
     if "annotation_threshold" in settings:
         given["roi_threshold"] = settings["annotation_threshold"]
     return TilingSpec(mpp=mpp, **given, **tissue)
-
-
-def _listed(
-    found: list[SlideFile], path: PathLike | None, names: SlideNames, *, allow_extra: bool
-) -> list[SlideFile]:
-    """Return the slides of a slide list; all slides if there is no list."""
-    if path is None:
-        return found
-    listed = read_slide_list(Path(path), names, allow_extra=allow_extra)
-    chosen = [slide for slide in found if slide.id in listed]
-    if not chosen:
-        raise UsageError(f"{path} matches none of the slides", found=f"{len(listed)} other names")
-    return chosen
 
 
 def _coords_files(

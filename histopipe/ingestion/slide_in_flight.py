@@ -18,7 +18,7 @@ from histopipe.ingestion.patch_source import Chunk
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure
 from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.storing import ChunkResult
-from histopipe.slides.discovery import fingerprint
+from histopipe.slides.slide_files import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
 
 _TRIES = 2
@@ -111,14 +111,14 @@ class SlideInFlight:
             self.tasks.appendleft(task)
             return
         self._fail(
-            f"{self.pending.slide.file.path}: worker processes died while reading it ({error}); the file is probably "
+            f"{self.pending.slide.file.location}: worker processes died while reading it ({error}); the file is probably "
             "damaged and crashes its decoder, or memory ran out"
         )
 
     def timed_out(self) -> None:
         """Fail the slide because its time limit is exceeded."""
         self._fail(
-            f"{self.pending.slide.file.path} is not complete after {self.options.seconds_for(self.patches):.0f} s "
+            f"{self.pending.slide.file.location} is not complete after {self.options.seconds_for(self.patches):.0f} s "
             "of worker time; exclude it, or increase --slide-timeout",
             option=self.options.timeout_text,
         )
@@ -129,11 +129,11 @@ class SlideInFlight:
             self._fail(str(error))
         elif isinstance(error, MemoryError):
             self._fail(
-                f"{self.pending.slide.file.path}: memory ran out while reading it; use fewer --workers"
+                f"{self.pending.slide.file.location}: memory ran out while reading it; use fewer --workers"
             )
         else:
             self._fail(
-                f"{self.pending.slide.file.path}: {type(error).__name__}: {error}; this is a bug in histopipe: "
+                f"{self.pending.slide.file.location}: {type(error).__name__}: {error}; this is a bug in histopipe: "
                 "please report it with the lines about this slide in ingest.log"
             )
 
@@ -142,20 +142,23 @@ class SlideInFlight:
     def result(self) -> PlannedSlide | SlideFailure:
         """Return the plan of a complete slide, or the failure."""
         if self.failure is not None:
-            return self.failure
+            named = self.pending.slide.with_original_paths(self.failure.reason)
+            return dataclasses.replace(self.failure, reason=named)
         if self.plan is None:
             raise RuntimeError(f"{self.id} ended without a plan or a failure")
-        file, record = self.pending.slide.file, self.plan.record
+        slide, record = self.pending.slide, self.plan.record
         if self._too_many_unreadable:
             reason = (
-                f"{file.path}: at least {self._unreadable} of {self.patches} patches cannot be read "
+                f"{slide.file.location}: at least {self._unreadable} of {self.patches} patches cannot be read "
                 f"(--max-unreadable allows {self.options.max_unreadable:.2%}), first: {self._problem}"
             )
+            reason = slide.with_original_paths(reason)
             return SlideFailure(reason, FailureKind.FILE, record, self.options.unreadable_text)
         try:
-            if fingerprint(file) == self.plan.fingerprint:
+            # A copy was compared with the original when it was complete.
+            if slide.staged or fingerprint(slide.file) == self.plan.fingerprint:
                 return self.plan
-            reason = f"{file.path} changed while it was being read; ingest it again when nothing writes to it"
+            reason = f"{slide.file.location} changed while it was being read; ingest it again when nothing writes to it"
         except SlideUnreadable as error:
             reason = str(error)
         return SlideFailure(reason, FailureKind.FILE, record)
@@ -163,12 +166,15 @@ class SlideInFlight:
     def complete_record(self, plan: PlannedSlide) -> SlideRecord:
         """Return the record of the complete slide."""
         lost = f"{self._unreadable} unreadable patches, first: {self._problem}"
+        notes = [*plan.record.notes, *([lost] if self._unreadable else [])]
+        named = self.pending.slide.with_original_paths
         return dataclasses.replace(
             plan.record,
             stored=self.patches - self._unreadable,
             unreadable=self._unreadable,
             stored_bytes=int(self._length.sum()),
-            notes=[*plan.record.notes, *([lost] if self._unreadable else [])],
+            route_reason=named(plan.record.route_reason or ""),
+            notes=list(map(named, notes)),
         )
 
     def columns(self, plan: PlannedSlide, classes: Mapping[str, int]) -> dict[str, NDArray[Any]]:
@@ -207,4 +213,6 @@ class SlideInFlight:
             now = fingerprint(self.pending.slide.file)
         except SlideUnreadable:
             return record
-        return dataclasses.replace(record, size_bytes=now.size_bytes, mtime_ns=now.mtime_ns)
+        return dataclasses.replace(
+            record, size_bytes=now.size_bytes, mtime_ns=now.mtime_ns, etag=now.etag
+        )

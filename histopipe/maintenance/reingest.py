@@ -23,8 +23,8 @@ from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.store_check import Examination
-from histopipe.slides.discovery import SlideFile, tile_hash
 from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile, tile_hash
 from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
 from histopipe.store.folder import open_for_change
@@ -172,7 +172,7 @@ class Reingestion:
             record,
             state=SlideState.PENDING,
             path=storable(str(file.path)),
-            resolved_path=resolved(file.path),
+            resolved_path=resolved(file),
             annotations=None,  # otherwise, the ingest adds a note that the patch labels are lost
         )
         with Claims(self.store) as claims:

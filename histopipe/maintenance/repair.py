@@ -21,7 +21,8 @@ from histopipe.maintenance.rebuild import rebuild
 from histopipe.maintenance.reingest import Reingestion
 from histopipe.maintenance.store_check import Examination
 from histopipe.maintenance.verify import examine
-from histopipe.slides.discovery import SlideFile, discover
+from histopipe.slides.discovery import discover
+from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames
 from histopipe.store.catalog import no_store
 from histopipe.store.claims import Claims
@@ -261,5 +262,5 @@ def _lost(
     if lost or any("slides" in what or "main DB" in what for what in pages):
         stored = {record.resolved_path for record in found.records.values()}
         missing = "it is not in the store, or its record is lost: add it with `histopipe ingest`"
-        lost |= {s.id: missing for s in given if resolved(s.path) not in stored}
+        lost |= {s.id: missing for s in given if resolved(s) not in stored}
     return lost

@@ -14,7 +14,8 @@ from histopipe.errors import ScaleError, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.planning import thumbnail_of
-from histopipe.ingestion.request import PathLike, read_tissue
+from histopipe.ingestion.request import read_tissue
+from histopipe.ingestion.sources import PathLike
 from histopipe.ingestion.storing import prepare
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
@@ -28,9 +29,10 @@ from histopipe.reports.mask_folder import (
     write_table_and_page,
 )
 from histopipe.runs import folder as run_folder
-from histopipe.slides.discovery import SlideFile, discover
+from histopipe.slides.discovery import discover
 from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import SlideNames, read_mpps
 from histopipe.slides.thumbnail import Thumbnail
 from histopipe.slides.tiles.check import NativeLevels

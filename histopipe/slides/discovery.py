@@ -1,49 +1,38 @@
-"""Find slides in files and folders, assign their ids, and detect changed files."""
+"""Find slides in files, folders and object storage, assign their ids, and detect changed files."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
-import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
-
-from histopipe.errors import NothingToDo, SlideUnreadable, UsageError
-
-SUFFIXES = frozenset(
-    (".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
-)  # fmt: skip
-"""File name suffixes of the formats that OpenSlide reads."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlideFile:
-    """A slide on disk: its id, the path that OpenSlide opens, and all of its files.
-
-    `subfolder` is the first folder below the user's argument, which may be the name of its class. `problem` is a
-    problem of the file name that prevents the ingest, if any.
-    """
-
-    id: str
-    path: Path
-    files: tuple[Path, ...]
-    subfolder: str | None = None
-    problem: str | None = None
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.slides.remote_slides import slides_of_urls
+from histopipe.slides.slide_files import (
+    LARGEST_INDEX,
+    SUFFIXES,
+    SlideFile,
+    assembled,
+    has_slide_name,
+    storable_name,
+)
+from histopipe.system.urls import is_url, public_url
 
 
-def discover(arguments: Iterable[Path]) -> list[SlideFile]:
-    """Return the slides in files and folders, sorted by id, without duplicates.
+def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
+    """Return the slides in files, folders and URLs, sorted by id, without duplicates.
 
     Raises:
         UsageError: an argument does not exist, or two slides would have the same id.
+        RemoteError: a URL cannot be listed.
         NothingToDo: there is no slide.
     """
-    roots = list(dict.fromkeys(arguments))
+    given = list(dict.fromkeys(arguments))
+    urls = [it for it in given if isinstance(it, str) and is_url(it)]
+    roots = [Path(it) for it in given if it not in urls]
     for root in roots:
         try:
             root.stat()
@@ -53,18 +42,25 @@ def discover(arguments: Iterable[Path]) -> list[SlideFile]:
                 found=error.strerror,
                 todo="check the path, and that its disk is mounted",
             ) from error
-    folders = [root for root in roots if root.is_dir()]
-    slides: list[SlideFile] = []
-    for root in roots:
-        prefix = f"{_folder_name(root)}/" if len(folders) > 1 and root.is_dir() else ""
-        slides += [replace(slide, id=prefix + slide.id) for slide in _slides_of(root)]
+    found: list[tuple[str | None, Iterable[SlideFile]]] = [
+        (_folder_name(root) if root.is_dir() else None, _slides_of(root)) for root in roots
+    ]
+    if urls:
+        found += slides_of_urls(urls)
+    several = sum(name is not None for name, _ in found) > 1
+    slides = [
+        replace(slide, id=f"{name}/{slide.id}") if several and name is not None else slide
+        for name, of_root in found
+        for slide in of_root
+    ]
     by_path: dict[str, SlideFile] = {}
     for slide in sorted(slides, key=lambda slide: slide.id):
-        by_path.setdefault(os.path.realpath(slide.path), slide)
+        place = slide.location if slide.remote else os.path.realpath(slide.path)
+        by_path.setdefault(place, slide)
     slides = _distinct(list(by_path.values()))
     if not slides:
         raise NothingToDo(
-            f"no slide in {', '.join(map(str, roots))}",
+            f"no slide in {', '.join([*map(str, roots), *map(public_url, urls)])}",
             found=_contents(roots),
             expected="files ending in " + " ".join(sorted(SUFFIXES)),
             todo="pass the folder that contains the slides",
@@ -78,11 +74,21 @@ def _slides_of(root: Path) -> Iterator[SlideFile]:
     if root.is_file() and not candidates:
         candidates = [root]  # the user chose this file: try it with any suffix
     base = root if root.is_dir() else root.parent
-    dicom = [path for path in candidates if path.suffix.lower() == ".dcm"]
-    for path in candidates:
-        if path.suffix.lower() != ".dcm":
-            yield _slide(path, base, (path, *_companions(path)))
-    yield from _dicom_slides(dicom, base)
+    yield from assembled(candidates, base, _LocalFiles())
+
+
+class _LocalFiles:
+    def inside(self, folder: Path) -> Sequence[Path]:
+        return sorted(folder.iterdir()) if folder.is_dir() else []
+
+    def read(self, path: Path) -> bytes:
+        with path.open("rb") as file:
+            return file.read(LARGEST_INDEX)
+
+    def series(self, path: Path) -> str | None:
+        from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
+
+        return read_text(path, "SeriesInstanceUID")
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -106,56 +112,12 @@ def _refuse(error: OSError) -> None:
 
 
 def _is_candidate(path: Path) -> bool:
-    if path.suffix.lower() not in SUFFIXES or path.name.startswith("."):
+    if not has_slide_name(path):
         return False
     try:
         return stat.S_ISREG(path.stat().st_mode)  # reading a named pipe would never end
     except OSError:
         return True  # for example a broken link, which the ingest reports
-
-
-def _companions(path: Path) -> tuple[Path, ...]:
-    """Return the other files of a MIRAX slide, which are in a folder of the same name."""
-    if path.suffix.lower() != ".mrxs":
-        return ()
-    folder = path.with_suffix("")
-    return tuple(sorted(folder.iterdir())) if folder.is_dir() else ()
-
-
-def _dicom_slides(paths: list[Path], base: Path) -> Iterator[SlideFile]:
-    """Yield one slide per DICOM series and folder, which is what OpenSlide opens."""
-    if not paths:
-        return
-    from histopipe.slides.tiles.dicom import read_text  # late: most folders have no DICOM files
-
-    series: dict[tuple[Path, str], list[Path]] = defaultdict(list)
-    for path in paths:
-        # If a header is damaged, opening the slide reports the reason.
-        series[path.parent, read_text(path, "SeriesInstanceUID") or path.name].append(path)
-    large = Counter(folder for (folder, _), files in series.items() if len(files) > 1)
-    for (folder, _), files in series.items():
-        slide = _slide(files[0], base, tuple(files))
-        if len(files) > 1 and large[folder] == 1:
-            name = folder.name if folder == base else folder.relative_to(base).as_posix()
-            slide = replace(slide, id=_text(name or folder.resolve().name)[0])
-        yield slide
-
-
-def _slide(path: Path, base: Path, files: tuple[Path, ...]) -> SlideFile:
-    relative = PurePosixPath(path.relative_to(base).as_posix())
-    name, problem = _text(relative.with_suffix("").as_posix())
-    subfolder = _text(relative.parts[0])[0] if len(relative.parts) > 1 else None
-    return SlideFile(name, path, files, subfolder, problem)
-
-
-def _text(name: str) -> tuple[str, str | None]:
-    """Return a name that can be stored, and its problem, if any: Unicode NFC, with undecodable bytes escaped."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        escaped = os.fsencode(name).decode("utf-8", "backslashreplace")
-        return escaped, f"its file name is not UTF-8 ({escaped}); rename it"
-    return unicodedata.normalize("NFC", name), None
 
 
 def _distinct(slides: list[SlideFile]) -> list[SlideFile]:
@@ -177,7 +139,7 @@ def _distinct(slides: list[SlideFile]) -> list[SlideFile]:
 
 
 def _folder_name(folder: Path) -> str:
-    return _text(folder.name or folder.resolve().name)[0]
+    return storable_name(folder.name or folder.resolve().name)[0]
 
 
 def _contents(roots: list[Path]) -> str:
@@ -187,48 +149,3 @@ def _contents(roots: list[Path]) -> str:
     kinds = Counter(path.suffix.lower() or "no suffix" for path in names)
     listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.most_common(5))
     return f"{len(names)} other files ({listed})"
-
-
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
-    """Total size and newest modification time of all files of a slide."""
-
-    size_bytes: int
-    mtime_ns: int
-
-
-def fingerprint(slide: SlideFile) -> Fingerprint:
-    """Return the fingerprint of a slide's files.
-
-    Raises:
-        SlideUnreadable: a file is missing.
-    """
-    try:
-        stats = [path.stat() for path in slide.files]
-    except OSError as error:
-        raise SlideUnreadable(f"{slide.path} cannot be read", found=str(error)) from error
-    return Fingerprint(sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats))
-
-
-def tile_hash(path: Path) -> str | None:
-    """Return a hash of a TIFF file for which OpenSlide computes no quickhash; None if it has no tiles.
-
-    It covers the lengths of all native tiles and the bytes of 64 tiles spread over the largest image. Whole slides are
-    too large to read twice, and the tile lengths of two scans are never all equal.
-    """
-    import tifffile  # late: few slides need it
-
-    digest = hashlib.sha256()
-    try:
-        with tifffile.TiffFile(path) as tiff:
-            page = tiff.pages.first
-            counts = np.asarray(page.databytecounts, dtype="<u8")
-            offsets = np.asarray(page.dataoffsets, dtype="<u8")
-            digest.update(counts.tobytes())
-            chosen = np.unique(np.linspace(0, len(counts) - 1, 64).astype(int))
-            for index in chosen:
-                tiff.filehandle.seek(int(offsets[index]))
-                digest.update(tiff.filehandle.read(int(counts[index])))
-    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
-        return None
-    return digest.hexdigest()

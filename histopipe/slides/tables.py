@@ -13,8 +13,9 @@ from pathlib import Path, PurePosixPath
 
 from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
-from histopipe.slides.discovery import SUFFIXES
 from histopipe.slides.scale import PLAUSIBLE_MPP
+from histopipe.slides.slide_files import SUFFIXES
+from histopipe.system.urls import is_url
 
 _LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _SURVIVAL_WORDS = {
@@ -136,7 +137,18 @@ def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False)
         UsageError: the file is invalid.
     """
     rows = _rows(path, required=("slide",), allowed=None)
-    return set(_matched(path, rows, names, allow_extra=allow_extra))
+    named = [row for row in rows if not is_url(row.slide)]
+    return set(_matched(path, named, names, allow_extra=allow_extra))
+
+
+def urls_in_list(path: Path) -> list[str]:
+    """Return the URLs in a CSV file with the column slide; its other rows are names of slides.
+
+    Raises:
+        UsageError: the file is invalid.
+    """
+    rows = _rows(path, required=("slide",), allowed=None)
+    return list(dict.fromkeys(row.slide for row in rows if is_url(row.slide)))
 
 
 def _lines(path: Path) -> tuple[list[str], list[list[str]]]:

@@ -30,7 +30,7 @@ class FailureKind(StrEnum):
     """Cause of a failure, which decides when the slide is retried."""
 
     OPTION = "option"
-    """The slide's scale does not fit the options: checked again at each ingest, before any pixel is read."""
+    """The slide does not fit the options, or could not be copied to be read: tried again at each ingest."""
     FILE = "file"
     """The file is bad: retried when its size or time has changed, or on request."""
 
@@ -49,6 +49,7 @@ class SlideRecord:
     state: SlideState = SlideState.PENDING
     size_bytes: int = 0
     mtime_ns: int = 0
+    etag: str | None = None
     quickhash: str | None = None
     tile_hash: str | None = None
     vendor: str | None = None

@@ -12,9 +12,10 @@ from PIL import Image
 
 from histopipe.errors import ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp, PointL0, Size
-from histopipe.slides.discovery import SlideFile, discover, fingerprint, tile_hash
+from histopipe.slides.discovery import discover
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
 from histopipe.slides.thumbnail import ASSUMED_MPP, Thumbnail, read_thumbnail, usual_mpp
 from histopipe.system.worker_pool import silence
 from histopipe.tiling.tissue import tissue_mask

@@ -123,9 +123,11 @@ def parts_locked(out: Path) -> Iterator[None]:
 def _absolute(slide: SlideInput) -> SlideInput:
     """Return the slide with absolute paths, which do not depend on the working folder of a worker."""
     file = slide.file
-    files = tuple(path.absolute() for path in file.files)
+    if not file.remote:
+        files = tuple(path.absolute() for path in file.files)
+        file = replace(file, path=file.path.absolute(), files=files)
     return replace(
-        slide, file=replace(file, path=file.path.absolute(), files=files),
+        slide, file=file,
         annotations=slide.annotations and slide.annotations.absolute(),
     )  # fmt: skip
 
@@ -171,7 +173,7 @@ class _ClusterIngest:
         for name, it in pending.items():
             if name not in self._outcomes:
                 lost = "the workers that ingested it were lost with their disks; run the same command again"
-                self._finish(failed_outcome(it.record, f"{it.slide.file.path}: {lost}"))
+                self._finish(failed_outcome(it.record, f"{it.slide.file.location}: {lost}"))
         return sorted(self._outcomes.values(), key=lambda outcome: outcome.id)
 
     def annotate_skipped(self, report: IngestReport, slides: Sequence[SlideInput]) -> IngestReport:
@@ -237,7 +239,7 @@ class _ClusterIngest:
             if name not in self._suspected:
                 self._suspected.add(name)
                 return False
-            reason = f"{pending.slide.file.path}: every worker that ingested it died: {error}"
+            reason = f"{pending.slide.file.location}: every worker that ingested it died: {error}"
             ingested = IngestedSlide(failed_outcome(pending.record, reason), "")
         if ingested is None:
             return False

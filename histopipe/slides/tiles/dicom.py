@@ -70,7 +70,7 @@ def read_header(file: Path | BinaryIO, *names: str) -> pydicom.Dataset:
         raise ValueError(f"its header cannot be read: {error}") from error
 
 
-def read_text(path: Path, name: str) -> str | None:
+def read_text(path: Path | BinaryIO, name: str) -> str | None:
     """Return a value of a file's header as text; None if it is missing, or the header cannot be read."""
     with pydicom_warnings():
         try:

@@ -1,0 +1,280 @@
+"""Copy slides to a local disk before they are read: from slow disks, network filesystems and object storage.
+
+Slides are read by many small reads, each of which waits for a network or for a disk head. A copy needs a few large
+reads. Copies are in a folder that belongs to one run, whose lock ends with the process: a later run with the same
+staging folder removes the copies of a killed run, and nothing else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from histopipe.errors import (
+    MachineShort,
+    RemoteError,
+    SlideError,
+    SlideUnreadable,
+    StageUnfit,
+    UsageError,
+)
+from histopipe.slides.slide_files import Fingerprint, SlideFile, fingerprint
+from histopipe.system.download import download
+from histopipe.system.files import Closing, locked
+from histopipe.system.filesystems import free_bytes, is_full_disk, network_filesystem
+
+T = TypeVar("T")
+
+_PREFIX = "histopipe-stage-"
+_BLOCK = 16 << 20
+"""Bytes per read: at 5 ms per read and 50 MB/s, waiting takes 2 % of the time."""
+_SPARE_BYTES = 64 << 20
+"""Free space that is left on the staging disk."""
+_LOCK_SECONDS = 10.0
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSlide:
+    """A local copy of a slide. `fingerprint` is that of the original."""
+
+    file: SlideFile
+    original: SlideFile
+    fingerprint: Fingerprint
+    folder: Path
+
+    def with_original_paths(self, text: str) -> str:
+        """Return a text, such as an error message, with the paths of the original in place of those of the copy."""
+        base = self.original.location.rpartition("/")[0]
+        return text.replace(f"{self.folder}/", f"{base}/" if base or self.original.remote else "")
+
+
+class Stage(Closing):
+    """Copies slides into a local folder, one after the other, at most `limit_bytes` at once.
+
+    `advance` is called with the number of bytes that were copied.
+
+    Raises:
+        UsageError: the folder cannot be created, or is on a network filesystem.
+    """
+
+    def __init__(
+        self, parent: Path, limit_bytes: int, advance: Callable[[int], object] = lambda _: None
+    ) -> None:
+        kind = network_filesystem(parent)
+        if kind is not None:
+            raise UsageError(
+                f"--stage {parent} is on a network filesystem", found=kind, expected="a folder on a local disk"
+            )  # fmt: skip
+        self._limit, self._advance = limit_bytes, advance
+        self._held: dict[Path, int] = {}
+        self._complete: set[Path] = set()
+        self._changed, self._stop = threading.Condition(), threading.Event()
+        self._numbers = itertools.count()
+        self._starved = False
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            with ExitStack() as stack:
+                # While another run creates its folder, that folder is not locked yet.
+                stack.enter_context(locked(parent, wait_seconds=_LOCK_SECONDS))
+                remove_leftovers(parent)
+                self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent)).absolute()
+                self._locks = ExitStack()
+                self._locks.enter_context(locked(self.folder))
+        except OSError as error:
+            raise UsageError(f"--stage {parent} cannot be used", found=error.strerror) from error
+        self._copier = ThreadPoolExecutor(1, "histopipe-stage")
+
+    @property
+    def starved(self) -> bool:
+        """Whether copying waits until a slide is released."""
+        return self._starved
+
+    def start(self, slide: SlideFile) -> Future[StagedSlide] | None:
+        """Start to copy a slide. Return None if other slides must be released first.
+
+        The future raises SlideError if the slide cannot be copied, and MachineShort if the disk is full.
+        """
+        try:
+            before = fingerprint(slide)
+            if before.size_bytes > self._limit:
+                raise StageUnfit(
+                    f"{slide.location} is too large to be staged", found=f"{before.size_bytes / 1e9:.3f} GB",
+                    expected=f"at most --stage-gb {self._limit / 1e9:g}", todo="increase --stage-gb",
+                )  # fmt: skip
+        except SlideError as error:
+            failed = Future[StagedSlide]()
+            failed.set_exception(error)
+            return failed
+        with self._changed:
+            if self._held and sum(self._held.values()) + before.size_bytes > self._limit:
+                return None
+            folder = self.folder / f"{next(self._numbers):06}"
+            self._held[folder] = before.size_bytes
+        return self._copier.submit(self._copy, slide, before, folder)
+
+    def release(self, staged: StagedSlide) -> None:
+        """Remove the copy of a slide."""
+        self._forget(staged.folder)
+
+    def close(self) -> None:
+        """Stop copying, and remove all copies."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify_all()
+        self._copier.shutdown(cancel_futures=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._locks.close()
+
+    def _forget(self, folder: Path) -> None:
+        for path in folder.rglob("*"):
+            # Workers may still have the files open, which would keep their space.
+            with suppress(OSError):
+                os.truncate(path, 0)
+        shutil.rmtree(folder, ignore_errors=True)
+        with self._changed:
+            self._held.pop(folder, None)
+            self._complete.discard(folder)
+            self._changed.notify_all()
+
+    def _copy(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+        try:
+            self._wait_for_room(slide, before.size_bytes)
+            while True:
+                try:
+                    return self._copied(slide, before, folder)
+                except OSError as error:
+                    if not is_full_disk(error):
+                        raise
+                # Another process has filled the disk.
+                shutil.rmtree(folder, ignore_errors=True)
+                self._wait(slide, before.size_bytes)
+        except BaseException as error:
+            self._forget(folder)
+            if isinstance(error, MachineShort | SlideError) or not isinstance(error, OSError):
+                raise
+            if isinstance(error, RemoteError):
+                raise SlideUnreadable(str(error)) from None
+            raise SlideUnreadable(
+                f"{slide.location} cannot be copied to {self.folder.parent}", found=str(error)
+            ) from error
+
+    def _wait_for_room(self, slide: SlideFile, size: int) -> None:
+        while free_bytes(self.folder) < size + _SPARE_BYTES:
+            self._wait(slide, size)
+
+    def _wait(self, slide: SlideFile, size: int) -> None:
+        """Wait until another slide is released.
+
+        Raises:
+            MachineShort: there is no other slide.
+        """
+        with self._changed:
+            others = set(self._complete)
+            if not others or self._stop.is_set():
+                raise MachineShort(
+                    f"the staging disk is too full for {slide.location}",
+                    found=f"{free_bytes(self.folder) / 1e6:,.0f} MB free in {self.folder.parent}",
+                    expected=f"{(size + _SPARE_BYTES) / 1e6:,.0f} MB",
+                    todo="free disk space, or pass another --stage, and run the same command again",
+                )  # fmt: skip
+            self._starved = True
+            while others <= self._complete and not self._stop.is_set():
+                self._changed.wait()
+            self._starved = False
+
+    def _copied(self, slide: SlideFile, before: Fingerprint, folder: Path) -> StagedSlide:
+        """Copy all files of a slide, and check that the original did not change."""
+        base, targets = slide.path.parent, []
+        for number, path in enumerate(slide.files):
+            target = folder / path.relative_to(base)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if slide.remote:
+                download(slide.remote[number], target, stop=self._stop, advance=self._advance)
+            else:
+                self._copy_file(path, target)
+            targets.append(target)
+        if fingerprint(slide) != before:
+            raise SlideUnreadable(
+                f"{slide.location} changed while it was being copied", todo="ingest it again when nothing writes to it"
+            )  # fmt: skip
+        local = replace(
+            slide, path=folder / slide.path.relative_to(base), files=tuple(targets), remote=()
+        )
+        with self._changed:
+            self._complete.add(folder)
+        return StagedSlide(local, slide, before, folder)
+
+    def _copy_file(self, source: Path, target: Path) -> None:
+        """Copy a file by large sequential reads."""
+        with source.open("rb", buffering=0) as read, target.open("xb", buffering=0) as write:
+            size = os.fstat(read.fileno()).st_size
+            os.posix_fadvise(read.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            if size:
+                os.posix_fallocate(write.fileno(), 0, size)  # a full disk shows before the copy
+            buffer, copied = memoryview(bytearray(min(_BLOCK, size) or 1)), 0
+            while copied < size and (count := read.readinto(buffer)):
+                if self._stop.is_set():
+                    raise SlideUnreadable(f"{source}: the copy was stopped")
+                written = 0
+                while written < count:
+                    written += write.write(buffer[written:count])
+                copied += count
+                self._advance(count)
+        if copied != size:
+            raise SlideUnreadable(
+                f"{source} cannot be copied completely", found=f"{copied:,} bytes", expected=f"{size:,} bytes"
+            )  # fmt: skip
+
+
+def staged(
+    stage: Stage | None, items: Iterable[T], file_of: Callable[[T], SlideFile]
+) -> Iterator[tuple[T, StagedSlide | SlideError | None] | None]:
+    """Yield items in order with the copies of their slides, while the next slides are being copied.
+
+    Without a stage, the copy is None. Yield None in place of an item if the caller must first release the slides that
+    it has received.
+
+    Raises:
+        MachineShort: the staging disk is full.
+    """
+    waiting, copying = deque(items), deque[tuple[T, Future[StagedSlide]]]()
+    if stage is None:
+        yield from ((item, None) for item in waiting)
+        return
+    while waiting or copying:
+        while waiting and (future := stage.start(file_of(waiting[0]))) is not None:
+            copying.append((waiting.popleft(), future))
+        if not copying:
+            yield None
+            continue
+        item, future = copying[0]
+        while not wait([future], _POLL_SECONDS).done:
+            if stage.starved:
+                yield None
+        copying.popleft()
+        try:
+            yield item, future.result()
+        except SlideError as error:
+            yield item, error
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the staging folders of runs that were killed. Those of running processes and other users are kept."""
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), ExitStack() as stack:
+            mine = (
+                folder.lstat().st_uid == os.getuid() and folder.is_dir() and not folder.is_symlink()
+            )
+            if mine and stack.enter_context(locked(folder)):
+                shutil.rmtree(folder)

@@ -1,0 +1,113 @@
+"""Download files in parallel parts, and check them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from histopipe.errors import RemoteError
+from histopipe.system.object_storage import RemoteFile, filesystem, read_range, remote_file
+from histopipe.system.retry import tried
+
+PART_BYTES = 8 << 20
+"""Bytes per request. A part whose connection breaks is requested again, the others are kept."""
+_THREADS = 8
+
+
+def download(
+    file: RemoteFile,
+    path: Path,
+    *,
+    stop: threading.Event | None = None,
+    advance: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Download a file in parallel parts, and check its size, version and MD5. `path` must not exist.
+
+    `advance` is called with the number of bytes of each part. After an error, `path` may be incomplete.
+
+    Raises:
+        RemoteRefused: the access is denied, or the file does not exist.
+        RemoteError: it cannot be read, changed during the download, or has another MD5; or `stop` was set.
+        OSError: `path` cannot be written, for example because the disk is full.
+    """
+    with path.open("xb", buffering=0) as out:
+        if file.size_bytes:
+            os.posix_fallocate(out.fileno(), 0, file.size_bytes)
+        if file.ranges:
+            _download_parts(file, out.fileno(), stop or threading.Event(), advance)
+        else:
+            _download_stream(file, out.fileno(), stop or threading.Event(), advance)
+    check_download(file, path)
+
+
+def _download_parts(
+    file: RemoteFile, out: int, stop: threading.Event, advance: Callable[[int], object]
+) -> None:
+    failed = threading.Event()
+
+    def fetch(start: int) -> None:
+        if stop.is_set() or failed.is_set():
+            return
+        try:
+            data = read_range(file, start, min(start + PART_BYTES, file.size_bytes))
+        except BaseException:
+            failed.set()
+            raise
+        os.pwrite(out, data, start)
+        advance(len(data))
+
+    with ThreadPoolExecutor(_THREADS, "histopipe-download") as pool:
+        for _ in pool.map(fetch, range(0, file.size_bytes, PART_BYTES)):
+            pass
+    if stop.is_set():
+        raise RemoteError(f"{file.location}: the download was stopped")
+
+
+def _download_stream(
+    file: RemoteFile, out: int, stop: threading.Event, advance: Callable[[int], object]
+) -> None:
+    """Download a file from a server without range requests: from its start, again after each failure."""
+    system, path = filesystem(file.url)
+
+    def read() -> None:
+        place = 0
+        with system.open(path, "rb", block_size=0) as stream:
+            while data := stream.read(PART_BYTES):
+                if stop.is_set():
+                    raise RemoteError(f"{file.location}: the download was stopped")
+                os.pwrite(out, data, place)
+                place += len(data)
+        if place != file.size_bytes:
+            raise OSError(f"{place:,} bytes received, {file.size_bytes:,} expected")
+
+    tried(file.url, read)
+    advance(file.size_bytes)
+
+
+def check_download(file: RemoteFile, path: Path) -> None:
+    """Check the size, version and MD5 of a downloaded file.
+
+    Raises:
+        RemoteError: one of them differs.
+    """
+    now = remote_file(file.url)
+    if now.size_bytes != file.size_bytes or (
+        None not in (now.etag, file.etag) and now.etag != file.etag
+    ):
+        raise RemoteError(
+            f"{file.location} changed while it was being downloaded",
+            found=f"{now.size_bytes:,} bytes, {file.size_bytes:,} before", todo="run the same command again",
+        )  # fmt: skip
+    if now.md5 is None:
+        return
+    with path.open("rb") as local:
+        found = hashlib.file_digest(local, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if found != now.md5:
+        raise RemoteError(
+            f"{file.location} has another checksum after the download", found=f"MD5 {found}", expected=now.md5,
+            todo="run the same command again; if it fails again, the stored file or the network is damaged",
+        )  # fmt: skip

@@ -1,0 +1,218 @@
+"""Files in object storage and on web servers, through fsspec: list, check and read them.
+
+Credentials come only from the environment of fsspec's libraries.
+"""
+
+from __future__ import annotations
+
+import base64
+import calendar
+import email.utils
+import functools
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, BinaryIO, TypeVar
+
+from histopipe.errors import RemoteRefused, UsageError
+from histopipe.system.retry import tried
+from histopipe.system.urls import is_web, public_url
+
+T = TypeVar("T")
+
+_CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file behind a URL. `mtime_ns` is 0 and `etag` None if the server does not report them.
+
+    `md5` is the hexadecimal MD5 of the content; None if unknown. `ranges` is false if the server can send only the
+    whole file.
+    """
+
+    url: str = field(repr=False)
+    size_bytes: int
+    mtime_ns: int = 0
+    etag: str | None = None
+    md5: str | None = None
+    ranges: bool = True
+
+    @property
+    def location(self) -> str:
+        """The URL without secrets."""
+        return public_url(self.url)
+
+    @property
+    def version(self) -> tuple[int, int, str | None]:
+        """Values that change when the file is replaced."""
+        return self.size_bytes, self.mtime_ns, self.etag
+
+
+def list_files(url: str) -> list[RemoteFile]:
+    """Return the file behind a URL, or all files under a prefix, sorted by URL.
+
+    Raises:
+        RemoteRefused: the URL does not exist, or the access is denied.
+        RemoteError: the server cannot be reached.
+        UsageError: the scheme is unknown, or its library is not installed.
+    """
+    system, path = filesystem(url)
+    if is_web(url):
+        return [remote_file(url)]
+
+    def find() -> Mapping[str, Any]:
+        system.invalidate_cache()
+        found: Mapping[str, Any] = system.find(path, detail=True)
+        return found or {path: system.info(path)}
+
+    found = tried(url, find)
+    return [_described(system.unstrip_protocol(name), info) for name, info in sorted(found.items())]
+
+
+def remote_file(url: str) -> RemoteFile:
+    """Return the current size, time and checksum of one file.
+
+    Raises:
+        RemoteRefused, RemoteError, UsageError: as `list_files`.
+    """
+    system, path = filesystem(url)
+
+    def info() -> Mapping[str, Any]:
+        if url.startswith("s3://"):
+            bucket, key, _ = system.split_path(path)
+            head: Mapping[str, Any] = system.call_s3("head_object", Bucket=bucket, Key=key)
+            return head
+        system.invalidate_cache()
+        found: Mapping[str, Any] = system.info(path)
+        return found
+
+    return _described(url, tried(url, info))
+
+
+def read_range(file: RemoteFile, start: int, stop: int) -> bytes:
+    """Return some bytes of a file.
+
+    Raises:
+        RemoteRefused, RemoteError: they cannot be read.
+    """
+    system, path = filesystem(file.url)
+
+    def read() -> bytes:
+        data: bytes = system.cat_file(path, start=start, end=stop)
+        if len(data) != stop - start:
+            raise OSError(f"{len(data):,} bytes received, {stop - start:,} expected")
+        return data
+
+    return tried(file.url, read)
+
+
+def open_remote(file: RemoteFile) -> BinaryIO:
+    """Open a file for reading a few parts of it, such as its header.
+
+    Raises:
+        RemoteRefused, RemoteError: it cannot be opened.
+    """
+    system, path = filesystem(file.url)
+    opened: BinaryIO = tried(file.url, lambda: system.open(path, "rb", block_size=1 << 16))
+    return opened
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return fsspec's filesystem of a URL, and the path in it.
+
+    Raises:
+        UsageError: the scheme is unknown, or its library is not installed.
+    """
+    scheme = url.partition("://")[0].lower()
+    return _filesystem_of(scheme), _path(scheme, url)
+
+
+@functools.cache
+def _filesystem_of(scheme: str) -> Any:
+    try:
+        import fsspec  # late: an extra
+    except ImportError as error:
+        raise _not_installed(scheme, "fsspec is not installed") from error
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    try:
+        if scheme in ("http", "https"):
+            import aiohttp  # late: as above
+
+            # The default is five minutes for a whole file, and none for a connection that sends nothing.
+            timeout = aiohttp.ClientTimeout(
+                total=None, sock_connect=_CONNECT_SECONDS, sock_read=_READ_SECONDS
+            )
+            options["client_kwargs"] = {"timeout": timeout}
+        elif scheme == "s3":
+            options["config_kwargs"] = {
+                "connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS,
+                "retries": {"max_attempts": 0},
+            }  # fmt: skip
+        system = fsspec.filesystem(scheme, **options)
+    except ImportError as error:
+        raise _not_installed(scheme, str(error)) from error
+    except ValueError as error:
+        raise UsageError(
+            f"{scheme}:// is an unknown kind of URL", expected="s3://, gs://, az://, https:// or http://"
+        ) from error  # fmt: skip
+    if scheme == "s3":
+        system.retries = 1  # `tried` tries again
+    return system
+
+
+def _path(scheme: str, url: str) -> str:
+    return url if scheme in ("http", "https") else str(_filesystem_of(scheme)._strip_protocol(url))
+
+
+def _not_installed(scheme: str, found: str) -> UsageError:
+    return UsageError(
+        f"URLs of the kind {scheme}:// need further libraries", found=found,
+        todo="install them with pip install 'histopipe[remote]'",
+    )  # fmt: skip
+
+
+def _described(url: str, info: Mapping[str, Any]) -> RemoteFile:
+    """Return a file from what fsspec or the storage reports about it."""
+    size = info.get("size", info.get("ContentLength"))
+    if size is None:
+        raise RemoteRefused(
+            f"{public_url(url)} cannot be used", found="the server does not report the size of the file"
+        )  # fmt: skip
+    etag = info.get("ETag") or info.get("etag")
+    times = (info.get(name) for name in ("LastModified", "last_modified", "mtime", "Last-Modified"))
+    return RemoteFile(
+        url, int(size), next((_nanoseconds(it) for it in times if it), 0),
+        None if etag is None else str(etag).strip('"'), _md5(url, info), info.get("partial", True),
+    )  # fmt: skip
+
+
+def _nanoseconds(moment: Any) -> int:
+    if isinstance(moment, datetime):
+        return int(moment.timestamp() * 1e9) // 1000 * 1000
+    if isinstance(moment, str):
+        found = email.utils.parsedate(moment)
+        return calendar.timegm(found) * 10**9 if found else 0
+    return int(float(moment) * 1e9)
+
+
+def _md5(url: str, info: Mapping[str, Any]) -> str | None:
+    """Return the hexadecimal MD5 of the content, where the storage reports one."""
+    if url.startswith("s3://"):
+        etag = str(info.get("ETag", "")).strip('"')
+        # The ETag is no MD5 for objects of several parts, with a customer's key, or in a directory bucket.
+        encrypted = info.get("ServerSideEncryption") not in (None, "AES256") or info.get(
+            "SSECustomerAlgorithm"
+        )
+        plain = "ContentLength" in info and not encrypted and "--x-s3/" not in url
+        return etag if plain and re.fullmatch("[0-9a-f]{32}", etag) else None
+    given = info.get("md5Hash") or info.get("Content-MD5")
+    settings = info.get("content_settings")
+    if isinstance(settings, Mapping):
+        given = settings.get("content_md5")
+    if isinstance(given, str):
+        with suppress(ValueError):
+            given = base64.b64decode(given, validate=True)
+    return bytes(given).hex() if isinstance(given, bytes | bytearray) and len(given) == 16 else None
