@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from histopipe.ingestion.preview import plan
     from histopipe.maintenance.compact import compact
     from histopipe.maintenance.merge import merge
+    from histopipe.maintenance.pull import pull
+    from histopipe.maintenance.push import push
     from histopipe.maintenance.remove import remove
     from histopipe.maintenance.repair import repair
     from histopipe.maintenance.split import split
@@ -71,6 +73,8 @@ __all__ = [
     "open_store",
     "plan",
     "predict",
+    "pull",
+    "push",
     "quality",
     "remove",
     "repair",
@@ -105,6 +109,8 @@ _MODULES = {
     "open_store": "histopipe.store.store",
     "plan": "histopipe.ingestion.preview",
     "predict": "histopipe.inference.predict",
+    "pull": "histopipe.maintenance.pull",
+    "push": "histopipe.maintenance.push",
     "quality": "histopipe.measure.quality",
     "remove": "histopipe.maintenance.remove",
     "repair": "histopipe.maintenance.repair",

@@ -149,6 +149,10 @@ class RemoteRefused(RemoteError):
     exit_code = ExitCode.USAGE
 
 
+class RemoteMissing(RemoteRefused):
+    """There is no file behind a URL."""
+
+
 class Interrupted(HistopipeError):
     """Ctrl-C or SIGTERM ended the command. Completed work is kept."""
 

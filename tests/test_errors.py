@@ -48,6 +48,7 @@ CODES = {
     errors.WorkerLost: 6,
     errors.RemoteError: 6,
     errors.RemoteRefused: 2,
+    errors.RemoteMissing: 2,
     errors.Interrupted: 130,
     HistopipeError: 1,
 }

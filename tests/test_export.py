@@ -16,12 +16,13 @@ from conftest import Run, small_disk
 from test_reader import a_store, flip_a_byte, jpegs
 from test_store import RECORD, SPEC
 
-from histopipe.errors import DamagedStore, Interrupted, NothingToDo, UsageError
+from histopipe.errors import DamagedStore, Interrupted, NothingToDo, RemoteError, UsageError
 from histopipe.exporting.export import export
 from histopipe.exporting.patches import ExportResult
 from histopipe.store.format import value_crc
 from histopipe.store.store import Store
 from histopipe.store.writer import StoreWriter
+from histopipe.system.object_storage import upload
 
 SLIDES = {"n1": (0, 12), "t1": (12, 7), "dir/t2": (19, 12)}
 
@@ -260,3 +261,42 @@ def test_wrong_flags_are_errors(store: Path, run: Run) -> None:
         == 2
     )
     assert run("export", "nothing.lmdb", "--index", "csv", "--out", "x.csv").returncode == 4
+
+
+def test_shards_at_a_url_equal_local_ones_and_the_export_continues(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/remote/shards"
+    options: dict[str, Any] = {"to": "webdataset", "shard_patches": 5}
+    exported(store, out=tmp_path / "local", **options)
+    sent: list[str] = []
+
+    def cut(path: Path, target: str) -> None:
+        sent.append(target)
+        if len(sent) == 4:
+            raise RemoteError("connection lost")
+        upload(path, target)
+
+    monkeypatch.setattr("histopipe.exporting.folders.upload", cut)
+    with pytest.raises(RemoteError):
+        export(store, url, **options)
+    second = export(store, url, **options)
+    assert isinstance(second, ExportResult)
+    assert (second.kept, second.files, second.folder) == (2, 5, url)
+    local = {path.name: path.read_bytes() for path in (tmp_path / "local").glob("*.*")}
+    remote = {path.name: path.read_bytes() for path in (tmp_path / "remote" / "shards").iterdir()}
+    assert remote == {name: data for name, data in local.items() if name in remote}
+    assert len(remote) == 8
+    third = export(store, url, **options)
+    assert isinstance(third, ExportResult)
+    assert third.files == 0
+    with pytest.raises(UsageError, match="holds another export"):
+        export(store, url, to="webdataset", shard_patches=6)
+    with pytest.raises(UsageError, match="local folder"):
+        export(store, url, to="folder")
+    with pytest.raises(UsageError, match="local path"):
+        export(store, url, index="csv")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        export(store, f"file://{tmp_path}/other", to="webdataset")

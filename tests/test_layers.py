@@ -219,6 +219,7 @@ def test_public_names() -> None:
             "remove",
             "split",
         ),
+        *("push", "pull"),
         *("compact", "annotate", "quality", "stains", "train", "cross_validate", "tune", "compare"),
         *(
             "predict",

@@ -4,8 +4,9 @@
     python tools/bench_staging.py SLIDES FOLDER --mb 100 --ms 2 --repeats 3
 
 SLIDES is a folder of slides on a local disk. It is mounted below FOLDER by FUSE, and each read waits: the latency
-counts for each read, the bandwidth for all reads together, as on a network. The mount is new for each run, so that no
-read is answered from memory. Needs root, libfuse2 (`apt-get install libfuse2`) and `pip install fusepy`, which are not
+counts for each read of a program, the bandwidth for all reads together, as on a network. The kernel divides a large
+read into requests of 128 kB; only the first of them waits. With --cache, the kernel caches pages and reads ahead, as an
+NFS client does: then the latency counts for each request. The mount is new for each run. Needs root, libfuse2 (`apt-get install libfuse2`) and `pip install fusepy`, which are not
 dependencies of histopipe.
 """
 
@@ -27,15 +28,17 @@ from typing import Any
 COMMAND = str(Path(sys.executable).with_name("histopipe"))
 SPEEDUP, OF_COPY = 5.0, 1.2
 """The staged ingest should be this many times as fast as in place, and take at most this many times the copy."""
+_REQUEST = 128 << 10
 _STAT = ("st_mode", "st_size", "st_mtime", "st_atime", "st_ctime", "st_nlink", "st_uid", "st_gid")
 
 
-def serve(source: Path, mount: Path, mb: float, ms: float) -> None:
+def serve(source: Path, mount: Path, mb: float, ms: float, *, cache: bool) -> None:
     """Serve a folder as a slow, read-only filesystem until it is unmounted."""
     import fuse  # late: only this process needs it
 
     lock = threading.Lock()
     free = [0.0]
+    ends: dict[int, int] = {}  # by open file: where a large read continues
 
     class SlowDisk(fuse.Operations):  # type: ignore[misc]
         def getattr(self, path: str, fh: Any = None) -> dict[str, Any]:
@@ -50,21 +53,23 @@ def serve(source: Path, mount: Path, mb: float, ms: float) -> None:
 
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             data = os.pread(fh, size, offset)
+            continues = not cache and ends.get(fh) == offset
+            ends[fh] = offset + size if size == _REQUEST else -1
             with lock:  # one wire for all reads
                 start = max(free[0], time.monotonic())
                 free[0] = start + len(data) / (mb * 1e6)
-                until = free[0] + ms / 1000
+                until = free[0] + (0.0 if continues else ms / 1000)
             time.sleep(max(0.0, until - time.monotonic()))
             return data
 
         def release(self, path: str, fh: int) -> None:
             os.close(fh)
 
-    fuse.FUSE(SlowDisk(), str(mount), foreground=True, ro=True)
+    fuse.FUSE(SlowDisk(), str(mount), foreground=True, ro=True, direct_io=not cache)
 
 
 @contextmanager
-def mounted(source: Path, folder: Path, mb: float, ms: float) -> Iterator[Path]:
+def mounted(source: Path, folder: Path, *options: str) -> Iterator[Path]:
     """Mount a slow disk with the files of a folder, with an empty cache."""
     mount = folder / "slow"
     mount.mkdir()
@@ -75,10 +80,7 @@ def mounted(source: Path, folder: Path, mb: float, ms: float) -> Iterator[Path]:
             "--serve",
             str(source),
             str(mount),
-            "--mb",
-            str(mb),
-            "--ms",
-            str(ms),
+            *options,
         ]
     )
     try:
@@ -109,12 +111,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--mb", type=float, default=50.0)
     parser.add_argument("--ms", type=float, default=5.0)
+    parser.add_argument("--cache", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(given.slides, given.folder, given.mb, given.ms)
+        serve(given.slides, given.folder, given.mb, given.ms, cache=given.cache)
         return
+    options = ["--mb", str(given.mb), "--ms", str(given.ms), *(["--cache"] if given.cache else [])]
     given.folder.mkdir(parents=True, exist_ok=True)
     out = given.folder / "store.lmdb"
     ingest: list[object] = [COMMAND, "ingest", given.folder / "slow", "--out", out]
@@ -126,7 +130,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(given.repeats):
         for name, command in commands.items():
-            with mounted(given.slides, given.folder, given.mb, given.ms):
+            with mounted(given.slides, given.folder, *options):
                 seconds[name].append(timed(command))
             shutil.rmtree(out, ignore_errors=True)
             shutil.rmtree(given.folder / "copy", ignore_errors=True)

@@ -51,6 +51,8 @@ GROUPS = MappingProxyType(
             "split": ("maintenance", "Copy a store into train, validation and test stores."),
             "remove": ("maintenance", "Remove slides from a store."),
             "compact": ("maintenance", "Free the disk space of removed slides."),
+            "push": ("maintenance", "Copy a store to object storage."),
+            "pull": ("maintenance", "Copy a store from object storage, and verify it."),
             "doctor": ("machine", "Check this machine and installation."),
             "demo": ("machine", "Run the full pipeline on synthetic slides."),
         },

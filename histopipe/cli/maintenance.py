@@ -45,6 +45,49 @@ def info(path: Path, as_json: bool) -> None:
 
 
 @click.command()
+@click.argument("store", type=PATH)
+@click.argument("url")
+@click.option(
+    "--block-mb",
+    type=click.FloatRange(0.001, 1000),
+    default=32,
+    help="Size of the blocks in MB that the store is cut into.",
+)
+@json_option()
+def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
+    """Copy STORE to object storage at URL: s3://, gs:// or az://.
+
+    The same command continues after an interruption, and later sends only what has changed.
+
+    \b
+    Example: histopipe push patches.lmdb s3://bucket/patches.lmdb
+    """
+    from histopipe.maintenance.push import push
+
+    done = push(store, url, block_mb=block_mb)
+    show(done, as_json=as_json, then=("pull", done.url, store))
+
+
+@click.command()
+@click.argument("url")
+@click.argument("out", type=PATH)
+@json_option()
+def pull(url: str, out: Path, *, as_json: bool) -> int:
+    """Copy a store from object storage at URL, where `histopipe push` has written it, to OUT, and verify it.
+
+    The same command continues after an interruption. Exit code 5: a block or the store is damaged.
+
+    \b
+    Example: histopipe pull s3://bucket/patches.lmdb patches.lmdb
+    """
+    from histopipe.maintenance.pull import pull
+
+    done = pull(url, out)
+    show(done, as_json=as_json, notes=done.findings, then=("info", out))
+    return done.exit_code
+
+
+@click.command()
 @store_argument
 @full_option
 @click.option(

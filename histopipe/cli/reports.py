@@ -10,6 +10,7 @@ import click
 
 from histopipe.cli.parameters import (
     PATH,
+    SOURCE,
     json_option,
     names,
     show,
@@ -158,7 +159,12 @@ def view(paths: tuple[Path, ...], no_browser: bool, as_json: bool, **options: An
     type=click.Choice(["tfrecord", "webdataset", "folder", "masks"]),
     help="Export the patches, or the tissue masks, into the folder --out.",
 )
-@click.option("--out", type=PATH, required=True, help="File of --index, or folder of --to.")
+@click.option(
+    "--out",
+    type=SOURCE,
+    required=True,
+    help="File of --index, or folder of --to; with --to tfrecord or webdataset also a URL (s3://, gs://, az://).",
+)
 @click.option(
     "--shard-patches", type=int, default=10_000, help="Patches per shard of --to webdataset."
 )

@@ -23,6 +23,7 @@ from histopipe.store.store import Store
 from histopipe.system.files import appearing
 from histopipe.system.progress import Bar, Progress, default_progress
 from histopipe.system.result import Result
+from histopipe.system.urls import is_url, public_url
 
 IndexFormat = Literal["csv", "parquet"]
 
@@ -63,7 +64,8 @@ def export(
 
     Args:
         stores: one or several stores. Patches can be exported from one store only.
-        out: file of the index, or folder of the patches. Files that already exist in the folder are kept.
+        out: file of the index, or folder of the patches. Files that already exist in the folder are kept. With "tfrecord"
+            and "webdataset" also a URL: s3://, gs:// or az://.
         to: format of the patches. "tfrecord": one file per slide, with slideflow's feature names. "webdataset": tar
             files of `shard_patches` patches, each an image and a JSON file. "folder": images by label and slide.
             "masks": the tissue masks, as `tissue` writes them.
@@ -91,6 +93,10 @@ def export(
             "export", found="both" if index else "neither", expected="one of --index and --to"
         )
     shown = progress or default_progress()
+    if is_url(out) and (index is not None or to == "masks"):
+        raise UsageError(
+            "--out", found=public_url(str(out)), expected="a local path", todo="copy the result to the URL"
+        )  # fmt: skip
     if index is not None:
         return export_index(store_paths(stores), out=Path(out), kind=index, progress=shown)
     given = [stores] if isinstance(stores, str | Path) else list(stores)
@@ -103,7 +109,11 @@ def export(
         return export_masks(Path(paths[0]), out=Path(out), progress=shown)
     assert to is not None  # noqa: S101 - checked above
     return export_patches(
-        Path(paths[0]), out=Path(out), to=to, shard_patches=shard_patches, progress=shown
+        Path(paths[0]),
+        out=str(out) if is_url(out) else Path(out),
+        to=to,
+        shard_patches=shard_patches,
+        progress=shown,
     )
 
 

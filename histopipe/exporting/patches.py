@@ -6,14 +6,13 @@ import io
 import json
 import shutil
 import tarfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from histopipe.dataset.options import check_whole
-from histopipe.dataset.splits import patches_crc
 from histopipe.errors import (
     DamagedStore,
     ExitCode,
@@ -22,18 +21,17 @@ from histopipe.errors import (
     NothingToDo,
     UsageError,
 )
-from histopipe.runs import folder as run_folder
+from histopipe.exporting.folders import ExportFolder, UrlFolder, record_settings
 from histopipe.store.format import patch_key, value_crc
 from histopipe.store.record import SlideRecord
 from histopipe.store.store import Store
-from histopipe.system.files import appearing, path_within, read_json
+from histopipe.system.files import appearing, path_within
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import Progress
 from histopipe.system.result import Result
 from histopipe.system.tensorflow import load_quietly
 
 PatchFormat = Literal["tfrecord", "webdataset", "folder"]
-_SETTINGS = "export.json"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -41,14 +39,14 @@ class ExportResult(Result):
     """Result of exporting patches.
 
     Attributes:
-        folder: folder of the files.
+        folder: folder of the files, or its URL.
         files: number of files written in this run.
         kept: number of files written before.
         patches: number of patches written in this run.
         damaged: patches that were skipped, with the reason.
     """
 
-    folder: Path
+    folder: Path | str
     files: int
     kept: int
     patches: int
@@ -165,13 +163,28 @@ class _File(NamedTuple):
 
 
 def export_patches(
-    store: Path, *, out: Path, to: PatchFormat, shard_patches: int, progress: Progress
+    store: Path, *, out: Path | str, to: PatchFormat, shard_patches: int, progress: Progress
 ) -> ExportResult:
     """Export every patch of the complete slides of a store; see `export`. Existing files are kept."""
+    if isinstance(out, Path):
+        return _export(store, ExportFolder(out), to, shard_patches, progress)
+    if to == "folder":
+        raise UsageError(
+            f"--to {to} with a URL", expected="--to webdataset or --to tfrecord",
+            todo="export to a local folder, and copy it",
+        )  # fmt: skip
+    with TemporaryDirectory(prefix="histopipe-export-") as folder:
+        return _export(store, UrlFolder(Path(folder), out), to, shard_patches, progress)
+
+
+def _export(
+    store: Path, folder: ExportFolder, to: PatchFormat, shard_patches: int, progress: Progress
+) -> ExportResult:
+    out = folder.path
     if to not in get_args(PatchFormat):
         raise UsageError("--to", found=repr(to), expected=" or ".join(get_args(PatchFormat)))
     check_whole(1, shard_patches=shard_patches)
-    with Store(store) as opened, run_folder.held(out):
+    with Store(store) as opened, folder.open():
         slides = {n: r for n, r in opened.complete.items() if r.stored}
         if not slides:
             raise NothingToDo("no patch to export", todo="see `histopipe info`")
@@ -180,13 +193,13 @@ def export_patches(
             raise UsageError(
                 "two slides would use the same file", todo="use --to webdataset, or rename a slide"
             )
-        _record_settings(out, opened, slides, to, shard_patches)
-        return _Export(opened, out, WRITERS[to], progress).run(files)
+        record_settings(out, opened, slides, to, shard_patches)
+        return _Export(opened, folder, WRITERS[to], progress).run(files)
 
 
 class _Export:
     def __init__(
-        self, store: Store, folder: Path, write: Callable[..., None], progress: Progress
+        self, store: Store, folder: ExportFolder, write: Callable[..., None], progress: Progress
     ) -> None:
         self._store, self._folder, self._write = store, folder, write
         self._progress = progress
@@ -194,7 +207,8 @@ class _Export:
         self._patches = 0
 
     def run(self, files: Sequence[_File]) -> ExportResult:
-        missing = [file for file in files if not file.path.exists()]
+        done = self._folder.complete([file.path for file in files])
+        missing = [file for file in files if file.path not in done]
         total, kept = len(files), len(files) - len(missing)
         bar = self._progress.bar("exporting", unit="files", total=total, done=kept, detail=True)
         try:
@@ -203,21 +217,24 @@ class _Export:
                     file.path.parent.mkdir(parents=True, exist_ok=True)
                     with appearing(file.path, hidden=True) as part:
                         self._write(part, self._patches_of(file))
+                    self._folder.finish(file.path)
+                    done.add(file.path)
                     bar.advance()
         except KeyboardInterrupt:
-            done = sum(file.path.exists() for file in files)
             raise Interrupted(
-                "interrupted", found=f"{done} of {total} files complete",
+                "interrupted", found=f"{len(done)} of {total} files complete",
                 todo="run the same command again to write the others",
             ) from None  # fmt: skip
         except Exception as error:
             if not is_full_disk(error):
                 raise
             raise MachineShort(
-                f"the disk that holds {self._folder} is full",
+                f"the disk that holds {self._folder.path} is full",
                 todo="free disk space, and run the same command again to write the missing files",
             ) from error
-        return ExportResult(self._folder, len(missing), kept, self._patches, tuple(self._damaged))
+        return ExportResult(
+            self._folder.place, len(missing), kept, self._patches, tuple(self._damaged)
+        )
 
     def _patches_of(self, file: _File) -> Iterator[Patch]:
         """Yield the patches of a file. Damaged patches are reported and skipped."""
@@ -273,36 +290,3 @@ def _rows_between(
 def _flat(name: str) -> str:
     """Return a slide id or a label as one folder name, since readers use the first folder level as the class."""
     return name.replace("/", "__")
-
-
-def _record_settings(
-    folder: Path, store: Store, slides: dict[int, SlideRecord], to: str, shard_patches: int
-) -> None:
-    """Record the settings of the export. UsageError if the folder holds another export, or slides have changed."""
-    path = folder / _SETTINGS
-    crcs = {
-        record.id: zlib.crc32(str(record.label).encode(), patches_crc(store, number))
-        for number, record in slides.items()
-    }
-    now: dict[str, Any] = {"to": to, "store": store.uuid, "slides": crcs}
-    if to == "webdataset":
-        now["shard_patches"] = shard_patches
-    if path.exists():
-        try:
-            old = read_json(path)
-            differing = [name for name in now if name != "slides" and old.get(name) != now[name]]
-            before: dict[str, int] = old["slides"]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedStore(f"{path} is damaged", found=str(error)) from error
-        # In tar files, a new slide would shift all patches that follow.
-        same = before == crcs if to == "webdataset" else before.items() <= crcs.items()
-        if differing or not same:
-            what = ", ".join(differing) or "slides were ingested, labelled or removed since"
-            raise UsageError(
-                f"{folder} holds another export", found=f"another {what}" if differing else what,
-                todo="choose another --out",
-            )  # fmt: skip
-    elif any(folder.iterdir()):
-        raise UsageError(f"{folder} exists and is not empty", todo="choose another --out")
-    with appearing(path) as part:
-        part.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")

@@ -9,11 +9,14 @@ import base64
 import calendar
 import email.utils
 import functools
+import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from histopipe.errors import RemoteRefused, UsageError
@@ -21,7 +24,10 @@ from histopipe.system.retry import tried
 from histopipe.system.urls import is_web, public_url
 
 T = TypeVar("T")
+R = TypeVar("R")
 
+_TRANSFERS = 4
+"""Number of blocks that are sent or received at once."""
 _CONNECT_SECONDS, _READ_SECONDS = 15.0, 60.0
 
 
@@ -69,7 +75,8 @@ def list_files(url: str) -> list[RemoteFile]:
         return found or {path: system.info(path)}
 
     found = tried(url, find)
-    return [_described(system.unstrip_protocol(name), info) for name, info in sorted(found.items())]
+    scheme = url.partition("://")[0]
+    return [_described(f"{scheme}://{name}", info) for name, info in sorted(found.items())]
 
 
 def remote_file(url: str) -> RemoteFile:
@@ -120,6 +127,64 @@ def open_remote(file: RemoteFile) -> BinaryIO:
     return opened
 
 
+def write_file(url: str, content: bytes) -> RemoteFile:
+    """Write a file, and check its size and MD5.
+
+    Raises:
+        RemoteRefused: the access is denied, or the server takes no files.
+        RemoteError: it cannot be written.
+    """
+    system, path = filesystem(url)
+
+    def write() -> RemoteFile:
+        system.pipe_file(path, content)
+        found = remote_file(url)
+        md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        if found.size_bytes != len(content) or found.md5 not in (None, md5):
+            raise OSError("the file differs from what was sent")
+        return found
+
+    return tried(url, write, "written")
+
+
+def parallel(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Return the results of a function for all items, in order. After an error, no further item is started."""
+    with ThreadPoolExecutor(_TRANSFERS, "histopipe-transfer") as pool:
+        futures = [pool.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def upload(path: Path, url: str) -> None:
+    """Write a local file of any size to a URL, and check its size.
+
+    Raises:
+        RemoteRefused: the access is denied, or the server takes no files.
+        RemoteError: it cannot be written.
+    """
+    system, target = filesystem(url)
+
+    def write() -> None:
+        system.put_file(str(path), target)
+        if remote_file(url).size_bytes != path.stat().st_size:
+            raise OSError("the file differs from what was sent")
+
+    tried(url, write, "written")
+
+
+def delete_file(url: str) -> None:
+    """Delete a file.
+
+    Raises:
+        RemoteRefused, RemoteError: it cannot be deleted.
+    """
+    system, path = filesystem(url)
+    tried(url, lambda: system.rm_file(path), "deleted")
+
+
 def filesystem(url: str) -> tuple[Any, str]:
     """Return fsspec's filesystem of a URL, and the path in it.
 
@@ -151,6 +216,8 @@ def _filesystem_of(scheme: str) -> Any:
                 "connect_timeout": _CONNECT_SECONDS, "read_timeout": _READ_SECONDS,
                 "retries": {"max_attempts": 0},
             }  # fmt: skip
+        elif scheme == "file":
+            options["auto_mkdir"] = True
         system = fsspec.filesystem(scheme, **options)
     except ImportError as error:
         raise _not_installed(scheme, str(error)) from error

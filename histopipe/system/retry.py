@@ -9,7 +9,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import TypeVar
 
-from histopipe.errors import RemoteError, RemoteRefused
+from histopipe.errors import RemoteError, RemoteMissing, RemoteRefused
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.urls import public_url, without_secrets
 
@@ -28,8 +28,8 @@ _PERMANENT = (
 )
 
 
-def tried(url: str, action: Callable[[], T]) -> T:
-    """Call a function, several times if it fails for a reason that may pass.
+def tried(url: str, action: Callable[[], T], done: str = "read") -> T:
+    """Call a function, several times if it fails for a reason that may pass. `done` is what it does with the URL.
 
     Raises:
         RemoteRefused: it failed for a reason that stays, such as a missing permission.
@@ -43,35 +43,38 @@ def tried(url: str, action: Callable[[], T]) -> T:
         except Exception as error:  # the libraries raise many types
             if is_full_disk(error):
                 raise
-            reason, permanent = _reason(error)
-            if permanent:
-                raise RemoteRefused(
-                    f"{public_url(url)} cannot be read", found=reason,
+            reason, kind = _reason(error)
+            if kind is not RemoteError:
+                raise kind(
+                    f"{public_url(url)} cannot be {done}", found=reason,
                     todo="check the URL and your credentials",
                 ) from None  # fmt: skip
             if number == _TRIES - 1:
                 raise RemoteError(
-                    f"{public_url(url)} cannot be read", found=f"{reason} (tried {_TRIES} times)",
+                    f"{public_url(url)} cannot be {done}", found=f"{reason} (tried {_TRIES} times)",
                     todo="check the connection, and run the same command again",
                 ) from None  # fmt: skip
         time.sleep(_FIRST_WAIT_SECONDS * 2**number * random.uniform(0.7, 1.3))  # noqa: S311
     raise AssertionError("unreachable")
 
 
-def _reason(error: BaseException) -> tuple[str, bool]:
-    """Return the reason of a failure without secrets, and whether it will stay."""
+def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
+    """Return the reason of a failure without secrets, and the error to raise."""
     status = next(filter(None, map(_status, _causes(error))), None)
     names = {type(it).__name__ for it in _causes(error)}
-    permanent = isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError)
+    permanent = isinstance(error, PermissionError | IsADirectoryError)
     permanent = permanent or not names.isdisjoint(_PERMANENT)
     if status is not None:
         permanent = 400 <= status < 500 and status not in _WAITABLE
         with suppress(ValueError):
-            return f"{status} {HTTPStatus(status).phrase}", permanent
+            reason = f"{status} {HTTPStatus(status).phrase}"
+            if status == HTTPStatus.NOT_FOUND:
+                return reason, RemoteMissing
+            return reason, RemoteRefused if permanent else RemoteError
     text = without_secrets(str(error)) or type(error).__name__
     if isinstance(error, FileNotFoundError):
-        text = "no such file"
-    return text[:300], permanent
+        return "no such file", RemoteMissing
+    return text[:300], RemoteRefused if permanent else RemoteError
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
