@@ -68,7 +68,7 @@ def s3(moto: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fault
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         object_storage._filesystem_of.cache_clear()
-        # Without checksums by the client, as older tools upload: only the ETag tells that the content is right.
+        # Without checksums by the client, as older tools upload: only the ETag shows a wrong byte.
         config = Config(request_checksum_calculation="when_required")
         client = boto3.client("s3", endpoint_url=moto, config=config)
         client.create_bucket(Bucket="lab")

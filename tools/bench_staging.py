@@ -112,6 +112,9 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=50.0)
     parser.add_argument("--ms", type=float, default=5.0)
     parser.add_argument("--cache", action="store_true")
+    parser.add_argument(
+        "--route", default="auto", help="route of the patches; see histopipe ingest"
+    )
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -121,7 +124,15 @@ def main() -> None:
     options = ["--mb", str(given.mb), "--ms", str(given.ms), *(["--cache"] if given.cache else [])]
     given.folder.mkdir(parents=True, exist_ok=True)
     out = given.folder / "store.lmdb"
-    ingest: list[object] = [COMMAND, "ingest", given.folder / "slow", "--out", out]
+    ingest: list[object] = [
+        COMMAND,
+        "ingest",
+        given.folder / "slow",
+        "--out",
+        out,
+        "--route",
+        given.route,
+    ]
     commands: dict[str, list[object]] = {
         "sequential copy": ["cp", "-rL", given.folder / "slow", given.folder / "copy"],
         "staged": [*ingest, "--stage", given.folder / "stage"],

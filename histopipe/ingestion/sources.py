@@ -41,7 +41,7 @@ def stage_folder(given: PathLike | None, slides: Sequence[SlideFile]) -> Path | 
     """
     if given is None and not any(slide.remote for slide in slides):
         return None
-    return Path(tempfile.gettempdir() if given is None else given)
+    return Path(tempfile.gettempdir() if given is None else given).absolute()
 
 
 def listed(

@@ -212,7 +212,7 @@ def ingest_slide(
         MachineShort: disk or memory of this machine ran out.
     """
     _check(settings)
-    if not slide.file.path.parent.is_dir():
+    if not slide.file.remote and not slide.file.path.parent.is_dir():
         raise UsageError(
             f"the worker on {socket.gethostname()} cannot find {slide.file.path.parent}",
             todo="make the slides available under the same path on all machines",
