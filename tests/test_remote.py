@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -280,6 +281,17 @@ def test_large_file_is_downloaded_in_parts(
     assert len(sizes) == -(-file.size_bytes // 100_000)
     got = sum(method == "GET" for method, _ in web.requests)
     assert len(sizes) < got < 2 * len(sizes)  # only the broken parts were requested again
+
+
+def test_server_that_is_down_is_tried_again(run: Run) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = run("ingest", f"http://127.0.0.1:{port}/a.svs?key=verysecret")
+    assert done.returncode == 6
+    assert "Cannot connect" in done.stderr
+    assert "tried 6 times" in done.stderr
+    assert "verysecret" not in done.stderr
 
 
 def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def push(store: Path, url: str, *, as_json: bool, block_mb: float) -> None:
     from histopipe.maintenance.push import push
 
     done = push(store, url, block_mb=block_mb)
-    show(done, as_json=as_json, then=("pull", done.url, store))
+    show(done, as_json=as_json, then=("pull", done.url, "OUT"))
 
 
 @click.command()

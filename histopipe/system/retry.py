@@ -71,9 +71,11 @@ def _reason(error: BaseException) -> tuple[str, type[RemoteError]]:
             if status == HTTPStatus.NOT_FOUND:
                 return reason, RemoteMissing
             return reason, RemoteRefused if permanent else RemoteError
-    text = without_secrets(str(error)) or type(error).__name__
     if isinstance(error, FileNotFoundError):
-        return "no such file", RemoteMissing
+        if error.__cause__ is None or isinstance(error.__cause__, FileNotFoundError):
+            return "no such file", RemoteMissing
+        error = error.__cause__  # fsspec also raises this error if a server cannot be reached
+    text = without_secrets(str(error)) or type(error).__name__
     return text[:300], RemoteRefused if permanent else RemoteError
 
 
