@@ -12,7 +12,7 @@ from histopipe.demo import slide_demo
 from histopipe.demo.demo import demo
 from histopipe.demo.slide_maker import SlideSettings, make_slide
 from histopipe.geometry import PointL0, Size
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 
 
 def test_demo_refuses_nonempty_folder(tmp_path: Path, run: Run) -> None:
@@ -35,7 +35,7 @@ def test_nodules_match_their_outlines(tmp_path: Path) -> None:
     assert [it.name for it in outlines.found] == ["normal", "tumour", "tumour"]
     tissue, *nodules = (it.area for it in outlines.found)
     assert all(tissue.contains(it) for it in nodules)
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         darkness = []
         for area in (tissue.difference(nodules[0]).difference(nodules[1]), *nodules):
             point = area.representative_point()

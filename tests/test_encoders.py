@@ -19,7 +19,7 @@ import histopipe
 from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.pretrained.presets import Preprocessing, load_preset
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
 from histopipe.training.backbones import build_backbone
 from histopipe.training.preprocessing import prepare
@@ -48,7 +48,7 @@ def test_preprocessing_equals_pil_on_real_patches(data: Path, name: str, patch: 
     settings = load_preset(name).preprocessing
     if patch < settings.resized:
         pytest.skip("patches are never enlarged")
-    with Slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
+    with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
         corners = [PointL0(300 + 400 * n, 700) for n in range(4)]
         images = np.stack([slide.read_region(corner, 0, Size(patch, patch)) for corner in corners])
     noise = np.random.default_rng(1).integers(0, 256, (2, patch, patch, 3), np.uint8)

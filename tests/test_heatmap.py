@@ -31,7 +31,7 @@ from histopipe.reports.heatmap_files import (
     write_heatmap_tiff,
 )
 from histopipe.reports.heatmap_values import PatchValues
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
 
 
@@ -89,7 +89,7 @@ def test_tiff_opens_as_a_slide_with_the_same_scale(tmp_path: Path) -> None:
     heat = heat_of(corners, values, 64, bounds=(100, 50, 9000, 5000), mpp=0.25)
     pixel = write_heatmap_tiff(heat, tmp_path / "heat.tiff")
     assert pixel == 4
-    with Slide(tmp_path / "heat.tiff") as slide:
+    with open_slide(tmp_path / "heat.tiff") as slide:
         info = slide.info
         assert info.vendor == "generic-tiff"
         assert float(info.mpp_x or 0) == pytest.approx(1.0)

@@ -24,7 +24,8 @@ from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import read_mask, write_mask
 from histopipe.masks.network import read_segmenter
 from histopipe.masks.segmenter import segmented
-from histopipe.slides.slide import Slide
+from histopipe.slides.openslide_reader import OpenSlideReader
+from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
@@ -450,7 +451,7 @@ def test_network_finds_the_same_tissue_at_every_scale(
     """The network sees green below 200; so does this test, on the thumbnail."""
     (path,) = make_slides(tmp_path, "--size", "3000x2000", "--mpp", mpp, "--levels", "1,4")
     make_network(tmp_path / "network.onnx", 64, mpp=scale)
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(float(mpp)))
         mask = segmented(tmp_path / "network.onnx", slide, "one", Mpp(float(mpp)), thumbnail)
     truth = thumbnail.pixels[..., 1] < 200
@@ -478,13 +479,13 @@ def test_network_counts_unreadable_areas_as_tissue(tmp_path: Path) -> None:
     (path,) = make_slides(tmp_path, "--size", "3000x2000", "--levels", "1")
     make_network(tmp_path / "network.onnx", 64, mpp=4)
 
-    class Damaged(Slide):
+    class Damaged(OpenSlideReader):
         def read_region(self, origin: PointL0, level: int, size: Size) -> Any:
             if origin.x < 300 and origin.y < 300:
                 raise SlideUnreadable("damaged")
             return super().read_region(origin, level, size)
 
-    with Slide(path) as slide, Damaged(path) as damaged:
+    with open_slide(path) as slide, Damaged(path) as damaged:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         whole, part = (
             segmented(tmp_path / "network.onnx", it, "one", Mpp(0.499), thumbnail).pixels
@@ -511,7 +512,7 @@ def test_wrong_networks_are_refused(tmp_path: Path, settings: dict[str, Any], me
     make_network(tmp_path / "network.onnx", 64)
     described = json.loads((tmp_path / "network.json").read_text()) | settings
     (tmp_path / "network.json").write_text(json.dumps(described))
-    with pytest.raises(UsageError) as caught, Slide(path) as slide:
+    with pytest.raises(UsageError) as caught, open_slide(path) as slide:
         read_segmenter(tmp_path / "network.onnx")
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         segmented(tmp_path / "network.onnx", slide, "one", Mpp(0.499), thumbnail)
@@ -533,7 +534,7 @@ def test_keras_network(tmp_path: Path) -> None:
     described = {"mpp": 8, "size": 64, "layout": "NHWC", "output": "probabilities"}
     (tmp_path / "network.json").write_text(json.dumps(described))
     make_network(tmp_path / "same.onnx", 64)
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         masks = [
             segmented(tmp_path / name, slide, "one", Mpp(0.499), thumbnail).pixels

@@ -21,7 +21,7 @@ from test_reader import flip_a_byte
 
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.measure.quality import COLUMNS, quality
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.store.store import Store
 from histopipe.system.progress import SilentProgress
@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 def tissue(data: Path, name: str) -> NDArray[np.uint8]:
     """Return a region of a slide at about 1 µm per pixel."""
-    with Slide(data / "slides" / name) as slide:
+    with open_slide(data / "slides" / name) as slide:
         pixels = slide.read_region(PointL0(600, 600), 0, Size(1536, 1536))
     return np.asarray(Image.fromarray(pixels).reduce(round(1 / REAL[name])))
 
@@ -70,7 +70,7 @@ def test_focus_agrees_with_definition(height: int, width: int, grey: int) -> Non
 
 @pytest.mark.parametrize("name", REAL)
 def test_clean_tissue_has_no_pen_and_no_folds(name: str, data: Path) -> None:
-    with Slide(data / "slides" / name) as slide:
+    with open_slide(data / "slides" / name) as slide:
         picture = read_thumbnail(slide, Mpp(REAL[name])).pixels
     assert pen_mask(picture).mean() < 0.001
     assert dark_mask(picture).mean() < 0.002
@@ -84,7 +84,7 @@ def test_clean_tissue_has_no_pen_and_no_folds(name: str, data: Path) -> None:
 
 @pytest.mark.parametrize("colour", INKS)
 def test_ink_is_found_on_tissue_and_glass(colour: str, data: Path) -> None:
-    with Slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
+    with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
         picture = read_thumbnail(slide, Mpp(0.499)).pixels
     for ink in INKS[colour]:
         marked = picture.copy()
@@ -117,7 +117,7 @@ def test_reductions_are_near_wanted_scale(mpp: float | None, side: int) -> None:
 def marked(tmp_path: Path, run: Run) -> Path:
     """Store of a synthetic slide of 0.5 mpp, with a horizontal blue stripe of 256 pixels."""
     (slide,) = make_slides(tmp_path / "in", "--size", "2048x2048", "--count", "1")
-    with Slide(slide) as opened:
+    with open_slide(slide) as opened:
         pixels = np.array(opened.read_region(PointL0(0, 0), 0, Size(2048, 2048)))
     pixels[512:768] = INKS["blue"][0]
     jpeg = io.BytesIO()

@@ -25,7 +25,7 @@ from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.patch_source import PatchFile, PatchSource, chunk_of, chunks
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure, plan_slide
 from histopipe.ingestion.route import AskedRoute
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tiles import check as native_check
 from histopipe.slides.tiles.check import find_native
@@ -70,7 +70,7 @@ def pillow(value: PatchFile) -> Pixels:
 def truth(path: Path, planned: PlannedSlide) -> list[Pixels]:
     """Return the region of each patch as read by OpenSlide."""
     choice, side = planned.plan.choice, planned.plan.choice.read_size
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         return [
             slide.read_region(PointL0(x, y), choice.level.number, Size(side, side))
             for x, y in zip(planned.plan.x_l0.tolist(), planned.plan.y_l0.tolist(), strict=True)
@@ -107,7 +107,7 @@ def test_copied_patches_of_real_slide_equal_openslide(run: Run, data: Path, tmp_
     path = data / "slides" / "CMU-1-Small-Region.svs"
     done = run("ingest", path, "--patch-size", 240, "--level", 0)
     assert done.returncode == 0, done.stderr
-    with Store(tmp_path / "patches.lmdb") as store, Slide(path) as slide:
+    with Store(tmp_path / "patches.lmdb") as store, open_slide(path) as slide:
         (record,) = store.slides
         index = store.index(0)
         assert record.route == "copy"

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from histopipe.errors import NothingToDo, ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size
 from histopipe.slides.discovery import discover
+from histopipe.slides.openslide_reader import _on_background
+from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import MppSource, resolve_mpp
-from histopipe.slides.slide import Slide, SlideInfo, _on_background, rgb_image
+from histopipe.slides.slide import SlideInfo, rgb_image
 from histopipe.slides.slide_files import fingerprint, tile_hash
 from histopipe.slides.tiles.dicom import find_tiles
 from histopipe.slides.tiles.native import NotNative
@@ -85,7 +87,7 @@ def test_damaged_dicom_header_is_in_reason_without_warnings(
     tmp_path: Path, data: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     source = data / "slides" / "dicom" / "jpeg" / "camelyon16-overview.dcm"
-    with Slide(source) as slide:
+    with open_slide(source) as slide:
         level = slide.info.levels[0]
     damaged = tmp_path / "damaged.dcm"
     syntax, wrong = b"1.2.840.10008.1.2.4.50", b"1.2.840.10008.1x2.4.50"
@@ -217,7 +219,7 @@ def test_bounds_and_transparency(tmp_path: Path) -> None:
     (path,) = make_slides(
         tmp_path, "--format", "scn", "--size", "1500x1000", "--bounds", "640,320,3000,2500"
     )
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         assert slide.info.size == Size(3000, 2500)
         assert slide.info.bounds == RegionL0(PointL0(640, 320), Size(1500, 1000))
         outside = slide.read_region(PointL0(0, 0), 0, Size(64, 64))
@@ -230,7 +232,7 @@ def test_tile_hash_of_tiff_without_quickhash(tmp_path: Path) -> None:
     arguments = ["--format", "tiff", "--levels", "1", "--size", "7000x7000"]  # large: no quickhash
     (a,) = make_slides(tmp_path / "a", *arguments)
     (b,) = make_slides(tmp_path / "b", *arguments, "--seed", "2")
-    with Slide(a) as slide:
+    with open_slide(a) as slide:
         assert slide.info.quickhash is None
     copy = tmp_path / "copy.tiff"
     shutil.copy(a, copy)
@@ -249,7 +251,7 @@ def test_tile_hash_of_tiff_without_quickhash(tmp_path: Path) -> None:
 )
 def test_error_of_bad_file_describes_its_content(data: Path, name: str, message: str) -> None:
     with pytest.raises(SlideUnreadable, match=message) as caught:
-        Slide(data / "bad" / name)
+        open_slide(data / "bad" / name)
     assert name in str(caught.value)
 
 
@@ -257,9 +259,9 @@ def test_empty_and_missing_files_are_refused(tmp_path: Path) -> None:
     touch(tmp_path, "a.svs")
     (tmp_path / "a.svs").write_bytes(b"")
     with pytest.raises(SlideUnreadable, match="an empty file"):
-        Slide(tmp_path / "a.svs")
+        open_slide(tmp_path / "a.svs")
     with pytest.raises(SlideUnreadable, match=r"b\.svs"):
-        Slide(tmp_path / "b.svs")
+        open_slide(tmp_path / "b.svs")
 
 
 def test_slide_can_be_read_after_an_error(tmp_path: Path) -> None:
@@ -267,7 +269,7 @@ def test_slide_can_be_read_after_an_error(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[16:20_000] = bytes(19_984)  # overwrite the first tiles
     path.write_bytes(content)
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         with pytest.raises(SlideUnreadable, match=r"cannot be read at \(0, 0\)"):
             slide.read_region(PointL0(0, 0), 0, Size(256, 256))
         assert slide.read_region(PointL0(768, 768), 0, Size(256, 256)).mean() > 100

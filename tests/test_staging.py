@@ -114,6 +114,7 @@ def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed
             assert copy.file.path.read_bytes() == slide.path.read_bytes()
             seen.append(slide)
             held.append(copy)
+            sizes.append(bytes_in(tmp_path / "stage"))  # the watcher may be late on a busy machine
             if numbers.random() < 0.5:
                 stage.release(held.pop(0))
     ended.set()

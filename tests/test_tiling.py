@@ -15,7 +15,8 @@ from PIL import Image
 
 from histopipe.errors import ScaleError, UsageError
 from histopipe.geometry import Level, Mpp, PointL0, RegionL0, Size, same_scale
-from histopipe.slides.slide import Slide, SlideInfo
+from histopipe.slides.readers import open_slide
+from histopipe.slides.slide import SlideInfo
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail, thumbnail_level
 from histopipe.slides.tiles.check import NativeLevels
 from histopipe.tiling.mask import TissueMask, otsu_threshold
@@ -288,7 +289,7 @@ def test_arrays_of_plan_are_read_only() -> None:
 )
 def test_mask_agrees_with_known_outlines(tmp_path: Path, arguments: list[str]) -> None:
     (path,) = make_slides(tmp_path, "--size", "4000x3000", *arguments)
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
     mask = tissue_mask(thumbnail).pixels
     truth = _rasterized(
@@ -309,7 +310,7 @@ def _rasterized(path: Path, shape: tuple[int, int], scale: float) -> np.ndarray[
 
 
 def test_thumbnail_is_mean_of_level_pixels(data: Path) -> None:
-    with Slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
+    with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
         thumbnail = read_thumbnail(slide, Mpp(0.499))
         whole = slide.read_region(PointL0(0, 0), 0, slide.info.size)
     f = thumbnail.reduction
@@ -324,7 +325,7 @@ def test_thumbnail_is_mean_of_level_pixels(data: Path) -> None:
 def test_thumbnail_from_native_tiles_agrees_with_openslide(tmp_path: Path, levels: str) -> None:
     """Both are means over the same pixels. Scaled decoding, if the reduction allows it, differs slightly."""
     (path,) = make_slides(tmp_path, "--size", "2100x1700", "--mpp", "0.5", "--levels", levels)
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         mpp = Mpp(0.5)
         level = thumbnail_level(slide.info.levels, mpp)
         tiles, _ = NativeLevels(slide, (path,)).get(level)
@@ -340,6 +341,6 @@ def test_tissue_share_of_real_slides(data: Path) -> None:
         ("CMU-1-Small-Region", 0.33, 0.42),
         ("TCGA-CR-7395-01A-01-TS1", 0.58, 0.68),
     ]:
-        with Slide(data / "slides" / f"{name}.svs") as slide:
+        with open_slide(data / "slides" / f"{name}.svs") as slide:
             thumbnail = read_thumbnail(slide, Mpp(0.5))
         assert low < tissue_mask(thumbnail).pixels.mean() < high

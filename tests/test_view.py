@@ -33,7 +33,7 @@ from histopipe.dataset.splits import load_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.geometry import PointL0, Size
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
 from histopipe.viewer.tiles import OVERLAP, TILE, hatched
 from histopipe.viewer.view import Viewer
@@ -75,7 +75,7 @@ def layer(
 
 
 def test_tiles_show_the_pixels_of_the_slide(viewer: Viewer, viewed: Path) -> None:
-    with Slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
+    with open_slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
         size = slide.info.size
         for column, row in ((0, 0), (2, 3), (4, 5)):
             corner = PointL0(max(0, column * TILE - OVERLAP), max(0, row * TILE - OVERLAP))

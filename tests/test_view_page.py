@@ -22,7 +22,7 @@ from selenium.webdriver.common.keys import Keys
 from viewed import PATCH, SLIDE, viewing
 
 from histopipe.geometry import PointL0, Size
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.store.store import Store
 from histopipe.viewer.view import Viewer
 
@@ -146,7 +146,7 @@ def test_native_resolution_shows_the_slide(page: Browser, viewed: Path) -> None:
     run_js(page, "pane.go({x: args[0], y: args[1], pixel: 1})", *centre)
     settled(page)
     found = screenshot(page)
-    with Slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
+    with open_slide(viewed / "slides" / f"{SLIDE}.svs") as slide:
         expected = slide.read_region(PointL0(left, top), 0, Size(*size))
     rows, columns = slice(160, size[1] - 80), slice(20, size[0] - 160)  # without map and scale bar
     error = np.abs(found[rows, columns].astype(int) - expected[rows, columns]).mean()

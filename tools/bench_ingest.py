@@ -48,7 +48,7 @@ from histopipe.ingestion.records import PendingSlide
 from histopipe.ingestion.route import AskedRoute
 from histopipe.ingestion.slide_in_flight import SlideInFlight
 from histopipe.ingestion.storing import close_all, prepare, store_chunk
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.thumbnail import read_thumbnail, thumbnail_level, usual_mpp
 from histopipe.slides.tiles.check import NativeLevels
@@ -380,7 +380,7 @@ def plan_parts(path: Path) -> dict[str, float]:
 
     for _ in range(REPEATS):
         last = time.perf_counter()
-        with Slide(path) as slide:
+        with open_slide(path) as slide:
             lap("opening")
             levels = NativeLevels(slide, (path,))
             at = usual_mpp(slide, Mpp(0.499))

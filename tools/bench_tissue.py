@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tissue_scenes import CONDITIONS
 
 from histopipe.geometry import Mpp
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import Thumbnail, read_thumbnail
 from histopipe.tiling.tissue import FINDERS
 
@@ -64,7 +64,7 @@ def main() -> None:
         for number, condition in enumerate(drawn.tolist()):
             path = Path(folder) / "scene.svs"
             truth = make_scene(path, condition, options.seed * 1_000_000 + number)
-            with Slide(path) as slide:
+            with open_slide(path) as slide:
                 thumbnail = read_thumbnail(slide, Mpp(float(slide.info.mpp_x or 0)))
             row, times = [], []
             for find in FOUND.values():

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.viewer.tiles import TILE
 
 TOKEN = "benchmark-of-the-viewer"  # noqa: S105 - not a secret
@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _tiles(path: Path) -> list[str]:
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         width, height = slide.info.size.width, slide.info.size.height
     found, step = [], 0
     while True:

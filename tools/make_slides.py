@@ -27,7 +27,7 @@ from histopipe.errors import UsageError
 from histopipe.geometry import PointL0, Size
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import png_mask
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 
 _TIMES = 4
 """Level-0 pixels per pixel of a scene, along each side."""
@@ -76,7 +76,7 @@ def make_scene(path: Path, condition: str, seed: int) -> NDArray[np.bool_]:
 
 def _texture(path: Path) -> Pixels:
     """Return the most colourful square of a real slide, mirrored to the size of a texture if it is smaller."""
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         size = slide.info.size
         side = min(BANK, size.width, size.height)
         best: Pixels | None = None

@@ -127,6 +127,13 @@ def tissue(slides: tuple[Path, ...], out: Path, *, as_json: bool, **options: Any
     help="Route: auto copies tiles, else decodes tiles, else uses OpenSlide.",
 )
 @click.option(
+    "--reader",
+    type=click.Choice(["auto", "openslide", "tifffile", "fastslide"]),
+    default="auto",
+    help="Library that reads slides. auto: OpenSlide; tifffile for OME-TIFF and for TIFF files that OpenSlide refuses; "
+    "fastslide (experimental, if installed) for other formats.",
+)
+@click.option(
     "--annotations",
     type=PATH,
     help="Label patches from SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) in this folder.",

@@ -67,6 +67,7 @@ def _checks(folder: Path) -> Iterator[Check]:
     yield machine.filesystem(folder)
     yield machine.libraries()
     yield machine.openslide()
+    yield machine.readers()
     yield machine.jpeg()
     check, found = graphics.tensorflow()
     yield check

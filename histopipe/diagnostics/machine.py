@@ -193,7 +193,9 @@ def libraries() -> Check:
 def openslide() -> Check:
     """Check which slide formats OpenSlide can open."""
     try:
-        from histopipe.slides.slide import openslide_formats  # late: the library may be broken
+        from histopipe.slides.openslide_reader import (
+            openslide_formats,  # late: the library may be broken
+        )
 
         version, formats = openslide_formats()
     except (ImportError, OSError) as error:
@@ -201,6 +203,20 @@ def openslide() -> Check:
         return Check("OpenSlide", found, State.BAD, "pip install openslide-bin")
     facts = {"version": version, "formats": formats}
     return Check("OpenSlide", f"{version}: {', '.join(formats) or 'formats unknown'}", facts=facts)
+
+
+def readers() -> Check:
+    """List the libraries that read what OpenSlide does not, and their formats."""
+    found = {}
+    for name, formats in (
+        ("tifffile", "OME-TIFF and plain TIFF, 8-bit RGB or grey"),
+        ("fastslide", "iSyntax, CZI, VSI, QPTIFF (experimental)"),
+    ):
+        try:
+            found[name] = f"{metadata.version(name)}: {formats}"
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return Check("other readers", "; ".join(f"{k} {v}" for k, v in found.items()), facts=found)
 
 
 def jpeg() -> Check:

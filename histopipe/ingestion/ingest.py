@@ -55,6 +55,8 @@ def ingest(
         quality, subsampling: quality and chroma subsampling of encoded JPEG, 90 and "444".
         resample: "fast" decodes JPEG tiles at 1/2, 1/4 or 1/8 if possible; "exact" decodes all pixels and averages.
         route: "auto", or the only route to use: "copy", "decode" or "openslide".
+        reader: library that reads the slides: "auto" (see `histopipe.slides.readers.open_slide`), "openslide",
+            "tifffile" or "fastslide".
         annotations: folder with SLIDE.geojson (QuPath) or SLIDE.xml (ASAP, ImageScope) files.
         roi: take only patches in outlines of this class.
         annotation_threshold: minimum fraction of a patch that its class covers, 0.5.

@@ -17,8 +17,8 @@ from histopipe.ingestion.records import duplicates, new_record, sort_slides
 from histopipe.ingestion.report import LOG, SUMMARY, IngestProgress, IngestReport, Status
 from histopipe.ingestion.storing import prepare
 from histopipe.measure.annotate import annotate_slides
+from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
-from histopipe.slides.slide import Slide
 from histopipe.slides.staging import Stage
 from histopipe.store.claims import Claims
 from histopipe.store.record import SlideRecord, SlideState
@@ -168,14 +168,14 @@ def refuse_network(store: Path) -> None:
         )
 
 
-def scale_at_level(slide: SlideInput, spec: TilingSpec, default_mpp: Mpp | None) -> Mpp | None:
+def scale_at_level(slide: SlideInput, spec: TilingSpec, options: IngestOptions) -> Mpp | None:
     """Return the scale of a slide's patches; a task for a worker process.
 
     Raises:
         SlideError: the slide cannot be opened, or its scale is unknown.
     """
-    with Slide(slide.file.path) as opened:
-        scale = resolve_mpp(slide.id, opened.info, from_csv=slide.mpp, default=default_mpp)
+    with open_slide(slide.file.path, options.reader) as opened:
+        scale = resolve_mpp(slide.id, opened.info, from_csv=slide.mpp, default=options.default_mpp)
         return choose_level(slide.id, opened.info.levels, scale.mpp, spec).mpp
 
 
@@ -186,7 +186,7 @@ def _scales_at_level(
     scales = {}
     with WorkerPool(options.worker_count) as pool:
         tasks = [
-            pool.submit_within(_OPENING_SECONDS, scale_at_level, slide, spec, options.default_mpp)
+            pool.submit_within(_OPENING_SECONDS, scale_at_level, slide, spec, options)
             for slide in slides
         ]
         for slide, task in zip(slides, tasks, strict=True):

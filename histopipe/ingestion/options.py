@@ -10,6 +10,7 @@ from histopipe.annotations.regions import AnnotationRules
 from histopipe.geometry import Mpp
 from histopipe.ingestion.coords import CoordsFile
 from histopipe.ingestion.route import AskedRoute
+from histopipe.slides.readers import AskedReader
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.staging import StagedSlide
 from histopipe.slides.tables import SlideLabel
@@ -53,6 +54,7 @@ class IngestOptions:
 
     workers: int | None = None
     route: AskedRoute = "auto"
+    reader: AskedReader = "auto"
     default_mpp: Mpp | None = None
     rules: AnnotationRules = field(default_factory=AnnotationRules)
     tissue_network: Path | None = None

@@ -15,6 +15,7 @@ from PIL import Image
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import PointL0, RegionLevel, Size
 from histopipe.ingestion.route import RouteChoice, RouteName
+from histopipe.slides.readers import open_slide
 from histopipe.slides.slide import Slide, rgb_image
 from histopipe.slides.tiles.native import NativeTiles
 from histopipe.system.files import Closing
@@ -44,6 +45,7 @@ class PatchRecipe:
     choice: LevelChoice
     route: RouteChoice
     spec: TilingSpec
+    reader: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,9 @@ class PatchSource(Closing):
         side = first.size.height
         size = Size(last.x + side - first.x, side)
         try:
-            self._slide = self._slide or Slide(self._recipe.path)  # late: copying needs none
+            self._slide = self._slide or open_slide(
+                self._recipe.path, self._recipe.reader
+            )  # late: copying needs none
             pixels = self._slide.read_bgrx(run[0].origin, self._recipe.choice.level.number, size)
         except SlideUnreadable as error:
             yield from (error,) if len(run) == 1 else map(self._one, run)

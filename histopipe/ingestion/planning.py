@@ -36,6 +36,7 @@ from histopipe.ingestion.route import RouteChoice, choose_route
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
 from histopipe.masks.mask_files import png_mask
+from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import ResolvedMpp, resolve_mpp
 from histopipe.slides.slide import Slide, SlideInfo
 from histopipe.slides.slide_files import Fingerprint, fingerprint, tile_hash
@@ -111,7 +112,7 @@ def plan_slide(
         record = dataclasses.replace(
             record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns, etag=before.etag
         )
-        with Slide(file.path) as opened:
+        with open_slide(file.path, options.reader) as opened:
             info = opened.info
             record = _described(record, info, file.path)
             scale, notes = _scale(slide, spec, options, info)
@@ -134,7 +135,7 @@ def plan_slide(
                 outside = slide.coords is not None and sticks_out(plan, info)
                 wanted = "openslide" if outside else options.route
                 route = choose_route(slide.id, plan, spec, wanted, levels)
-        recipe = PatchRecipe(file.path, plan.choice, route, spec)
+        recipe = PatchRecipe(file.path, plan.choice, route, spec, info.reader)
         estimate = _estimate(recipe, plan)
         labels, corners = None, (plan.x_l0, plan.y_l0, plan.side_l0)
         if regions is not None:
@@ -246,6 +247,7 @@ def _described(record: SlideRecord, info: SlideInfo, path: Path) -> SlideRecord:
     return dataclasses.replace(
         record,
         vendor=info.vendor,
+        reader=info.reader,
         width=info.size.width,
         height=info.size.height,
         bounds=[bounds.origin.x, bounds.origin.y, bounds.size.width, bounds.size.height],

@@ -19,6 +19,7 @@ from histopipe.ingestion.sources import PathLike, listed, sources, stage_folder
 from histopipe.masks.mask_files import find_masks
 from histopipe.masks.network import SUFFIXES, name_of
 from histopipe.slides.discovery import discover
+from histopipe.slides.readers import AskedReader
 from histopipe.slides.scale import check_mpp
 from histopipe.slides.slide_files import SlideFile
 from histopipe.slides.tables import (
@@ -52,6 +53,7 @@ class ImportSettings(TypedDict, total=False):
     subsampling: Literal["444", "422", "420"]
     resample: Literal["fast", "exact"]
     route: AskedRoute
+    reader: AskedReader
     annotations: PathLike | None
     annotation_threshold: float
     unclassified: str | None
@@ -162,9 +164,10 @@ def _check_values(settings: Mapping[str, Any]) -> None:
         raise UsageError("--slide-timeout", found=timeout, expected="seconds, above 0")
     if not 0 <= share <= 1:
         raise UsageError("--max-unreadable", found=share, expected="a fraction from 0 to 1")
-    route = settings.get("route", "auto")
-    if route not in get_args(AskedRoute):
-        raise UsageError("--route", found=repr(route), expected=" or ".join(get_args(AskedRoute)))
+    for name, kind in (("route", AskedRoute), ("reader", AskedReader)):
+        value = settings.get(name, "auto")
+        if value not in get_args(kind):
+            raise UsageError(f"--{name}", found=repr(value), expected=" or ".join(get_args(kind)))
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError("--workers", found=repr(workers), expected="a whole number, 1 or more")
     if default_mpp is not None:

@@ -23,7 +23,7 @@ from histopipe.ingestion.ingest_slides import ingest_slides
 from histopipe.ingestion.options import IngestOptions, SlideInput
 from histopipe.ingestion.records import resolved, with_recorded_ids
 from histopipe.maintenance.store_check import Examination
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.slides.slide_files import SlideFile, tile_hash
 from histopipe.store.claims import Claims
 from histopipe.store.environment import Environment, entries_with
@@ -183,7 +183,7 @@ def _content(slides: list[SlideFile]) -> str | SlideError | None:
     """Return the hash that is equal for copies of one scan; None if there is none."""
     (slide,) = slides
     try:
-        with Slide(slide.path) as opened:
+        with open_slide(slide.path) as opened:
             return opened.info.quickhash or tile_hash(slide.path)
     except SlideError as error:
         return error

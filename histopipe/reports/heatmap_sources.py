@@ -21,7 +21,7 @@ from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFo
 from histopipe.reports.bag_values import Show, open_bag_values
 from histopipe.reports.heatmap_values import PatchValues, ReadValues, bounds_of
 from histopipe.runs import folder as run_folder
-from histopipe.slides.slide import Slide
+from histopipe.slides.readers import open_slide
 from histopipe.slides.thumbnail import ASSUMED_MPP, read_thumbnail
 from histopipe.store.reading import decode_picture
 from histopipe.store.store import Store
@@ -183,7 +183,7 @@ class SlideImages:
 
 
 def _read_image(path: Path) -> NDArray[np.uint8]:
-    with Slide(path) as slide:
+    with open_slide(path) as slide:
         bounds = slide.info.bounds.size
         # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
         wanted = Mpp(max(1.0, max(bounds.width, bounds.height) / _IMAGE_SIDE) * ASSUMED_MPP)

@@ -30,6 +30,7 @@ from histopipe.reports.mask_folder import (
 )
 from histopipe.runs import folder as run_folder
 from histopipe.slides.discovery import discover
+from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import check_mpp, resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile
@@ -145,7 +146,7 @@ def _one_slide(tasks: list[_Task]) -> tuple[SlideTissue, NDArray[np.uint8]] | Sl
 def _write_mask_of(task: _Task) -> tuple[SlideTissue, NDArray[np.uint8]]:
     if task.file.problem is not None:
         raise SlideUnreadable(f"{task.file.id}: {task.file.problem}")
-    with Slide(task.file.path) as slide:
+    with open_slide(task.file.path) as slide:
         info, notes = slide.info, []
         mpp = None
         try:

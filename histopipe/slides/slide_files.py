@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -20,6 +22,8 @@ SUFFIXES = frozenset(
     (".bif", ".czi", ".dcm", ".mrxs", ".ndpi", ".scn", ".svs", ".svslide", ".tif", ".tiff", ".vms", ".vmu")
 )  # fmt: skip
 """File name suffixes of the formats that OpenSlide reads."""
+FASTSLIDE_SUFFIXES = frozenset((".i2syntax", ".isyntax", ".qptiff", ".vsi", ".zarr"))
+"""File name suffixes of further formats, which only fastslide reads."""
 LARGEST_INDEX = 1 << 20
 """Most bytes that are read of a VMS file, which has a few kB."""
 
@@ -47,8 +51,16 @@ class SlideFile:
 
 
 def has_slide_name(path: Path) -> bool:
-    """Return whether a file name is that of a slide."""
-    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+    """Return whether a file name is that of a slide, in a format that an installed library reads."""
+    kind = path.suffix.lower()
+    known = kind in SUFFIXES or (kind in FASTSLIDE_SUFFIXES and has_fastslide())
+    return known and not path.name.startswith(".")
+
+
+@functools.cache
+def has_fastslide() -> bool:
+    """Return whether fastslide is installed."""
+    return importlib.util.find_spec("fastslide") is not None
 
 
 class FileReader(Protocol):
@@ -77,6 +89,9 @@ def _companions(path: Path, reader: FileReader) -> tuple[Path, ...]:
     kind = path.suffix.lower()
     if kind == ".mrxs":
         return tuple(reader.inside(path.with_suffix("")))
+    if kind == ".vsi":
+        folders = reader.inside(path.with_name(f"_{path.stem}_"))
+        return tuple(file for folder in folders for file in reader.inside(folder))
     if kind not in (".vms", ".vmu"):
         return ()
     try:

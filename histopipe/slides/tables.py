@@ -14,9 +14,10 @@ from pathlib import Path, PurePosixPath
 from histopipe.errors import UsageError
 from histopipe.geometry import Mpp
 from histopipe.slides.scale import PLAUSIBLE_MPP
-from histopipe.slides.slide_files import SUFFIXES
+from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, SUFFIXES
 from histopipe.system.urls import is_url
 
+_SUFFIXES = SUFFIXES | FASTSLIDE_SUFFIXES
 _LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _SURVIVAL_WORDS = {
     "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
@@ -260,4 +261,4 @@ def _refuse_regression(path: Path, labels: Iterable[SlideLabel]) -> None:
 
 def _bare(name: str) -> str:
     path = PurePosixPath(name)
-    return path.with_suffix("").as_posix() if path.suffix.lower() in SUFFIXES else name
+    return path.with_suffix("").as_posix() if path.suffix.lower() in _SUFFIXES else name

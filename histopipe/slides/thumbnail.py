@@ -26,9 +26,7 @@ _FINE_PIXELS = 1_500_000
 """Most pixels at 8 µm, 96 mm², of a slide whose thumbnail is as fine as that: planning a larger slide would take longer
 than copying its patches."""
 
-_BLOCK = 2048
-"""Side of the blocks that are read, in pixels of the level: 16 MB each as RGBA."""
-_SMALL_BLOCK = 256
+_SMALL_BLOCK = Size(256, 256)
 """Side of the blocks in which a damaged block is read again."""
 
 
@@ -80,10 +78,10 @@ def read_thumbnail(
     shape = (-(-area.size.height // reduction), -(-area.size.width // reduction))
     pixels, lost = np.full((*shape, 3), 255, np.uint8), np.zeros(shape, np.bool_)
     canvas = _Canvas(slide, tiles, level, area, reduction, pixels)
-    for square in _squares(area, _BLOCK, reduction):
+    for square in _blocks(area, slide.natural_block, reduction):
         if not canvas.paint(square):
             # The damage may be only one tile: read the rest of the block.
-            for small in _squares(square, _SMALL_BLOCK, reduction):
+            for small in _blocks(square, _SMALL_BLOCK, reduction):
                 if not canvas.paint(small):
                     lost[canvas.place(small)] = True
     if lost.size and lost.all():
@@ -135,11 +133,11 @@ class _Canvas:
         return slice(y, y + height), slice(x, x + width)
 
 
-def _squares(area: RegionLevel, side: int, reduction: int) -> Iterator[RegionLevel]:
-    """Yield blocks of about `side` that cover an area, each a whole number of thumbnail pixels."""
-    side = max(1, side // reduction) * reduction
-    for y in range(area.y, area.y + area.size.height, side):
-        for x in range(area.x, area.x + area.size.width, side):
-            width = min(side, area.x + area.size.width - x)
-            height = min(side, area.y + area.size.height - y)
+def _blocks(area: RegionLevel, size: Size, reduction: int) -> Iterator[RegionLevel]:
+    """Yield blocks of about a size that cover an area, each a whole number of thumbnail pixels."""
+    wide, high = (max(1, side // reduction) * reduction for side in (size.width, size.height))
+    for y in range(area.y, area.y + area.size.height, high):
+        for x in range(area.x, area.x + area.size.width, wide):
+            width = min(wide, area.x + area.size.width - x)
+            height = min(high, area.y + area.size.height - y)
             yield RegionLevel(x, y, Size(width, height))

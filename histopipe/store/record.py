@@ -53,6 +53,7 @@ class SlideRecord:
     quickhash: str | None = None
     tile_hash: str | None = None
     vendor: str | None = None
+    reader: str | None = None
     width: int = 0
     height: int = 0
     bounds: list[int] = field(default_factory=list)

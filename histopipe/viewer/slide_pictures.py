@@ -13,6 +13,7 @@ from PIL import Image
 from histopipe.errors import ScaleError, SlideUnreadable, UsageError
 from histopipe.geometry import Mpp, PointL0, Size
 from histopipe.slides.discovery import discover
+from histopipe.slides.readers import open_slide
 from histopipe.slides.scale import resolve_mpp
 from histopipe.slides.slide import Slide
 from histopipe.slides.slide_files import SlideFile, fingerprint, tile_hash
@@ -84,7 +85,7 @@ def _files(path: Path) -> SlideFile:
 
 @functools.lru_cache(maxsize=4)
 def _opened(path: str, _mtime_ns: int) -> Slide:
-    return Slide(Path(path))
+    return open_slide(Path(path))
 
 
 def _slide(path: str) -> Slide:
@@ -162,7 +163,7 @@ def _read_level(slide: Slide, area: Area) -> Pixels:
 @functools.lru_cache(maxsize=4)
 def _overview(path: str, _mtime_ns: int) -> tuple[Thumbnail, Image.Image]:
     """Return a thumbnail of a slide for tiles that no level is coarse enough for."""
-    with Slide(Path(path)) as slide:
+    with open_slide(Path(path)) as slide:
         bounds = slide.info.bounds.size
         # Only the ratio to the scale of level 0 matters, so an assumed scale is used.
         reduction = max(1.0, max(bounds.width, bounds.height) / _OVERVIEW_SIDE)

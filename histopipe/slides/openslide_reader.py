@@ -1,0 +1,155 @@
+"""Read slides with OpenSlide.
+
+Only this module calls OpenSlide, so that its errors are converted in one place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import openslide
+import openslide.lowlevel
+from numpy.typing import NDArray
+from PIL import Image
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Level, PointL0, RegionL0, Size
+from histopipe.slides.slide import WHITE, Slide, SlideInfo
+from histopipe.system.files import describe_file
+
+
+class OpenSlideReader(Slide):
+    """A slide that OpenSlide opens.
+
+    Raises:
+        SlideUnreadable: the file is not a slide, or is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: openslide.OpenSlide | None = _open(path)
+        properties = self._handle.properties
+        self._background = _colour(properties.get(openslide.PROPERTY_NAME_BACKGROUND_COLOR))
+        self.info = _info(path, self._handle)
+
+    def read_bgrx(self, origin: PointL0, level: int, size: Size) -> NDArray[np.uint8]:
+        """Return the same pixels as (H, W, 4) uint8: blue, green, red, and an unused byte.
+
+        This is OpenSlide's memory layout. The public function of openslide-python converts to RGB. This method calls
+        its private function instead: without conversions, reading and encoding a patch takes 10 % less time.
+        """
+        if self._handle is None:
+            self._handle = _open(self.path)
+        pixels = np.empty((size.height, size.width, 4), np.uint8)
+        words = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint32))
+        try:
+            openslide.lowlevel._read_region(
+                self._handle._osr, words, origin.x, origin.y, level, size.width, size.height
+            )
+        except openslide.OpenSlideError as error:
+            self.close()  # after an error the handle fails on every read; the next read opens a new one
+            raise SlideUnreadable(
+                f"{self.path}: level {level} cannot be read at ({origin.x}, {origin.y})",
+                found=str(error),
+            ) from error
+        return _on_background(pixels, self._background)
+
+    def close(self) -> None:
+        """Close the file. The next read opens it again."""
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+
+def _open(path: Path) -> openslide.OpenSlide:
+    try:
+        return openslide.OpenSlide(path)
+    except openslide.OpenSlideUnsupportedFormatError as error:
+        raise SlideUnreadable(
+            f"{path} has no slide format that OpenSlide supports",
+            found=describe_file(path),
+            todo="check that the copy is complete, and that OpenSlide supports its format",
+        ) from error
+    except openslide.OpenSlideError as error:
+        raise SlideUnreadable(f"{path} cannot be opened", found=str(error)) from error
+    except OSError as error:
+        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
+
+
+def _info(path: Path, handle: openslide.OpenSlide) -> SlideInfo:
+    try:
+        images = zip(handle.level_dimensions, handle.level_downsamples, strict=True)
+        levels = tuple(Level(n, Size(*size), scale) for n, (size, scale) in enumerate(images))
+    except openslide.OpenSlideError as error:
+        raise SlideUnreadable(f"{path} cannot be read", found=str(error)) from error
+    properties = handle.properties
+    return SlideInfo(
+        vendor=properties.get(openslide.PROPERTY_NAME_VENDOR, "unknown"),
+        levels=levels,
+        bounds=_bounds(properties, levels[0].size),
+        mpp_x=properties.get(openslide.PROPERTY_NAME_MPP_X),
+        mpp_y=properties.get(openslide.PROPERTY_NAME_MPP_Y),
+        objective_power=properties.get(openslide.PROPERTY_NAME_OBJECTIVE_POWER),
+        quickhash=properties.get(openslide.PROPERTY_NAME_QUICKHASH1),
+        has_icc_profile="openslide.icc-size" in properties,
+        reader=f"openslide {openslide.__library_version__}",
+    )
+
+
+def _bounds(properties: Mapping[str, str], size: Size) -> RegionL0:
+    """Return the scanned part of level 0, clipped to the slide."""
+    x = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_X, 0)))
+    y = max(0, int(properties.get(openslide.PROPERTY_NAME_BOUNDS_Y, 0)))
+    width = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_WIDTH, size.width))
+    height = int(properties.get(openslide.PROPERTY_NAME_BOUNDS_HEIGHT, size.height))
+    return RegionL0(
+        PointL0(x, y),
+        Size(max(0, min(width, size.width - x)), max(0, min(height, size.height - y))),
+    )
+
+
+def _colour(text: str | None) -> tuple[int, int, int]:
+    if text is None or len(text) != 6:
+        return WHITE
+    red, green, blue = bytes.fromhex(text)
+    return red, green, blue
+
+
+def _on_background(bgra: NDArray[np.uint8], colour: tuple[int, int, int]) -> NDArray[np.uint8]:
+    """Composite (H, W, 4) uint8 pixels with premultiplied alpha over a colour."""
+    # Alpha is the highest byte of a little-endian word: all pixels are opaque if the smallest word is large enough.
+    if bgra.size == 0 or bgra.view(np.dtype("<u4")).min() >= 0xFF000000:
+        return bgra
+    height, width = bgra.shape[:2]
+    image = Image.frombuffer("RGBA", (width, height), bgra, "raw", "BGRa", 0, 1)
+    ground = Image.new("RGBA", image.size, (*colour, 255))
+    rgba = np.asarray(Image.alpha_composite(ground, image))
+    return rgba[..., [2, 1, 0, 3]]
+
+
+_VENDORS = (
+    "aperio", "argos", "dicom", "generic-tiff", "hamamatsu", "leica", "mirax", "philips", "sakura", "trestle", "ventana",
+    "zeiss",
+)  # fmt: skip
+
+
+def openslide_formats() -> tuple[str, list[str]]:
+    """Return OpenSlide's version, and the vendors whose formats it supports.
+
+    OpenSlide has no function for this: names are searched in its library file. Without this file, the list is empty.
+    """
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
+    library = re.search(r"(/\S*libopenslide\S*)$", maps, re.MULTILINE)
+    content = Path(library[1]).read_bytes() if library else b""
+    found = [name for name in _VENDORS if b"\0" + name.encode() + b"\0" in content]
+    return openslide.__library_version__, found
+
+
+def detected_format(path: Path) -> str | None:
+    """Return OpenSlide's name of the format of a file; None if it knows none."""
+    found: str | None = openslide.OpenSlide.detect_format(path)
+    return found

@@ -1,0 +1,93 @@
+"""Open slides with the reader that supports their format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, get_args
+
+from histopipe.errors import SlideUnreadable
+from histopipe.slides.openslide_reader import OpenSlideReader, detected_format
+from histopipe.slides.slide import Slide
+from histopipe.slides.slide_files import FASTSLIDE_SUFFIXES, has_fastslide
+
+ReaderName = Literal["openslide", "tifffile", "fastslide"]
+AskedReader = Literal["auto", "openslide", "tifffile", "fastslide"]
+
+READERS: tuple[ReaderName, ...] = get_args(ReaderName)
+_TIFF_SIGNS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_GENERIC = (None, "generic-tiff")
+"""Formats by OpenSlide's detection of files that tifffile may read instead: it knows nothing else about them."""
+
+
+def open_slide(path: Path, reader: str | None = "auto") -> Slide:
+    """Open a slide.
+
+    With "auto", OpenSlide opens the formats of scanners; tifffile opens OME-TIFF, and other TIFF files that OpenSlide
+    refuses; fastslide, if it is installed, files that both refuse. `reader` may also be the `reader` of a slide's
+    record, whose version is ignored; None is "openslide", the only one of earlier versions.
+
+    Raises:
+        SlideUnreadable: the file is not a slide, or is damaged.
+    """
+    name = (reader or "openslide").partition(" ")[0]
+    if name != "auto":
+        return _opener(name)(path)
+    if path.suffix.lower() in FASTSLIDE_SUFFIXES:
+        return _opener("fastslide")(path)
+    is_tiff = _is_tiff(path)
+    generic = is_tiff and detected_format(path) in _GENERIC
+    if generic and _is_ome(path):
+        return _opener("tifffile")(path)
+    try:
+        return OpenSlideReader(path)
+    except SlideUnreadable as error:
+        first = error
+    reasons = [str(first)]
+    for other, fits in (("tifffile", generic), ("fastslide", _may_be_fastslides(path))):
+        if fits:
+            try:
+                return _opener(other)(path)
+            except SlideUnreadable as error:
+                reasons.append(f"{other}: {error}")
+    if len(reasons) == 1:
+        raise first
+    raise SlideUnreadable("; ".join(reasons)) from first
+
+
+def _opener(name: str) -> Callable[[Path], Slide]:
+    # Late: most slides need only OpenSlide.
+    if name == "tifffile":
+        from histopipe.slides.tiff_reader import TiffReader
+
+        return TiffReader
+    if name == "fastslide":
+        from histopipe.slides.fastslide_reader import FastSlideReader
+
+        return FastSlideReader
+    opener: Callable[[Path], Slide] = OpenSlideReader
+    return opener
+
+
+def _may_be_fastslides(path: Path) -> bool:
+    """Return whether fastslide is installed and reads more files of this kind than OpenSlide."""
+    return path.suffix.lower() == ".czi" and has_fastslide()
+
+
+def _is_tiff(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) in _TIFF_SIGNS
+    except OSError:
+        return False
+
+
+def _is_ome(path: Path) -> bool:
+    """Return whether the description of the first image is OME-XML."""
+    import tifffile  # late: as above
+
+    try:
+        with tifffile.TiffFile(path) as tiff:
+            return bool(tiff.is_ome)
+    except Exception:  # noqa: BLE001 - on a damaged header, tifffile may raise any exception
+        return False

@@ -1,0 +1,221 @@
+"""Levels of TIFF files: their sizes, tiles or strips, scale, and kind of pixels.
+
+Source:
+    TIFF 6.0; OME-TIFF specification (pyramids in SubIFDs).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tifffile
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Level, PointL0, RegionL0, Size
+from histopipe.slides.ome_xml import OmeImage, read_ome
+from histopipe.slides.slide import SlideInfo
+
+_LARGEST_SEGMENT = 256 << 20
+"""Most bytes of a decoded tile or strip."""
+_RAW_BYTES = 1 << 20
+"""Uncompressed strips above this size are read row by row instead of completely."""
+_AXES = ("YXS", "YX", "SYX")
+_CHANNEL_AXES = {"C": "channels", "Z": "focal planes", "T": "time points"}
+_ICC_PROFILE = 34675
+_COLOURS = (0, 1, 2, 6)
+"""Photometric interpretations: white is zero, black is zero, RGB, YCbCr."""
+_JPEGS = (6, 7, 34892, 33007)
+"""Compressions whose decoder converts YCbCr to RGB."""
+_PER_CM, _PER_INCH = 3, 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiffImage:
+    """One image of a TIFF file: its size, and its tiles or strips, called segments."""
+
+    page: Any
+    decode: Callable[..., Any]
+    """tifffile's decoder of the page. It must be made while the file is open."""
+    size: Size
+    segment: Size
+    is_tiled: bool
+    samples: int
+    planar: bool
+    inverted: bool
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    tables: bytes | None
+
+    @property
+    def across(self) -> int:
+        """Number of segments in a row."""
+        return math.ceil(self.size.width / self.segment.width)
+
+    @property
+    def down(self) -> int:
+        """Number of rows of segments."""
+        return math.ceil(self.size.height / self.segment.height)
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether segments are uncompressed, and so large that only parts of them are read."""
+        large = self.segment.area * self.samples > _RAW_BYTES
+        return large and int(self.page.compression) == 1 and not self.planar
+
+    def planes_of(self, index: int) -> list[int]:
+        """Return the numbers of a segment in the file: one for each colour plane."""
+        count = self.samples if self.planar else 1
+        return [index + plane * self.across * self.down for plane in range(count)]
+
+    def segments_in(self, left: int, top: int, size: Size) -> Iterator[tuple[int, int, int]]:
+        """Yield number, x and y of the segments that overlap a region."""
+        right, bottom = (
+            min(left + size.width, self.size.width),
+            min(top + size.height, self.size.height),
+        )
+        left, top = max(0, left), max(0, top)
+        if left >= right or top >= bottom:
+            return
+        for row in range(top // self.segment.height, -(-bottom // self.segment.height)):
+            for column in range(left // self.segment.width, -(-right // self.segment.width)):
+                yield (
+                    row * self.across + column,
+                    column * self.segment.width,
+                    row * self.segment.height,
+                )
+
+
+def read_pyramid(path: Path, tiff: tifffile.TiffFile) -> tuple[list[TiffImage], SlideInfo]:
+    """Return the levels of the largest image of a TIFF file, and its header.
+
+    Raises:
+        SlideUnreadable: it has several channels, other pixels than 8-bit RGB or grey, or a damaged header.
+    """
+    series = max(
+        tiff.series, key=lambda it: it.shape[it.axes.index("Y")] * it.shape[it.axes.index("X")]
+    )
+    ome = read_ome(tiff.ome_metadata or "") if tiff.is_ome else OmeImage()
+    _check_axes(path, series, ome)
+    images = [_image(path, level) for level in series.levels]
+    page, size = images[0].page, images[0].size
+    levels = tuple(
+        Level(n, it.size, (size.width / it.size.width + size.height / it.size.height) / 2)
+        for n, it in enumerate(images)
+    )
+    mpp_x, mpp_y, power = ome.mpp_x, ome.mpp_y, ome.objective_power
+    if tiff.is_svs:
+        text = page.description
+        mpp_x = mpp_y = _number_after("MPP", text)
+        power = _number_after("AppMag", text)
+    elif not tiff.is_ome:
+        mpp_x, mpp_y = (_mpp(page, name) for name in ("XResolution", "YResolution"))
+    kind = "ome-tiff" if tiff.is_ome else "aperio" if tiff.is_svs else "tiff"
+    return images, SlideInfo(
+        vendor=kind, levels=levels, bounds=RegionL0(PointL0(0, 0), size), mpp_x=mpp_x, mpp_y=mpp_y,
+        objective_power=power, quickhash=None, has_icc_profile=_ICC_PROFILE in page.tags,
+        reader=f"tifffile {tifffile.__version__}",
+    )  # fmt: skip
+
+
+def _check_axes(path: Path, series: Any, ome: OmeImage) -> None:
+    """Refuse images with several channels, focal planes or time points, which are not slides of three colours."""
+    axes = series.axes
+    if axes in _AXES:
+        return
+    counts = [
+        f"{series.shape[axes.index(axis)]} {name}"
+        for axis, name in _CHANNEL_AXES.items()
+        if axis in axes
+    ]
+    names = f": {', '.join(ome.channels)}" if "C" in axes and ome.channels else ""
+    raise SlideUnreadable(
+        f"{path} is a multi-channel image or a stack",
+        found=", ".join(counts) + names if counts else f"axes {axes}",
+        expected="one 8-bit RGB or grey image",
+        todo="export the stain to be analysed as an RGB image",
+    )
+
+
+def _image(path: Path, level: Any) -> TiffImage:
+    """Return one level of the pyramid.
+
+    Raises:
+        SlideUnreadable: its pixels are of another kind than 8-bit RGB or grey.
+    """
+    page = level.pages[0]
+    if len(level.pages) != 1 or page is None or page.parent is not level.keyframe.parent:
+        raise SlideUnreadable(f"{path}: the pixels of a level are in several images or files")
+    key = level.keyframe
+    samples, planar = (
+        int(key.samplesperpixel),
+        int(key.planarconfig) == 2 and key.samplesperpixel > 1,
+    )
+    bits = {key.bitspersample} if isinstance(key.bitspersample, int) else set(key.bitspersample)
+    colour = int(key.photometric)
+    known = colour in _COLOURS and (samples == 1) == (colour in (0, 1))
+    if (
+        bits != {8}
+        or key.dtype != np.uint8
+        or samples not in (1, 3)
+        or not known
+        or key.fillorder != 1
+    ):
+        raise SlideUnreadable(
+            f"{path} has pixels that cannot be used",
+            found=f"{samples} × {'/'.join(map(str, sorted(bits)))} bits, {key.photometric.name}",
+            expected="8-bit RGB or grey", todo="convert it to 8-bit RGB",
+        )  # fmt: skip
+    try:
+        tifffile.TIFF.DECOMPRESSORS[key.compression]
+    except (KeyError, ValueError):
+        raise SlideUnreadable(
+            f"{path} has a compression that tifffile cannot decode", found=str(key.compression)
+        ) from None  # fmt: skip
+    if colour == 6 and int(key.compression) not in _JPEGS:
+        raise SlideUnreadable(f"{path} has YCbCr pixels without JPEG", expected="RGB")
+    size = Size(int(key.imagewidth), int(key.imagelength))
+    if key.is_tiled:
+        segment = Size(int(key.tilewidth), int(key.tilelength))
+    else:
+        segment = Size(size.width, min(int(key.rowsperstrip), size.height))
+    image = TiffImage(
+        key, key.decode, size, segment, bool(key.is_tiled), samples, planar, colour == 0,
+        tuple(page.dataoffsets), tuple(page.databytecounts), page.jpegtables,
+    )  # fmt: skip
+    expected = image.across * image.down * (samples if planar else 1)
+    if min(size.width, size.height, segment.width, segment.height) < 1 or not (
+        len(image.offsets) == len(image.lengths) == expected
+    ):
+        raise SlideUnreadable(
+            f"{path}: the header is damaged", found=f"{len(image.offsets)} tiles or strips", expected=expected
+        )  # fmt: skip
+    if segment.area * samples > _LARGEST_SEGMENT and not image.is_raw:
+        raise SlideUnreadable(
+            f"{path}: its {'tiles' if image.is_tiled else 'strips'} are too large to decode for a few patches",
+            found=f"{segment} pixels", expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
+            todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
+        )  # fmt: skip
+    return image
+
+
+def _mpp(page: Any, name: str) -> str | None:
+    """Return µm per pixel of a resolution tag; None if it has no unit of length."""
+    unit = page.tags.get("ResolutionUnit")
+    tag = page.tags.get(name)
+    um = {_PER_CM: 1e4, _PER_INCH: 25400.0}.get(int(unit.value) if unit is not None else _PER_INCH)
+    if tag is None or um is None:
+        return None
+    above, below = tag.value
+    return f"{um * below / above:.9g}" if above and below else None
+
+
+def _number_after(name: str, text: str) -> str | None:
+    """Return the number of an entry `NAME = NUMBER` of an Aperio description."""
+    found = re.search(rf"\|\s*{name}\s*=\s*([0-9.]+)", text)
+    return found[1] if found else None

@@ -1,0 +1,312 @@
+"""The tifffile reader: OME-TIFF and plain TIFF files of all kinds against the arrays that they were made from."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from conftest import Run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inline import in_process
+from numpy.typing import NDArray
+from peak_memory import peaks_of
+from test_ingest import contents
+
+from histopipe.errors import SlideUnreadable
+from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.slides.openslide_reader import OpenSlideReader
+from histopipe.slides.readers import open_slide
+from histopipe.slides.thumbnail import read_thumbnail
+from histopipe.slides.tiff_reader import TiffReader
+from histopipe.slides.tiles.check import NativeLevels
+from histopipe.store.store import Store
+
+LOSSLESS = ("none", "lzw", "deflate", "zstd", "packbits", "jpeg2000")
+Pixels = NDArray[np.uint8]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs commands in this process."""
+    return in_process(tmp_path, monkeypatch, capsys)
+
+
+def tissue(height: int, width: int, samples: int = 3) -> Pixels:
+    """Return smooth pixels with details: purple on glass."""
+    y, x = np.mgrid[:height, :width].astype(np.float32)
+    inside = (x - width / 2) ** 2 / width**2 + (y - height / 2) ** 2 / height**2 < 0.16
+    waves = 40 * np.sin(x / 7) * np.cos(y / 9)
+    pixels = np.full((height, width, 3), 242, np.float32)
+    pixels[inside] = np.stack([150 + waves, 70 + waves, 160 + waves], axis=2)[inside]
+    found = pixels.clip(0, 255).astype(np.uint8)
+    return found if samples == 3 else found[..., 1]
+
+
+def compression_of(name: str) -> dict[str, Any]:
+    if name == "none":
+        return {}
+    if name == "jpeg2000":
+        return {"compression": "jpeg2000", "compressionargs": {"level": 0, "reversible": True}}
+    return {"compression": name}
+
+
+def write_pyramid(
+    path: Path, pixels: Pixels, *, levels: int = 3, ome: bool = True, **options: Any
+) -> list[Pixels]:
+    """Write a pyramid with SubIFDs, and return the pixels of its levels."""
+    found = [pixels[:: 2**n, :: 2**n] for n in range(levels)]
+    metadata = {"axes": "YXS" if pixels.ndim == 3 else "YX", "PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm",
+                "PhysicalSizeY": 500, "PhysicalSizeYUnit": "nm"}  # fmt: skip
+    with tifffile.TiffWriter(
+        path,
+        bigtiff=options.pop("bigtiff", False),
+        byteorder=options.pop("byteorder", "<"),
+        ome=ome,
+    ) as tiff:
+        options.setdefault("photometric", "rgb" if pixels.ndim == 3 else "minisblack")
+        tiff.write(found[0], subifds=levels - 1, metadata=metadata if ome else None, **options)
+        for level in found[1:]:
+            tiff.write(level, subfiletype=1, metadata=None, **options)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("compression", "byteorder", "bigtiff", "tile", "samples"),
+    [
+        *((name, order, big, (256, 256), 3) for name, order, big in itertools.product(LOSSLESS, "<>", (False, True))),
+        *((name, "<", False, tile, samples) for name in ("lzw", "none") for samples in (1, 3)
+          for tile in ((128, 240), (512, 64), None)),
+    ],
+)  # fmt: skip
+def test_pixels_equal_the_array(
+    tmp_path: Path,
+    compression: str,
+    byteorder: str,
+    bigtiff: bool,
+    tile: tuple[int, int] | None,
+    samples: int,
+) -> None:
+    pixels = tissue(700, 913, samples)
+    levels = write_pyramid(
+        tmp_path / "a.ome.tiff", pixels, byteorder=byteorder, bigtiff=bigtiff,
+        **({"tile": tile} if tile else {"rowsperstrip": 37}), **compression_of(compression),
+    )  # fmt: skip
+    with open_slide(tmp_path / "a.ome.tiff") as slide:
+        assert slide.info.reader.startswith("tifffile")
+        assert slide.info.vendor == "ome-tiff"
+        assert (slide.info.mpp_x, slide.info.mpp_y) == ("0.5", "0.5")
+        assert len(slide.info.levels) == 3
+        for level, expected in zip(slide.info.levels, levels, strict=True):
+            assert (level.size.height, level.size.width) == expected.shape[:2]
+            rgb = expected if expected.ndim == 3 else np.repeat(expected[..., None], 3, axis=2)
+            assert np.array_equal(slide.read_region(PointL0(0, 0), level.number, level.size), rgb)
+
+
+@settings(max_examples=60)
+@given(
+    x=st.integers(-300, 1000), y=st.integers(-300, 800), width=st.integers(1, 600), height=st.integers(1, 600),
+    level=st.integers(0, 2), tile=st.sampled_from([(64, 64), (256, 128), None]), planar=st.booleans(),
+)  # fmt: skip
+def test_any_region_equals_the_array(
+    tmp_path_factory: pytest.TempPathFactory, x: int, y: int, width: int, height: int, level: int,
+    tile: tuple[int, int] | None, planar: bool,
+) -> None:  # fmt: skip
+    pixels = tissue(600, 800)
+    folder = tmp_path_factory.getbasetemp() / f"region-{tile}-{planar}".replace(" ", "")
+    path = folder / "a.ome.tiff"
+    if not path.exists():
+        folder.mkdir(exist_ok=True)
+        layout = {"tile": tile} if tile else {"rowsperstrip": 50}
+        if planar:
+            tifffile.imwrite(path, pixels.transpose(2, 0, 1), photometric="rgb", planarconfig="separate",
+                             compression="lzw", **layout)  # fmt: skip
+        else:
+            write_pyramid(path, pixels, compression="lzw", **layout)
+    number = 0 if planar else level
+    expected = np.full((height, width, 3), 255, np.uint8)
+    source = pixels[:: 2**number, :: 2**number]
+    left, top = round(x / 2**number), round(y / 2**number)
+    x0, x1 = max(0, left), min(source.shape[1], left + width)
+    y0, y1 = max(0, top), min(source.shape[0], top + height)
+    if x0 < x1 and y0 < y1:
+        expected[y0 - top : y1 - top, x0 - left : x1 - left] = source[y0:y1, x0:x1]
+    with TiffReader(path) as slide:
+        found = slide.read_region(PointL0(x, y), number, Size(width, height))
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("compression", ["none", "deflate"])
+def test_large_striped_image_without_pyramid(tmp_path: Path, compression: str) -> None:
+    pixels = tissue(5000, 10_000)
+    tifffile.imwrite(
+        tmp_path / "a.tif", pixels, photometric="rgb", rowsperstrip=16, resolution=(20000, 20000),
+        resolutionunit="CENTIMETER", **compression_of(compression),
+    )  # fmt: skip
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.info.vendor == "tiff"
+        assert slide.info.mpp_x == "0.5"
+        found = slide.read_region(PointL0(9000, 4000), 0, Size(1000, 1000))
+        assert np.array_equal(found, pixels[4000:, 9000:])
+        thumbnail = read_thumbnail(slide, Mpp(0.5))
+    assert thumbnail.pixels.shape == (313, 625, 3)
+    means = pixels[:4992].reshape(312, 16, 625, 16, 3).mean(axis=(1, 3))
+    assert np.abs(thumbnail.pixels[:312] - means).max() <= 1
+
+
+def test_thumbnail_of_a_large_image_needs_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "a.tif"
+    pixels = np.broadcast_to(np.uint8(200), (12_000, 14_000, 3))  # 504 MB
+    tifffile.imwrite(path, pixels, photometric="rgb", rowsperstrip=100, compression="deflate")
+    code = (
+        "import sys; from pathlib import Path; from histopipe.slides.readers import open_slide; "
+        "from histopipe.slides.thumbnail import read_thumbnail; "
+        "assert read_thumbnail(open_slide(Path(sys.argv[1])), 0.5).pixels.mean() == 200"
+    )
+    code_of_exit, peaks = peaks_of([sys.executable, "-P", "-c", code, str(path)])
+    assert code_of_exit == 0
+    assert max(kilobytes for kilobytes, _ in peaks.values()) < 250_000
+
+
+def test_jpeg_tiles_are_copied_and_equal_the_decoder(tmp_path: Path, run: Run) -> None:
+    pixels = tissue(1536, 2048)
+    path = tmp_path / "a.ome.tiff"
+    write_pyramid(path, pixels, tile=(256, 256), compression="jpeg", compressionargs={"level": 90})
+    with TiffReader(path) as slide, NativeLevels(slide, (path,)) as levels:
+        for level in slide.info.levels:
+            _, check = levels.get(level)
+            assert check.difference == 0
+    done = run("ingest", path, "--tissue", "none")
+    assert done.returncode == 0, done.stderr
+    with Store(tmp_path / "patches.lmdb") as store:
+        record = store.complete[0]
+        assert record.route == "copy"
+        assert record.reader and record.reader.startswith("tifffile")
+        assert record.stored == 48
+
+
+@pytest.mark.parametrize("name", ["CMU-1-Small-Region", "TCGA-CR-7395-01A-01-TS1"])
+def test_slides_of_openslide_give_the_same_patches(
+    data: Path, run: Run, tmp_path: Path, name: str
+) -> None:
+    path = data / "slides" / f"{name}.svs"
+    for reader in ("openslide", "tifffile", "fastslide"):
+        done = run(
+            "ingest",
+            path,
+            "--out",
+            f"{reader}.lmdb",
+            "--reader",
+            reader,
+            "--default-mpp",
+            "0.5",
+            "--codec",
+            "png",
+        )
+        assert done.returncode == 0, done.stderr
+    first, second, third = (
+        contents(tmp_path / f"{reader}.lmdb")[name]
+        for reader in ("openslide", "tifffile", "fastslide")
+    )
+    assert first[3] == second[3]  # the patches
+    assert first[2]["x_l0"] == second[2]["x_l0"] == third[2]["x_l0"]
+    assert first[1]["mpp"] == second[1]["mpp"] == third[1]["mpp"]
+    assert [record["reader"].split()[0] for record in (first[1], second[1], third[1])] == [
+        "openslide", "tifffile", "fastslide",
+    ]  # fmt: skip
+
+
+def test_reading_is_chosen_by_the_file(data: Path, tmp_path: Path) -> None:
+    with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
+        assert slide.info.reader.startswith("openslide")
+    tifffile.imwrite(
+        tmp_path / "tiled.tif",
+        tissue(512, 512),
+        tile=(256, 256),
+        compression="lzw",
+        photometric="rgb",
+    )
+    with open_slide(tmp_path / "tiled.tif") as slide:
+        assert isinstance(slide, OpenSlideReader)
+    tifffile.imwrite(tmp_path / "striped.tif", tissue(512, 512), rowsperstrip=64, photometric="rgb")
+    with open_slide(tmp_path / "striped.tif") as slide:
+        assert isinstance(slide, TiffReader)
+    shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "cut.svs")
+    with (tmp_path / "cut.svs").open("r+b") as file:
+        file.truncate(200_000)
+    with pytest.raises(
+        SlideUnreadable
+    ):  # a damaged slide of a scanner is not read by another library
+        open_slide(tmp_path / "cut.svs")
+
+
+def test_multi_channel_images_are_refused_by_name(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "a.ome.tiff"
+    names = ["DAPI", "CD3", "CD8", "PanCK"]
+    tifffile.imwrite(
+        path,
+        np.zeros((4, 300, 400), np.uint8),
+        tile=(128, 128),
+        metadata={"axes": "CYX", "Channel": {"Name": names}},
+    )
+    with pytest.raises(SlideUnreadable, match="4 channels: DAPI, CD3, CD8, PanCK"):
+        open_slide(path)
+    done = run("ingest", path)
+    assert done.returncode == 4
+    assert "PanCK" in done.stderr
+    tifffile.imwrite(
+        path, np.zeros((5, 300, 400, 3), np.uint8), photometric="rgb", metadata={"axes": "ZYXS"}
+    )
+    with pytest.raises(SlideUnreadable, match="5 focal planes"):
+        open_slide(path)
+    tifffile.imwrite(path, np.zeros((300, 400), np.uint16), metadata={"axes": "YX"})
+    with pytest.raises(SlideUnreadable, match="16 bits"):
+        open_slide(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["not-a-pyramid.tif", "unopenable.tiff", "broken.svs", "git-lfs-pointer.ndpi"]
+)
+def test_bad_files_are_refused(data: Path, name: str) -> None:
+    with pytest.raises(SlideUnreadable, match=name):
+        open_slide(data / "bad" / name)
+
+
+def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path) -> None:
+    """Change bytes at random: a reader raises SlideUnreadable, or returns pixels."""
+    numbers = random.Random(7)
+    sources = []
+    kinds: list[dict[str, Any]] = [
+        {"compression": "lzw", "tile": (64, 64)}, {"compression": "jpeg", "tile": (64, 64)},
+        {"rowsperstrip": 20, "compression": "deflate"}, {"rowsperstrip": 300},
+    ]  # fmt: skip
+    for number, options in enumerate(kinds):
+        path = tmp_path / f"{number}.ome.tiff"
+        write_pyramid(path, tissue(300, 400), **options)
+        sources.append(path.read_bytes())
+    refused = read = 0
+    for trial in range(300):
+        content = bytearray(numbers.choice(sources))
+        head = 3000 if trial % 2 else len(content)
+        for _ in range(numbers.randint(1, 6)):
+            content[numbers.randrange(head)] = numbers.randrange(256)
+        if trial % 5 == 0:
+            del content[numbers.randrange(len(content)) :]
+        path = tmp_path / "damaged.ome.tiff"
+        path.write_bytes(content)
+        try:
+            with TiffReader(path) as slide:
+                if slide.info.size.area < 10**7:
+                    slide.read_region(PointL0(0, 0), 0, slide.info.size)
+            read += 1
+        except SlideUnreadable:
+            refused += 1
+    assert refused > 50
+    assert read > 50
