@@ -22,8 +22,10 @@ from test_ingest import contents
 
 from histopipe.errors import SlideUnreadable
 from histopipe.geometry import Mpp, PointL0, Size
+from histopipe.slides.discovery import discover
 from histopipe.slides.openslide_reader import OpenSlideReader
 from histopipe.slides.readers import open_slide
+from histopipe.slides.staging import Stage, StagedSlide, staged
 from histopipe.slides.thumbnail import read_thumbnail
 from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles.check import NativeLevels
@@ -310,3 +312,23 @@ def test_damaged_files_are_refused_or_read_without_another_error(tmp_path: Path)
             refused += 1
     assert refused > 50
     assert read > 50
+
+
+def test_zarr_folder_is_one_slide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("a.ome.zarr", "sub/b.zarr"):
+        (tmp_path / "slides" / folder / "0" / "c").mkdir(parents=True)
+        (tmp_path / "slides" / folder / "zarr.json").write_text("{}")
+        (tmp_path / "slides" / folder / "0" / "c" / "0.tif").write_bytes(b"x")
+    found = discover([tmp_path / "slides"])
+    assert [slide.id for slide in found] == ["a.ome", "sub/b"]
+    assert [len(slide.files) for slide in found] == [2, 2]
+    (alone,) = discover([tmp_path / "slides" / "a.ome.zarr"])
+    assert alone.id == "a.ome"
+    with Stage(tmp_path / "stage", 10**6) as stage:
+        ((_, copy),) = filter(None, staged(stage, [alone], lambda slide: slide))
+        assert isinstance(copy, StagedSlide)
+        assert (copy.file.path / "0" / "c" / "0.tif").read_bytes() == b"x"
+    with pytest.raises(SlideUnreadable, match="fastslide"):
+        open_slide(alone.path)
+    monkeypatch.setattr("histopipe.slides.slide_files.has_fastslide", lambda: False)
+    assert [slide.path.suffix for slide in discover([tmp_path / "slides"])] == [".tif", ".tif"]

@@ -210,7 +210,7 @@ def readers() -> Check:
     found = {}
     for name, formats in (
         ("tifffile", "OME-TIFF and plain TIFF, 8-bit RGB or grey"),
-        ("fastslide", "iSyntax, CZI, VSI, QPTIFF (experimental)"),
+        ("fastslide", "iSyntax, CZI, VSI, QPTIFF, OME-Zarr (experimental)"),
     ):
         try:
             found[name] = f"{metadata.version(name)}: {formats}"

@@ -58,8 +58,11 @@ class Manifest:
 
     def write(self, url: str) -> None:
         """Write the manifest of the store at a URL."""
-        content = json.dumps({"version": _VERSION, **asdict(self)}, indent=1).encode()
-        write_file(block_url(url, MANIFEST), content)
+        write_file(block_url(url, MANIFEST), self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the manifest as JSON."""
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1).encode()
 
 
 def check_target(url: str, *, written: bool = True) -> None:
@@ -97,19 +100,23 @@ def read_manifest(url: str) -> Manifest:
             f"no store at {public_url(url)}", expected=f"the file {MANIFEST}, written by `histopipe push`",
             todo="check the URL",
         ) from None  # fmt: skip
-    content = read_range(file, 0, min(file.size_bytes, _LARGEST))
+    return manifest_of(read_range(file, 0, min(file.size_bytes, _LARGEST)), public_url(where))
+
+
+def manifest_of(content: bytes, where: str) -> Manifest:
+    """Return the manifest in a JSON text. It is untrusted input; `where` is for messages.
+
+    Raises:
+        DamagedStore, UnknownVersion: it is damaged, or of a later version.
+    """
     try:
         value = json.loads(content)
-        if value["version"] != _VERSION:
-            raise UnknownVersion(  # noqa: TRY301
-                f"{public_url(where)} has version {value['version']}",
-                expected=f"version {_VERSION}",
-            )
-        return _checked(value)
-    except UnknownVersion:
-        raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedStore(f"{public_url(where)} is damaged", found=repr(error)[:200]) from error
+        version = value["version"]
+        if version == _VERSION:
+            return _checked(value)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise DamagedStore(f"{where} is damaged", found=repr(error)[:200]) from error
+    raise UnknownVersion(f"{where} has version {str(version)[:80]}", expected=f"version {_VERSION}")
 
 
 def _checked(value: Mapping[str, Any]) -> Manifest:

@@ -17,6 +17,7 @@ from histopipe.slides.slide_files import (
     SlideFile,
     assembled,
     has_slide_name,
+    is_slide_folder,
     storable_name,
 )
 from histopipe.system.urls import is_url, public_url
@@ -43,7 +44,11 @@ def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
                 todo="check the path, and that its disk is mounted",
             ) from error
     found: list[tuple[str | None, Iterable[SlideFile]]] = [
-        (_folder_name(root) if root.is_dir() else None, _slides_of(root)) for root in roots
+        (
+            _folder_name(root) if root.is_dir() and not is_slide_folder(root) else None,
+            _slides_of(root),
+        )
+        for root in roots
     ]
     if urls:
         found += slides_of_urls(urls)
@@ -69,6 +74,9 @@ def discover(arguments: Iterable[Path | str]) -> list[SlideFile]:
 
 
 def _slides_of(root: Path) -> Iterator[SlideFile]:
+    if is_slide_folder(root):
+        yield from assembled([root], root.parent, _LocalFiles())
+        return
     paths = sorted(_walk(root)) if root.is_dir() else [root]
     candidates = [path for path in paths if _is_candidate(path)]
     if root.is_file() and not candidates:
@@ -80,6 +88,9 @@ def _slides_of(root: Path) -> Iterator[SlideFile]:
 class _LocalFiles:
     def inside(self, folder: Path) -> Sequence[Path]:
         return sorted(folder.iterdir()) if folder.is_dir() else []
+
+    def below(self, folder: Path) -> Sequence[Path]:
+        return sorted(path for path in folder.rglob("*") if path.is_file())
 
     def read(self, path: Path) -> bytes:
         with path.open("rb") as file:
@@ -100,7 +111,9 @@ def _walk(root: Path) -> Iterator[Path]:
             continue
         seen.add(real)
         names[:] = sorted(name for name in names if not name.startswith("."))
-        yield from (Path(folder, name) for name in files)
+        slides = [name for name in names if is_slide_folder(Path(folder, name))]
+        names[:] = [name for name in names if name not in slides]
+        yield from (Path(folder, name) for name in [*files, *slides])
 
 
 def _refuse(error: OSError) -> None:
@@ -115,6 +128,8 @@ def _is_candidate(path: Path) -> bool:
     if not has_slide_name(path):
         return False
     try:
+        if is_slide_folder(path):
+            return True
         return stat.S_ISREG(path.stat().st_mode)  # reading a named pipe would never end
     except OSError:
         return True  # for example a broken link, which the ingest reports

@@ -47,6 +47,9 @@ class _RemoteFiles:
     def inside(self, folder: Path) -> Sequence[Path]:
         return sorted(path for path in self._listing if path.parent == folder)
 
+    def below(self, folder: Path) -> Sequence[Path]:
+        return sorted(path for path in self._listing if folder in path.parents)
+
     def read(self, path: Path) -> bytes:
         file = self._listing[path]
         return read_range(file, 0, min(LARGEST_INDEX, file.size_bytes))

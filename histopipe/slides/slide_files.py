@@ -24,6 +24,7 @@ SUFFIXES = frozenset(
 """File name suffixes of the formats that OpenSlide reads."""
 FASTSLIDE_SUFFIXES = frozenset((".i2syntax", ".isyntax", ".qptiff", ".vsi", ".zarr"))
 """File name suffixes of further formats, which only fastslide reads."""
+_FOLDER_SUFFIX = ".zarr"
 LARGEST_INDEX = 1 << 20
 """Most bytes that are read of a VMS file, which has a few kB."""
 
@@ -57,6 +58,11 @@ def has_slide_name(path: Path) -> bool:
     return known and not path.name.startswith(".")
 
 
+def is_slide_folder(path: Path) -> bool:
+    """Return whether a folder is one slide, in a format that an installed library reads: OME-Zarr."""
+    return path.suffix.lower() == _FOLDER_SUFFIX and has_slide_name(path) and path.is_dir()
+
+
 @functools.cache
 def has_fastslide() -> bool:
     """Return whether fastslide is installed."""
@@ -69,6 +75,9 @@ class FileReader(Protocol):
     def inside(self, folder: Path) -> Sequence[Path]:
         """Return the files in a folder; an empty sequence if there is no such folder."""
 
+    def below(self, folder: Path) -> Sequence[Path]:
+        """Return all files in a folder and its sub-folders."""
+
     def read(self, path: Path) -> bytes:
         """Return the content of a small file. Raise OSError if it cannot be read."""
 
@@ -80,7 +89,8 @@ def assembled(paths: Sequence[Path], base: Path, reader: FileReader) -> Iterator
     """Yield the slides of slide files, with all files of each. Ids are relative to `base`."""
     for path in paths:
         if path.suffix.lower() != ".dcm":
-            yield _slide(path, base, (path, *_companions(path, reader)))
+            own = () if path.suffix.lower() == _FOLDER_SUFFIX else (path,)
+            yield _slide(path, base, (*own, *_companions(path, reader)))
     yield from _dicom_slides([it for it in paths if it.suffix.lower() == ".dcm"], base, reader)
 
 
@@ -89,6 +99,8 @@ def _companions(path: Path, reader: FileReader) -> tuple[Path, ...]:
     kind = path.suffix.lower()
     if kind == ".mrxs":
         return tuple(reader.inside(path.with_suffix("")))
+    if kind == _FOLDER_SUFFIX:
+        return tuple(reader.below(path))
     if kind == ".vsi":
         folders = reader.inside(path.with_name(f"_{path.stem}_"))
         return tuple(file for folder in folders for file in reader.inside(folder))

@@ -16,11 +16,13 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pydicom
 import simplejpeg
+import tifffile
 from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.uid import UID, JPEGBaseline8Bit, VLWholeSlideMicroscopyImageStorage
@@ -35,11 +37,13 @@ from histopipe.features.feature_file import writing
 from histopipe.features.untrusted import check_coords, check_features
 from histopipe.geometry import Level, PointL0, RegionL0, RegionLevel, Size
 from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.maintenance.manifest import Manifest, StoredFile, manifest_of
 from histopipe.runs.result import read_result
 from histopipe.runs.task_config import read_config
 from histopipe.slides.discovery import discover
 from histopipe.slides.slide import SlideInfo
 from histopipe.slides.tables import SlideNames, read_labels, read_mpps, read_slide_list
+from histopipe.slides.tiff_reader import TiffReader
 from histopipe.slides.tiles import dicom as dicom_tiles
 from histopipe.slides.tiles import tiff as tiff_tiles
 from histopipe.slides.tiles.native import NativeLevel, NativeTiles, NotNative
@@ -98,6 +102,8 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
         "thumbnail": (store.thumbnail(0) or b"", lambda p: decode_picture(p.read_bytes(), "thumbnail")),
         "mask": (store.thumbnail(0, "mask") or b"", lambda p: decode_picture(p.read_bytes(), "mask", mode="L")),
         "x.tiff": ((scratch / "x.tiff").read_bytes(), lambda p: tiles_of(tiff_tiles.find_tiles((p,), INFO, LEVEL))),
+        "x.ome.tiff": ((scratch / "x.ome.tiff").read_bytes(), read_tiff),
+        "manifest": ((scratch / "manifest").read_bytes(), lambda p: manifest_of(p.read_bytes(), "manifest")),
         "dicom/x.dcm": ((scratch / "x.dcm").read_bytes(), read_dicom),
         "features/x.h5": ((scratch / "features.h5").read_bytes(), lambda p: check_features(p.parent, seconds=HDF5_SECONDS)),
         "coords/x.h5": ((scratch / "coords.h5").read_bytes(), lambda p: check_coords(p.parent, seconds=HDF5_SECONDS)),
@@ -107,11 +113,19 @@ def parsers(run: Path, store: Store) -> dict[str, tuple[bytes, Parser]]:
 
 
 def write_slides(folder: Path) -> None:
-    """Write a slide of four tiles as TIFF and as DICOM."""
+    """Write a slide of four tiles as TIFF, as OME-TIFF with two levels and as DICOM, and a manifest."""
+    manifest = Manifest("uuid", 10, (StoredFile("data.mdb", 15, ("0" * 64, "1" * 64)),))
+    (folder / "manifest").write_bytes(manifest.to_bytes())
     noise = np.random.default_rng(0).integers(0, 255, (4, TILE, TILE, 3), np.uint8)
     tiles = [simplejpeg.encode_jpeg(tile, 80, colorsubsampling="444") for tile in noise]
     page = TiffPage(LEVEL.size, Size(TILE, TILE), tiles, "444", None, 0.5)
     write_pyramid(folder / "x.tiff", [page])
+    with tifffile.TiffWriter(folder / "x.ome.tiff", ome=True) as tiff:
+        options: dict[str, Any] = {"tile": (TILE, TILE), "photometric": "rgb", "compression": "lzw"}
+        tiff.write(
+            noise.reshape(2 * TILE, 2 * TILE, 3), subifds=1, metadata={"axes": "YXS"}, **options
+        )
+        tiff.write(noise[0], subfiletype=1, **options)
     header = pydicom.Dataset()
     header.file_meta = FileMetaDataset()
     header.file_meta.TransferSyntaxUID = JPEGBaseline8Bit
@@ -138,6 +152,13 @@ def write_hdf5(folder: Path) -> None:
     with h5py.File(folder / "coords.h5", "w") as file:
         file["coords"] = corners
         file["coords"].attrs.update({"patch_size": 256, "patch_level": 0})
+
+
+def read_tiff(path: Path) -> None:
+    """Open an OME-TIFF file, and read a part of each level."""
+    with TiffReader(path) as slide:
+        for level in slide.info.levels:
+            slide.read_region(PointL0(0, 0), level.number, Size(150, 150))
 
 
 def read_dicom(path: Path) -> None:
