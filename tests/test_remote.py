@@ -298,6 +298,11 @@ def test_unknown_url_and_missing_library(run: Run, monkeypatch: pytest.MonkeyPat
     done = run("ingest", "nosuch://bucket/a")
     assert done.returncode == 2
     assert "nosuch:// is an unknown kind of URL" in done.stderr
+    for name in ("ACCOUNT_NAME", "CONNECTION_STRING"):
+        monkeypatch.delenv(f"AZURE_STORAGE_{name}", raising=False)
+    done = run("ingest", "az://container/a")
+    assert done.returncode == 2
+    assert "credentials" in done.stderr
     object_storage._filesystem_of.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "aiohttp", None)
     with pytest.raises(UsageError, match=r"histopipe\[remote\]"):

@@ -54,6 +54,22 @@ def bytes_in(folder: Path) -> int:
     return total
 
 
+def copies(
+    stage: Stage, slides: list[SlideFile], held: list[StagedSlide]
+) -> Iterator[tuple[SlideFile, StagedSlide]]:
+    """Yield slides with their copies, which are checked. Release the held copies whenever the stage needs their space."""
+    for item in staged(stage, slides, lambda slide: slide):
+        if item is None:
+            while held:
+                stage.release(held.pop())
+            continue
+        slide, copy = item
+        assert isinstance(copy, StagedSlide)
+        assert copy.file.path.read_bytes() == slide.path.read_bytes()
+        held.append(copy)
+        yield slide, copy
+
+
 def test_all_files_of_a_slide_are_copied_with_their_folders(tmp_path: Path) -> None:
     slides = write_files(
         tmp_path / "slides",
@@ -104,16 +120,8 @@ def test_copies_never_exceed_the_limit_and_keep_their_order(tmp_path: Path, seed
     seen: list[SlideFile] = []
     held: list[StagedSlide] = []
     with Stage(tmp_path / "stage", limit) as stage:
-        for item in staged(stage, slides, lambda slide: slide):
-            if item is None:
-                while held:
-                    stage.release(held.pop())
-                continue
-            slide, copy = item
-            assert isinstance(copy, StagedSlide)
-            assert copy.file.path.read_bytes() == slide.path.read_bytes()
+        for slide, _ in copies(stage, slides, held):
             seen.append(slide)
-            held.append(copy)
             sizes.append(bytes_in(tmp_path / "stage"))  # the watcher may be late on a busy machine
             if numbers.random() < 0.5:
                 stage.release(held.pop(0))
@@ -182,19 +190,7 @@ def test_full_disk_makes_the_window_smaller_or_ends_the_run(
     slides = write_files(tmp_path / "slides", {f"{i}.svs": 3 << 20 for i in range(6)})
     with small_disk(tmp_path / "disk", "8M") as disk:
         with Stage(disk, 10**9) as stage:
-            held: list[StagedSlide] = []
-            count = 0
-            for item in staged(stage, slides, lambda slide: slide):
-                if item is None:
-                    while held:
-                        stage.release(held.pop())
-                    continue
-                slide, copy = item
-                assert isinstance(copy, StagedSlide)
-                assert copy.file.path.read_bytes() == slide.path.read_bytes()
-                held.append(copy)
-                count += 1
-            assert count == len(slides)
+            assert [slide for slide, _ in copies(stage, slides, [])] == slides
         (disk / "filler").write_bytes(bytes(6 << 20))
         with Stage(disk, 10**9) as stage, pytest.raises(MachineShort, match="too full"):
             list(staged(stage, slides, lambda slide: slide))
@@ -210,18 +206,7 @@ def test_disk_that_fills_during_a_copy_waits_for_room(
     with small_disk(tmp_path / "disk", "8M") as disk:
         monkeypatch.setattr(staging, "free_bytes", lambda _: 10**9)
         with Stage(disk, 10**9) as stage:
-            held: list[StagedSlide] = []
-            seen = 0
-            for item in staged(stage, slides, lambda slide: slide):
-                if item is None:
-                    while held:
-                        stage.release(held.pop())
-                    continue
-                assert isinstance(item[1], StagedSlide)
-                assert item[1].file.path.read_bytes() == item[0].path.read_bytes()
-                held.append(item[1])
-                seen += 1
-            assert seen == 3
+            assert [slide for slide, _ in copies(stage, slides, [])] == slides
 
 
 def test_network_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

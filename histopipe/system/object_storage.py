@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from histopipe.errors import RemoteRefused, UsageError
 from histopipe.system.retry import tried
-from histopipe.system.urls import is_web, public_url
+from histopipe.system.urls import is_web, public_url, without_secrets
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -222,6 +222,11 @@ def _filesystem_of(scheme: str) -> Any:
     except ImportError as error:
         raise _not_installed(scheme, str(error)) from error
     except ValueError as error:
+        if scheme in fsspec.available_protocols():
+            raise UsageError(
+                f"{scheme}:// cannot be used", found=without_secrets(str(error))[:200],
+                todo="set the credentials in the environment",
+            ) from None  # fmt: skip
         raise UsageError(
             f"{scheme}:// is an unknown kind of URL", expected="s3://, gs://, az://, https:// or http://"
         ) from error  # fmt: skip
