@@ -261,7 +261,8 @@ class _EventProgress(SilentProgress):
         self._send = send
 
     def bar(self, title: str, **options: Any) -> Bar:
-        if not options.get("detail"):  # only bars of slides are details; their titles are ids
+        # Only the bar of a slide is a detail that counts patches; its title is the id.
+        if not options.get("detail") or options["unit"] != "patches":
             return Bar()
         self._send(("planned", title, options["total"]))
         return _EventBar(title, self._send)
