@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
+import lmdb
 import pytest
 from conftest import INTERRUPTIBLE, Run, make_slides
+from faulty_server import FaultyServer, serving
 
 from histopipe.geometry import Mpp
 from histopipe.ingestion.cluster import dask_cluster
@@ -255,8 +257,67 @@ def local(slides: Path, run: Run, *flags: str, code: int = 0) -> subprocess.Comp
 def test_abandoned_parts_are_removed(slides: Path, tmp_path: Path, run: Run) -> None:
     """One process was killed when it started a part, another between moving a part and removing it."""
     local(slides, run)
-    paths = [record.path for record in recorded(tmp_path / "parts").values()]
-    assert sorted(paths) == urls
+    (part,) = (tmp_path / "parts").glob("part-*.lmdb")
+    catalog = read_catalog(tmp_path / "parts")
+    assert catalog is not None
+    folder = tmp_path / "scratch" / f"histopipe-{catalog.uuid}"
+    assert not folder.exists()
+    shutil.copytree(part, folder / part.stem / part.name)
+    begun = folder / "part-begun" / "part-begun.lmdb"
+    begun.mkdir(parents=True)
+    lmdb.open(str(begun), max_dbs=8).close()
+    local(slides, run)
+    assert not folder.exists()
+    assert [path.name for path in (tmp_path / "parts").glob("part-*")] == [part.name]
+
+
+def test_terminal_interrupt_is_handled_by_command_only(slides: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [*INTERRUPTIBLE, "ingest", str(slides), "--out", "parts", *FLAGS, "--cluster", "local:1"],
+        cwd=tmp_path, env=with_hold(tmp_path, {**os.environ}), stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    wait_for_line(process, "complete slide-")
+    os.killpg(process.pid, signal.SIGINT)
+    check_stopped(process, tmp_path)
+
+
+def test_full_scratch_disk_is_reported(slides: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "scratch").mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1536k", "none", tmp_path / "scratch"],
+        capture_output=True, check=False,
+    )  # fmt: skip
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        done = local(slides, run, code=6)
+        assert "disk" in done.stderr
+    finally:
+        subprocess.run(["umount", "-l", tmp_path / "scratch"], check=True)
+
+
+def test_forced_ingest_keeps_label_and_patient(slides: Path, tmp_path: Path, run: Run) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(slides, own)
+    (tmp_path / "labels.csv").write_text("slide,label,patient\nslide-000,a,p1\n")
+    local(own, run, "--labels", "labels.csv")
+    shutil.copy(slides / "slide-001.svs", own / "slide-000.svs")
+    (own / "labels.csv").unlink()
+    local(own, run, "--force")
+    records = recorded(tmp_path / "parts")
+    record = next(it for it in records.values() if it.id == "slide-000")
+    assert (record.label, record.patient) == ("a", "p1")
+
+
+def test_slides_at_urls_are_staged_by_the_workers(slides: Path, tmp_path: Path, run: Run) -> None:
+    with serving(FaultyServer(folder=slides)) as server:
+        urls = [f"{server.url}/{path.name}" for path in sorted(slides.glob("*.svs"))[:2]]
+        flags = ("--out", "parts", "--cluster", "local:1", "--stage", tmp_path / "stage")
+        done = run("ingest", *urls, *flags)
+    assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "stage").iterdir())
+    assert sorted(record.path for record in recorded(tmp_path / "parts").values()) == urls
 
 
 def test_mixed_scales_are_refused_on_cluster(slides: Path, tmp_path: Path, run: Run) -> None:
