@@ -60,6 +60,10 @@ class PredictOptions:
     stage: str | Path | None = None
     stage_gb: float = 50.0
 
+    def __post_init__(self) -> None:
+        if not self.stage_gb > 0:
+            raise UsageError("--stage-gb", found=self.stage_gb, expected="above 0")
+
     def check_for_stores(self) -> None:
         """Raise a UsageError if an option is given that applies to slide files only."""
         plain = PredictOptions(tiling={})

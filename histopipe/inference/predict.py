@@ -92,8 +92,6 @@ def predict(
         >>> predict("runs/first", "new-slides", out="predictions").done  # doctest: +SKIP
     """
     check_whole(1, batch_size=batch_size)
-    if not stage_gb > 0:
-        raise UsageError("--stage-gb", found=stage_gb, expected="above 0")
     if aggregate not in get_args(Aggregation):
         raise UsageError("--aggregate", found=repr(aggregate), expected=" or ".join(AGGREGATIONS))
     tiling = {"overlap": overlap, "tissue": tissue, "tissue_threshold": tissue_threshold}

@@ -32,6 +32,7 @@ from histopipe.ingestion.patch_source import (
     chunk_of,
     encode_thumbnail,
 )
+from histopipe.ingestion.records import with_fingerprint
 from histopipe.ingestion.route import RouteChoice, choose_route
 from histopipe.masks.finding import TissueSource, find_tissue
 from histopipe.masks.grid import Grid
@@ -109,9 +110,7 @@ def plan_slide(
         if file.problem is not None:
             raise SlideUnreadable(f"{slide.id}: {file.problem}")
         before = slide.staged.fingerprint if slide.staged else fingerprint(file)
-        record = dataclasses.replace(
-            record, size_bytes=before.size_bytes, mtime_ns=before.mtime_ns, etag=before.etag
-        )
+        record = with_fingerprint(record, before)
         with open_slide(file.path, options.reader) as opened:
             info = opened.info
             record = _described(record, info, file.path)

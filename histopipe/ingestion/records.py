@@ -34,6 +34,11 @@ def new_record(slide: SlideFile) -> SlideRecord:
     return SlideRecord(id=slide.id, path=storable(slide.location), resolved_path=resolved(slide))
 
 
+def with_fingerprint(record: SlideRecord, found: Fingerprint) -> SlideRecord:
+    """Return a record with the size, time and ETag of a slide's files."""
+    return replace(record, size_bytes=found.size_bytes, mtime_ns=found.mtime_ns, etag=found.etag)
+
+
 def reset_record(record: SlideRecord, slide: SlideFile) -> SlideRecord:
     """Return a record without the results of an earlier ingest. Labels and unknown fields are kept.
 

@@ -16,7 +16,7 @@ from histopipe.errors import SlideError, SlideUnreadable
 from histopipe.ingestion.options import IngestOptions
 from histopipe.ingestion.patch_source import Chunk
 from histopipe.ingestion.planning import PlannedSlide, SlideFailure
-from histopipe.ingestion.records import PendingSlide
+from histopipe.ingestion.records import PendingSlide, with_fingerprint
 from histopipe.ingestion.storing import ChunkResult
 from histopipe.slides.slide_files import fingerprint
 from histopipe.store.record import FailureKind, SlideRecord
@@ -213,6 +213,4 @@ class SlideInFlight:
             now = fingerprint(self.pending.slide.file)
         except SlideUnreadable:
             return record
-        return dataclasses.replace(
-            record, size_bytes=now.size_bytes, mtime_ns=now.mtime_ns, etag=now.etag
-        )
+        return with_fingerprint(record, now)

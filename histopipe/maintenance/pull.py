@@ -13,6 +13,7 @@ from histopipe.errors import DamagedStore, ExitCode, MachineShort, UsageError
 from histopipe.maintenance.manifest import Manifest, block_url, check_target, read_manifest
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of
+from histopipe.system.download import write_at
 from histopipe.system.files import locked
 from histopipe.system.filesystems import free_bytes, is_full_disk
 from histopipe.system.object_storage import RemoteFile, parallel, read_range
@@ -142,12 +143,10 @@ def _receive(
         block = read_range(RemoteFile(where, size), 0, size)
         found = hashlib.sha256(block).hexdigest()
         if found == sha:
-            written = 0
-            while written < size:
-                written += os.pwrite(descriptor, block[written:], start + written)
+            write_at(descriptor, block, start)
             advance(size)
             return size
     raise DamagedStore(
         f"{public_url(where)} does not match its checksum", found=f"SHA-256 {found}", expected=sha,
-        todo="push the store again from an intact copy",
+        todo="delete this block, and push the store again from an intact copy",
     )  # fmt: skip

@@ -152,10 +152,39 @@ def _image(path: Path, level: Any) -> TiffImage:
     if len(level.pages) != 1 or page is None or page.parent is not level.keyframe.parent:
         raise SlideUnreadable(f"{path}: the pixels of a level are in several images or files")
     key = level.keyframe
+    _check_pixels(path, key)
     samples, planar = (
         int(key.samplesperpixel),
         int(key.planarconfig) == 2 and key.samplesperpixel > 1,
     )
+    size = Size(int(key.imagewidth), int(key.imagelength))
+    if key.is_tiled:
+        segment = Size(int(key.tilewidth), int(key.tilelength))
+    else:
+        segment = Size(size.width, min(int(key.rowsperstrip), size.height))
+    image = TiffImage(
+        key, key.decode, size, segment, bool(key.is_tiled), samples, planar, int(key.photometric) == 0,
+        tuple(page.dataoffsets), tuple(page.databytecounts), page.jpegtables,
+    )  # fmt: skip
+    expected = image.across * image.down * (samples if planar else 1)
+    if min(size.width, size.height, segment.width, segment.height) < 1 or not (
+        len(image.offsets) == len(image.lengths) == expected
+    ):
+        raise SlideUnreadable(
+            f"{path}: the header is damaged", found=f"{len(image.offsets)} tiles or strips", expected=expected
+        )  # fmt: skip
+    if segment.area * samples > _LARGEST_SEGMENT and not image.is_raw:
+        raise SlideUnreadable(
+            f"{path}: its {'tiles' if image.is_tiled else 'strips'} are too large to decode for a few patches",
+            found=f"{segment} pixels", expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
+            todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
+        )  # fmt: skip
+    return image
+
+
+def _check_pixels(path: Path, key: Any) -> None:
+    """Refuse pixels of another kind than 8-bit RGB or grey, and unknown compressions."""
+    samples = int(key.samplesperpixel)
     bits = {key.bitspersample} if isinstance(key.bitspersample, int) else set(key.bitspersample)
     colour = int(key.photometric)
     known = colour in _COLOURS and (samples == 1) == (colour in (0, 1))
@@ -179,29 +208,6 @@ def _image(path: Path, level: Any) -> TiffImage:
         ) from None  # fmt: skip
     if colour == 6 and int(key.compression) not in _JPEGS:
         raise SlideUnreadable(f"{path} has YCbCr pixels without JPEG", expected="RGB")
-    size = Size(int(key.imagewidth), int(key.imagelength))
-    if key.is_tiled:
-        segment = Size(int(key.tilewidth), int(key.tilelength))
-    else:
-        segment = Size(size.width, min(int(key.rowsperstrip), size.height))
-    image = TiffImage(
-        key, key.decode, size, segment, bool(key.is_tiled), samples, planar, colour == 0,
-        tuple(page.dataoffsets), tuple(page.databytecounts), page.jpegtables,
-    )  # fmt: skip
-    expected = image.across * image.down * (samples if planar else 1)
-    if min(size.width, size.height, segment.width, segment.height) < 1 or not (
-        len(image.offsets) == len(image.lengths) == expected
-    ):
-        raise SlideUnreadable(
-            f"{path}: the header is damaged", found=f"{len(image.offsets)} tiles or strips", expected=expected
-        )  # fmt: skip
-    if segment.area * samples > _LARGEST_SEGMENT and not image.is_raw:
-        raise SlideUnreadable(
-            f"{path}: its {'tiles' if image.is_tiled else 'strips'} are too large to decode for a few patches",
-            found=f"{segment} pixels", expected=f"at most {_LARGEST_SEGMENT >> 20} MB",
-            todo="convert it to a tiled pyramid, for example with `vips tiffsave --tile --pyramid`",
-        )  # fmt: skip
-    return image
 
 
 def _mpp(page: Any, name: str) -> str | None:

@@ -57,7 +57,7 @@ def _download_parts(
         except BaseException:
             failed.set()
             raise
-        os.pwrite(out, data, start)
+        write_at(out, data, start)
         advance(len(data))
 
     with ThreadPoolExecutor(_THREADS, "histopipe-download") as pool:
@@ -65,6 +65,13 @@ def _download_parts(
             pass
     if stop.is_set():
         raise RemoteError(f"{file.location}: the download was stopped")
+
+
+def write_at(file: int, data: bytes, place: int) -> None:
+    """Write all bytes at a place of an open file; one call of the kernel may write only some."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(file, data[written:], place + written)
 
 
 def _download_stream(
@@ -79,7 +86,7 @@ def _download_stream(
             while data := stream.read(PART_BYTES):
                 if stop.is_set():
                     raise RemoteError(f"{file.location}: the download was stopped")
-                os.pwrite(out, data, place)
+                write_at(out, data, place)
                 place += len(data)
         if place != file.size_bytes:
             raise OSError(f"{place:,} bytes received, {file.size_bytes:,} expected")
@@ -95,9 +102,14 @@ def check_download(file: RemoteFile, path: Path) -> None:
         RemoteError: one of them differs.
     """
     now = remote_file(file.url)
-    if now.size_bytes != file.size_bytes or (
-        None not in (now.etag, file.etag) and now.etag != file.etag
-    ):
+    same = now.size_bytes == file.size_bytes
+    if None not in (now.etag, file.etag):
+        same = same and now.etag == file.etag
+    elif (
+        now.mtime_ns and file.mtime_ns
+    ):  # listings and single requests may differ in fractions of a second
+        same = same and now.mtime_ns // 10**9 == file.mtime_ns // 10**9
+    if not same:
         raise RemoteError(
             f"{file.location} changed while it was being downloaded",
             found=f"{now.size_bytes:,} bytes, {file.size_bytes:,} before", todo="run the same command again",
