@@ -225,7 +225,9 @@ def test_slides_of_openslide_give_the_same_patches(
     ]  # fmt: skip
 
 
-def test_reading_is_chosen_by_the_file(data: Path, tmp_path: Path) -> None:
+def test_reading_is_chosen_by_the_file(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with open_slide(data / "slides" / "CMU-1-Small-Region.svs") as slide:
         assert slide.info.reader.startswith("openslide")
     tifffile.imwrite(
@@ -243,10 +245,15 @@ def test_reading_is_chosen_by_the_file(data: Path, tmp_path: Path) -> None:
     shutil.copy(data / "slides" / "CMU-1-Small-Region.svs", tmp_path / "cut.svs")
     with (tmp_path / "cut.svs").open("r+b") as file:
         file.truncate(200_000)
-    with pytest.raises(
-        SlideUnreadable
-    ):  # a damaged slide of a scanner is not read by another library
+    with pytest.raises(SlideUnreadable):
         open_slide(tmp_path / "cut.svs")
+
+    def damaged(path: Path) -> None:
+        raise SlideUnreadable(f"{path} is damaged")
+
+    monkeypatch.setattr("histopipe.slides.readers.OpenSlideReader", damaged)
+    with pytest.raises(SlideUnreadable, match=r"\.svs is damaged$"):  # no other library is tried
+        open_slide(data / "slides" / "CMU-1-Small-Region.svs")
 
 
 def test_multi_channel_images_are_refused_by_name(tmp_path: Path, run: Run) -> None:
