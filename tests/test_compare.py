@@ -15,7 +15,7 @@ from conftest import COMMAND, Run
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.metrics import interval_of
+from histopipe.evaluation.intervals import interval_of
 from histopipe.evaluation.predictions import of_classes, read_predictions, write_predictions
 from histopipe.evaluation.statistics import bootstrap_draws
 from histopipe.studies.compare import compare

@@ -18,6 +18,7 @@ from sklearn import calibration
 from sklearn import metrics as sk
 
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.calibration import BINS
 from histopipe.evaluation.evaluate import (
     Evaluation,
     JudgeSettings,
@@ -25,7 +26,7 @@ from histopipe.evaluation.evaluate import (
     evaluate,
     positive_class,
 )
-from histopipe.evaluation.metrics import BINS, Metrics, decide, metrics_of
+from histopipe.evaluation.metrics import Metrics, decide, metrics_of
 from histopipe.evaluation.predictions import (
     PatchScores,
     Scores,

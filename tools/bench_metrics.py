@@ -1,7 +1,7 @@
 """Measure coverage and cost of the 95 % confidence intervals of `histopipe.evaluation`: `python tools/bench_metrics.py`.
 
-Predictions are synthetic: ten patches per patient, half of the patients ill. A random shift per patient has a third of
-the variance.
+Predictions are synthetic: one or ten patches per patient, half of the patients ill. A random shift per patient has a
+third of the variance.
 """
 
 from __future__ import annotations
@@ -21,20 +21,25 @@ from histopipe.evaluation.metrics import Metrics, decide, metrics_of
 from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import Statistics, bootstrap_draws
 
-FIGURES = ("auc", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier")
+FIGURES = (
+    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier",
+    "calibration_error", "calibration_intercept", "calibration_slope",
+)  # fmt: skip
 PATCHES = 10
 
 
-def synthetic_scores(rng: np.random.Generator, patients: int, apart: float) -> Scores:
+def synthetic_scores(
+    rng: np.random.Generator, patients: int, apart: float, patches: int = PATCHES
+) -> Scores:
     """Draw scores whose classes differ by `apart` standard deviations."""
     # Random, so that the share of ill patients varies between samples as it varies between resamples.
-    ill = np.repeat(rng.random(patients) < 0.5, PATCHES)
-    shift = np.repeat(rng.normal(size=patients), PATCHES) * math.sqrt(1 / 3)
+    ill = np.repeat(rng.random(patients) < 0.5, patches)
+    shift = np.repeat(rng.normal(size=patients), patches) * math.sqrt(1 / 3)
     value = apart * ill + shift + rng.normal(size=len(ill)) * math.sqrt(2 / 3)
     p = norm.cdf(value - apart / 2)
     return Scores(
         ill.astype(np.int32), np.stack([1 - p, p], axis=1),
-        np.repeat(np.arange(patients), PATCHES).astype(np.int32), np.arange(len(ill)),
+        np.repeat(np.arange(patients), patches).astype(np.int32), np.arange(len(ill)),
     )  # fmt: skip
 
 
@@ -43,17 +48,20 @@ def judged(scores: Scores, draws: NDArray[np.float64]) -> Metrics:
     return metrics_of(scores, ("well", "ill"), positive=1, threshold=0.5, draws=draws)
 
 
-def coverage(patients: int, apart: float, samples: int) -> dict[str, float]:
-    """Return the share of samples whose interval contains the metric of 50,000 patients."""
+def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[str, float]:
+    """Return the share of samples whose interval contains the metric of 50,000 patients.
+
+    A sample without interval counts as one that does not contain it.
+    """
     rng = np.random.default_rng(patients)
-    truth = judged(synthetic_scores(rng, 50_000, apart), np.zeros((0, 50_000)))
+    truth = judged(synthetic_scores(rng, 50_000, apart, patches), np.zeros((0, 50_000)))
     hits = dict.fromkeys(FIGURES, 0)
     for number in range(samples):
         found = judged(
-            synthetic_scores(rng, patients, apart), bootstrap_draws(patients, 1000, number)
+            synthetic_scores(rng, patients, apart, patches), bootstrap_draws(patients, 1000, number)
         ).intervals
         for name in FIGURES:
-            low, high = found.get(name, (-math.inf, math.inf))
+            low, high = found.get(name, (math.inf, -math.inf))
             hits[name] += low <= getattr(truth, name) <= high
     return {name: count / samples for name, count in hits.items()}
 
@@ -92,11 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=1000)
     samples = parser.parse_args().samples
-    print(f"| patients | true AUC | {' | '.join(FIGURES)} |")
-    for patients, apart in ((10, 1.2), (20, 1.2), (40, 1.2), (100, 1.2), (40, 2.5), (100, 2.5)):
-        shares = coverage(patients, apart, samples)
-        truth = norm.cdf(apart / math.sqrt(2))
-        print(f"| {patients} | {truth:.2f} | {' | '.join(f'{s:.3f}' for s in shares.values())} |")
+    print(f"| patches per patient | patients | true AUC | {' | '.join(FIGURES)} |")
+    for patches in (1, PATCHES):
+        for apart in (1.2, 2.5, 3.3):
+            for patients in (10, 20, 40, 100):
+                shares = coverage(patients, apart, samples, patches)
+                truth = norm.cdf(apart / math.sqrt(2))
+                cells = " | ".join(f"{share:.3f}" for share in shares.values())
+                print(f"| {patches} | {patients} | {truth:.2f} | {cells} |", flush=True)
     print("| patches | all metrics, ms per resample | scikit-learn, AUC only, ms |")
     for patients in (100, 1_000, 10_000, 100_000):
         ours, theirs = cost(patients, 5)

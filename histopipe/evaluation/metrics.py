@@ -4,33 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.calibration import (
+    Bin,
+    DecisionCurve,
+    Recalibration,
+    decision_curve,
+    recalibration,
+    reliability_of,
+)
+from histopipe.evaluation.intervals import intervals_of
 from histopipe.evaluation.predictions import Scores
-from histopipe.evaluation.statistics import Statistics, Values, sensitivity, specificity
+from histopipe.evaluation.statistics import (
+    Statistics,
+    Values,
+    certainty,
+    sensitivity,
+    specificity,
+)
 from histopipe.system.result import counted
 
 FIGURES = (
-    "auc", "balanced_accuracy", "accuracy", "f1", "sensitivity", "specificity", "brier", "log_loss",
+    "auc", "average_precision", "balanced_accuracy", "accuracy", "f1", "sensitivity", "specificity", "brier", "log_loss",
+    "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
-BINS = 10
-_TAIL = 0.025
 _MIN_PATIENTS = 10
 _MAX_UNDEFINED = 0.05
-
-
-class WeightedStatistics(Protocol):
-    """Metrics of predictions as functions of weights of the patients."""
-
-    patients: int
-
-    def figures(self, weights: Values) -> Mapping[str, Values]:
-        """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +46,9 @@ class ClassMetrics:
     auc: float | None
     sensitivity: float | None
     specificity: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Bin:
-    """Scores with a probability from `low` to `high`, for a reliability diagram.
-
-    `probability` is the mean probability, and `observed` the observed share; None if there is no score.
-    """
-
-    low: float
-    high: float
-    count: int
-    probability: float | None
-    observed: float | None
+    average_precision: float | None = None
+    calibration_intercept: float | None = None
+    calibration_slope: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +64,8 @@ class Metrics:
         f1, sensitivity, specificity: of the positive class; for more than two classes, the mean of those that occur.
         brier: mean squared error of the probability of the positive class; for more than two classes, summed over classes.
         log_loss: mean of -ln of the probability of the true class.
-        calibration_error: mean difference between probability and observed share, over the bins of `reliability`.
+        calibration_error: expected calibration error: mean difference between probability and observed share, over the
+            bins of `reliability`.
         threshold: lowest probability for which the positive class of two is decided; None if the most probable class is
             decided, or if several thresholds were used.
         intervals: 95 % confidence intervals by metric, from resampling patients; only where defined.
@@ -78,6 +73,10 @@ class Metrics:
         classes: metrics by class name.
         reliability: bins of the probability of the positive class; for more than two classes, of the most probable one.
         notes: remarks on the metrics.
+        average_precision: area under the precision-recall curve, as a sum over its steps; for more than two classes,
+            the mean of each class against the rest.
+        calibration_intercept, calibration_slope: see `Recalibration`; of the positive class of two.
+        decision_curve: net benefit of the positive class of two.
     """
 
     count: int
@@ -97,6 +96,11 @@ class Metrics:
     classes: Mapping[str, ClassMetrics]
     reliability: tuple[Bin, ...]
     notes: tuple[str, ...]
+    # Not in metrics of earlier versions.
+    average_precision: float | None = None
+    calibration_intercept: float | None = None
+    calibration_slope: float | None = None
+    decision_curve: DecisionCurve | None = None
 
     @property
     def figures(self) -> dict[str, float | None]:
@@ -114,13 +118,18 @@ class Metrics:
         Raises:
             KeyError, TypeError: the value has the wrong form.
         """
-        parts = {
+        parts: dict[str, Any] = {
             "intervals": {name: tuple(ends) for name, ends in value["intervals"].items()},
             "confusion": tuple(map(tuple, value["confusion"])),
             "classes": {name: ClassMetrics(**fields) for name, fields in value["classes"].items()},
             "reliability": tuple(Bin(**fields) for fields in value["reliability"]),
             "notes": tuple(value["notes"]),
         }
+        curve = value.get("decision_curve")
+        if curve is not None:
+            parts["decision_curve"] = DecisionCurve(
+                **{name: tuple(it) for name, it in curve.items()}
+            )
         return cls(**{**value, **parts})
 
 
@@ -147,53 +156,35 @@ def metrics_of(
     `positive` is None for more than two classes. `threshold` is one for all scores, or one per score. `draws` are from
     `bootstrap_draws`.
     """
-    statistics = Statistics(scores, decide(scores, positive, threshold), positive)
+    decided = decide(scores, positive, threshold)
+    statistics = Statistics(scores, decided, positive)
     weights = np.ones((1, statistics.patients))
     figures = {name: _known(values[0]) for name, values in statistics.figures(weights).items()}
     patients = len(np.unique(scores.patient))
     intervals, undefined = intervals_of(statistics, draws[:, : statistics.patients], patients)
-    reliability = _reliability(scores, positive)
+    recalibrated = [recalibration_of(scores, number) for number in range(len(classes))]
+    curve = None
+    if positive is not None:
+        own = recalibrated[positive]
+        figures |= {"calibration_intercept": own.intercept, "calibration_slope": own.slope}
+        if intervals:
+            intervals |= own.intervals
+        curve = decision_curve(scores.probability[:, positive], scores.label == positive)
     remarks = [*notes, *_notes(scores, classes, patients if len(draws) else None, undefined)]
     return Metrics(
         count=len(scores.label), patients=patients, **figures,
-        calibration_error=_calibration_error(reliability),
         threshold=float(threshold) if isinstance(threshold, int | float) else None,
         intervals={name: ends for name, ends in intervals.items() if figures[name] is not None},
         confusion=tuple(map(tuple, statistics.confusion(weights)[0].astype(int).tolist())),
-        classes=_by_class(statistics, classes, weights), reliability=reliability, notes=tuple(remarks),
+        classes=_by_class(statistics, classes, weights, recalibrated),
+        reliability=reliability_of(*certainty(scores, positive)), notes=tuple(remarks),
+        decision_curve=curve,
     )  # fmt: skip
 
 
-def interval_of(values: Values, patients: int) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
-
-    Plain percentiles are too narrow for few patients, so they are expanded as a t interval expands a normal one.
-    Undefined values are NaN. There must be at least two patients.
-
-    Source:
-        T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded percentile".
-    """
-    # Imported late, so that `--help` is fast. `scipy.stats` has the same functions, but takes 0.6 s to load.
-    from scipy.special import ndtr, stdtrit
-
-    defined = values[np.isfinite(values)]
-    if 2 * len(defined) < len(values) or not len(defined):
-        return None
-    width = math.sqrt(patients / (patients - 1)) * stdtrit(patients - 1, 1 - _TAIL)
-    low, high = np.quantile(defined, [ndtr(-width), ndtr(width)])
-    return float(low), float(high)
-
-
-def intervals_of(
-    statistics: WeightedStatistics, draws: NDArray[np.float64], patients: int
-) -> tuple[dict[str, tuple[float, float]], float]:
-    """Return intervals by metric, and the largest share of resamples for which a metric is undefined."""
-    if not len(draws) or patients < 2:
-        return {}, 0.0
-    figures = statistics.figures(draws)
-    ends = {name: interval_of(values, patients) for name, values in figures.items()}
-    undefined = max(float(np.isnan(values).mean()) for values in figures.values())
-    return {name: interval for name, interval in ends.items() if interval is not None}, undefined
+def recalibration_of(scores: Scores, number: int) -> Recalibration:
+    """Return intercept and slope of the probability of a class."""
+    return recalibration(scores.probability[:, number], scores.label == number, scores.patient)
 
 
 def _notes(
@@ -213,46 +204,22 @@ def _notes(
 
 
 def _by_class(
-    statistics: Statistics, classes: tuple[str, ...], weights: Values
+    statistics: Statistics,
+    classes: tuple[str, ...],
+    weights: Values,
+    recalibrated: Sequence[Recalibration],
 ) -> dict[str, ClassMetrics]:
-    confusion, areas = statistics.confusion(weights), statistics.areas(weights)[0]
+    confusion = statistics.confusion(weights)
+    areas, precisions = (it[0] for it in statistics.areas(weights))
     sensitivities, specificities = sensitivity(confusion)[0], specificity(confusion)[0]
     counts = confusion[0].sum(axis=1).astype(int).tolist()
-    return {
-        name: ClassMetrics(
-            counts[i], _known(areas[i]), _known(sensitivities[i]), _known(specificities[i])
-        )
-        for i, name in enumerate(classes)
-    }
-
-
-def _reliability(scores: Scores, positive: int | None) -> tuple[Bin, ...]:
-    if positive is None:
-        probability = scores.probability.max(axis=1)
-        positives = scores.probability.argmax(axis=1) == scores.label
-    else:
-        probability, positives = scores.probability[:, positive], scores.label == positive
-    bin_number = np.minimum((probability * BINS).astype(int), BINS - 1)
-    bins = []
-    for number in range(BINS):
-        in_bin = bin_number == number
-        count = int(in_bin.sum())
-        means = (
-            (float(probability[in_bin].mean()), float(positives[in_bin].mean()))
-            if count
-            else (None, None)
-        )
-        bins.append(Bin(number / BINS, (number + 1) / BINS, count, *means))
-    return tuple(bins)
-
-
-def _calibration_error(reliability: tuple[Bin, ...]) -> float:
-    total = sum(bin_.count for bin_ in reliability)
-    return sum(
-        bin_.count * abs(bin_.probability - bin_.observed) / total
-        for bin_ in reliability
-        if bin_.probability is not None and bin_.observed is not None
-    )
+    found = {}
+    for i, name in enumerate(classes):
+        found[name] = ClassMetrics(
+            counts[i], _known(areas[i]), _known(sensitivities[i]), _known(specificities[i]),
+            _known(precisions[i]), recalibrated[i].intercept, recalibrated[i].slope,
+        )  # fmt: skip
+    return found
 
 
 def _known(value: float) -> float | None:

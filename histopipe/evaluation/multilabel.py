@@ -7,12 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.intervals import Interval, mean_interval
 from histopipe.evaluation.predictions import Scores
 from histopipe.evaluation.statistics import Statistics
 
 Weights = NDArray[np.float64]
 Values = NDArray[np.float64]
-FIGURES = ("auc", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier")
+FIGURES = (
+    "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier", "calibration_error",
+)  # fmt: skip
 
 
 class MultilabelStatistics:
@@ -54,6 +57,22 @@ class MultilabelStatistics:
         found = {name: np.mean([it[name] for it in each], axis=0) for name in FIGURES}
         for name, values in zip(self._names, each, strict=True):
             found |= {f"{figure}:{name}": values[figure] for figure in FIGURES}
+        return found
+
+    def better_intervals(self, weights: Weights) -> dict[str, Interval]:
+        """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
+        each = [
+            {} if label is None else label.better_intervals(weights[:, : label.patients])
+            for label in self._labels
+        ]
+        found = {}
+        for figure in FIGURES:
+            mean = mean_interval([it.get(figure) for it in each])
+            if mean is not None:
+                found[figure] = mean
+            for name, own in zip(self._names, each, strict=True):
+                if figure in own:
+                    found[f"{figure}:{name}"] = own[figure]
         return found
 
 

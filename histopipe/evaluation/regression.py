@@ -47,6 +47,10 @@ class RegressionStatistics:
             found |= {f"{figure}:{name}": value for figure, value in values.items()}
         return found
 
+    def better_intervals(self, weights: Weights) -> dict[str, tuple[float, float]]:
+        """Return nothing: all intervals are those of resamples."""
+        return {}
+
 
 class _Column:
     def __init__(self, target: Values, output: Values, patient: NDArray[np.int32]) -> None:

@@ -11,6 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.evaluation.calibration import BINS, bin_numbers
+from histopipe.evaluation.intervals import (
+    Interval,
+    auc_interval,
+    error_interval,
+    mean_interval,
+    share_interval,
+)
 from histopipe.evaluation.predictions import Scores
 
 Weights = NDArray[np.float64]
@@ -35,15 +43,25 @@ class _Curve:
         ties = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
         return cls(scores.patient[order], (scores.label == number)[order], ties)
 
-    def area(self, weights: NDArray[np.float64]) -> float:
-        """Return the area under the ROC curve for (P,) weights; ties count half."""
+    def areas(self, weights: NDArray[np.float64]) -> tuple[float, float]:
+        """Return the area under the ROC curve, where ties count half, and the average precision, for (P,) weights."""
         weight = weights[self.patient]
         positives = np.add.reduceat(weight * self.positive, self.ties)
         negatives = np.add.reduceat(weight * ~self.positive, self.ties)
         pairs = positives.sum() * negatives.sum()
-        return (
-            float(positives @ (np.cumsum(negatives) - negatives / 2) / pairs) if pairs else np.nan
-        )
+        if not pairs:
+            return np.nan, np.nan
+        area = positives @ (np.cumsum(negatives) - negatives / 2) / pairs
+        true, false = (np.cumsum(it[::-1])[::-1] for it in (positives, negatives))
+        precision = np.divide(true, true + false, out=np.zeros_like(true), where=true > 0)
+        return float(area), float(positives @ precision / positives.sum())
+
+
+def certainty(scores: Scores, positive: int | None) -> tuple[Values, NDArray[np.bool_]]:
+    """Return (N,) probabilities, and whether they came true: of the positive class, or else of the most probable one."""
+    if positive is not None:
+        return scores.probability[:, positive], scores.label == positive
+    return scores.probability.max(axis=1), scores.probability.argmax(axis=1) == scores.label
 
 
 class Statistics:
@@ -55,6 +73,7 @@ class Statistics:
 
     def __init__(self, scores: Scores, decided: NDArray[np.intp], positive: int | None) -> None:
         self.positive = positive
+        self._scores, self._decided = scores, decided
         count, classes = scores.probability.shape
         self.patients = int(scores.patient.max()) + 1
         cell = (scores.patient * classes + scores.label) * classes + decided
@@ -68,6 +87,12 @@ class Statistics:
         self._sums = np.stack(
             [np.bincount(scores.patient, values, self.patients) for values in (brier, log_loss)]
         )
+        # (P, bins) number of scores, and sum of what probabilities exceed outcomes by.
+        probability, event = certainty(scores, positive)
+        place = scores.patient * BINS + bin_numbers(probability)
+        self._excess = np.bincount(place, probability - event, self.patients * BINS).reshape(
+            self.patients, BINS
+        )
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
         against_rest = np.flatnonzero(self._present & (occurs < count))
@@ -77,45 +102,68 @@ class Statistics:
         """Return (R, C, C) confusion matrices: rows are labels, columns decisions."""
         return np.asarray(np.einsum("rp,pld->rld", weights, self._confusion), np.float64)
 
-    def areas(self, weights: Weights) -> Values:
-        """Return (R, C) areas under the ROC curve of each class against the rest; NaN if undefined."""
-        areas = np.full((len(weights), self._confusion.shape[1]), np.nan)
+    def areas(self, weights: Weights) -> tuple[Values, Values]:
+        """Return (R, C) areas under the ROC curve of each class against the rest, and average precision; NaN if undefined."""
+        found = np.full((2, len(weights), self._confusion.shape[1]), np.nan)
         for number, curve in self._curves.items():
-            areas[:, number] = [curve.area(row) for row in weights]
-        return areas
+            found[:, :, number] = np.array([curve.areas(row) for row in weights]).reshape(-1, 2).T
+        return found[0], found[1]
 
     def figures(self, weights: Weights) -> dict[str, Values]:
         """Return (R,) values of each metric; NaN if undefined."""
         confusion = self.confusion(weights)
+        areas, precisions = self._areas(weights)
+        counts = weights @ self._confusion.sum(axis=(1, 2))
         with np.errstate(invalid="ignore", divide="ignore"):
             return {
-                "auc": self._auc(weights),
+                "auc": areas,
+                "average_precision": precisions,
                 "accuracy": _correct(confusion).sum(axis=1) / confusion.sum(axis=(1, 2)),
                 # Classes that never occur are not counted. A class that is missing only from a resample gives NaN.
                 "balanced_accuracy": sensitivity(confusion)[:, self._present].mean(axis=1),
                 "f1": self._of_positive(_f1(confusion)),
                 "sensitivity": self._of_positive(sensitivity(confusion)),
                 "specificity": self._of_positive(specificity(confusion)),
-                "brier": self._mean(0, weights),
-                "log_loss": self._mean(1, weights),
+                "brier": weights @ self._sums[0] / counts,
+                "log_loss": weights @ self._sums[1] / counts,
+                "calibration_error": np.abs(weights @ self._excess).sum(axis=1) / counts,
             }
 
-    def _auc(self, weights: Weights) -> Values:
+    def better_intervals(self, weights: Weights) -> dict[str, Interval]:
+        """Return intervals of shares, of the area under the ROC curve, and of the expected calibration error.
+
+        Resamples are too much alike if nearly all decisions are right, or if there are few patients; those of the
+        calibration error are biased.
+        """
+        scores, decided, patient = self._scores, self._decided, self._scores.patient
+        right = decided == scores.label
+        numbers = [self.positive] if self.positive is not None else np.flatnonzero(self._present)
+        each: dict[str, list[Interval | None]] = {"auc": [], "sensitivity": [], "specificity": []}
+        for number in numbers:
+            own = scores.label == number
+            each["auc"].append(auc_interval(own, scores.probability[:, number], patient))
+            each["sensitivity"].append(share_interval(right[own], patient[own]))
+            each["specificity"].append(share_interval(decided[~own] != number, patient[~own]))
+        found = {name: mean_interval(intervals) for name, intervals in each.items()}
+        found["accuracy"] = share_interval(right, patient)
+        count = self._confusion.sum(axis=(1, 2))
+        if (count > 0).sum() > 1:
+            found["calibration_error"] = error_interval(self._excess, count, weights)
+        return {name: interval for name, interval in found.items() if interval is not None}
+
+    def _areas(self, weights: Weights) -> tuple[Values, Values]:
+        """Return (R,) areas and average precisions of the positive class, or their means over the classes."""
+        numbers = list(self._curves) if self.positive is None else [self.positive]
         if not self._curves:
-            return np.full(len(weights), np.nan)
-        if self.positive is not None:
-            return np.array([self._curves[self.positive].area(row) for row in weights])
-        return np.asarray(self.areas(weights)[:, list(self._curves)].mean(axis=1), np.float64)
+            return np.full(len(weights), np.nan), np.full(len(weights), np.nan)
+        areas, precisions = (it[:, numbers].mean(axis=1) for it in self.areas(weights))
+        return areas, precisions
 
     def _of_positive(self, by_class: Values) -> Values:
         """Return values of the positive class; for more than two classes, the mean over those that occur."""
         if self.positive is not None:
             return by_class[:, self.positive]
         return np.asarray(by_class[:, self._present].mean(axis=1), np.float64)
-
-    def _mean(self, which: int, weights: Weights) -> Values:
-        counts = self._confusion.sum(axis=(1, 2))
-        return np.asarray(weights @ self._sums[which] / (weights @ counts), np.float64)
 
 
 def _correct(confusion: Values) -> Values:
@@ -148,7 +196,7 @@ def area_under_roc(label: NDArray[np.int32], probability: NDArray[np.float32]) -
         return None
     one = np.zeros(len(label), np.int32)
     scores = Scores(label, probability.astype(np.float64), one, one.astype(np.int64))
-    areas = Statistics(scores, one.astype(np.intp), None).areas(np.ones((1, 1)))[0]
+    areas = Statistics(scores, one.astype(np.intp), None).areas(np.ones((1, 1)))[0][0]
     areas = areas[np.isfinite(areas)]
     return float(areas.mean()) if len(areas) >= 2 else None
 

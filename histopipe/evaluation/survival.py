@@ -62,6 +62,10 @@ class SurvivalStatistics:
         found["brier"] = self._brier(rows, censoring, inside)
         return found
 
+    def better_intervals(self, weights: Weights) -> dict[str, tuple[float, float]]:
+        """Return nothing: all intervals are those of resamples."""
+        return {}
+
     def _product(self, rows: Weights, lost: NDArray[np.bool_], first: NDArray[np.bool_]) -> Values:
         """Return the (R, K) Kaplan-Meier product at each unique time, of events `lost`, after those of `first`."""
         starts = np.searchsorted(self._time, self._unique)

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.options import TaskName
 from histopipe.errors import MachineShort
+from histopipe.evaluation.intervals import WeightedStatistics, intervals_of
 from histopipe.evaluation.levels import Aggregation, Level, levels_of, name_of
-from histopipe.evaluation.metrics import WeightedStatistics, intervals_of
 from histopipe.evaluation.multilabel import MultilabelStatistics, label_scores
 from histopipe.evaluation.regression import RegressionStatistics
 from histopipe.evaluation.survival import SurvivalStatistics

@@ -18,7 +18,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from histopipe.evaluation.metrics import Bin
+from histopipe.evaluation.calibration import Bin
 from histopipe.evaluation.statistics import Roc
 from histopipe.evaluation.target_metrics import RiskGroup
 from histopipe.system.files import appearing

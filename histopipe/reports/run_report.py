@@ -9,9 +9,10 @@ from pathlib import Path
 
 from histopipe.dataset.options import SIDES, Side
 from histopipe.evaluation import table
+from histopipe.evaluation.calibration import Bin
 from histopipe.evaluation.evaluate import AnyMetrics, Evaluation, positive_class
 from histopipe.evaluation.levels import Level
-from histopipe.evaluation.metrics import Bin, Metrics
+from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.predictions import scores_of
 from histopipe.evaluation.statistics import roc_of
 from histopipe.reports import charts

@@ -18,8 +18,9 @@ from histopipe.evaluation.evaluate import (
     positive_class,
     target_parts,
 )
+from histopipe.evaluation.intervals import WeightedStatistics, interval_of
 from histopipe.evaluation.levels import Aggregation, Level
-from histopipe.evaluation.metrics import WeightedStatistics, decide, interval_of
+from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.statistics import Statistics
 from histopipe.evaluation.target_metrics import joined_targets, target_statistics

@@ -1,0 +1,231 @@
+"""95 % confidence intervals: from resampled patients, and score intervals of shares and of the area under the ROC curve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[np.float64]
+Interval = tuple[float, float]
+
+_TAIL = 0.025
+_NORMAL = 1.959963984540054
+"""97.5 % quantile of the normal distribution."""
+_HALVINGS = 60
+_FACTORS = np.concatenate([np.linspace(0, 1, 41), np.linspace(1.05, 4, 60)])
+
+
+class WeightedStatistics(Protocol):
+    """Metrics of predictions as functions of weights of the patients."""
+
+    patients: int
+
+    def figures(self, weights: Values) -> Mapping[str, Values]:
+        """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
+
+    def better_intervals(self, weights: Values) -> Mapping[str, Interval]:
+        """Return the intervals of metrics for which there are better ones than the quantiles of their resamples."""
+
+
+def interval_of(values: Values, patients: int) -> Interval | None:
+    """Return the 95 % confidence interval from values of resamples; None if fewer than half of them are defined.
+
+    Plain percentiles are too narrow for few patients, so they are expanded as a t interval expands a normal one.
+    Undefined values are NaN. There must be at least two patients.
+
+    Source:
+        T. Hesterberg, What teachers should know about the bootstrap, The American Statistician 69 (2015), "expanded percentile".
+    """
+    # Imported late, so that `--help` is fast. `scipy.stats` has the same functions, but takes 0.6 s to load.
+    from scipy.special import ndtr
+
+    defined = values[np.isfinite(values)]
+    if 2 * len(defined) < len(values) or not len(defined):
+        return None
+    width = math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1)
+    low, high = np.quantile(defined, [ndtr(-width), ndtr(width)])
+    return float(low), float(high)
+
+
+def intervals_of(
+    statistics: WeightedStatistics, draws: Values, patients: int
+) -> tuple[dict[str, Interval], float]:
+    """Return intervals by metric, and the largest share of resamples for which a metric is undefined.
+
+    A metric has no interval if it is the same in all resamples, which would not show its uncertainty.
+    """
+    if not len(draws) or patients < 2:
+        return {}, 0.0
+    figures = statistics.figures(draws)
+    found = {name: interval_of(values, patients) for name, values in figures.items()}
+    undefined = max(float(np.isnan(values).mean()) for values in figures.values())
+    varied = {name: it for name, it in found.items() if it is not None and it[0] < it[1]}
+    return varied | dict(statistics.better_intervals(draws)), undefined
+
+
+def mean_interval(each: Sequence[Interval | None]) -> Interval | None:
+    """Return the means of the ends, an interval of the mean that is wide enough if the values depend on each other.
+
+    None if an interval is unknown.
+    """
+    known = [it for it in each if it is not None]
+    if not known or len(known) < len(each):
+        return None
+    low, high = np.mean(known, axis=0)
+    return float(low), float(high)
+
+
+def t_quantile(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t distribution."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - _TAIL))
+
+
+def error_interval(excess: Values, count: Values, weights: Values) -> Interval:
+    """Return the interval of the expected calibration error, a sum of absolute values, which noise only makes larger.
+
+    It holds the errors for which the found error is plausible: those of `excess` times a factor, with the noise of the
+    resamples added.
+
+    Args:
+        excess: (P, B) sum by patient and bin of what probabilities exceed outcomes by.
+        count: (P,) number of items of each patient.
+        weights: (R, P) of resamples, of at least two patients.
+    """
+    patients = int((count > 0).sum())
+    mean = excess.sum(axis=0) / count.sum()
+    noise = (weights @ excess) / (weights @ count)[:, None] - mean
+    noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / _NORMAL
+    found = float(np.abs(mean).sum())
+    plausible = []
+    for factor in _FACTORS:
+        low, high = np.quantile(np.abs(factor * mean + noise).sum(axis=1), [_TAIL, 1 - _TAIL])
+        if low <= found <= high:
+            plausible.append(float(factor) * found)
+    return (plausible[0], plausible[-1]) if plausible else (0.0, found)
+
+
+def share_interval(right: NDArray[np.bool_], patient: NDArray[np.int32]) -> Interval | None:
+    """Return the interval of a share, such as a sensitivity, from (N,) decisions of (N,) patients.
+
+    This is the score interval, with the number of patients, and the variance between patients if they have several
+    items. It is informative if all decisions are right.
+
+    Source:
+        E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
+    """
+    patients = len(np.unique(patient))
+    if patients < 2:
+        return None
+    share = float(right.mean())
+    error = np.bincount(patient, right - share)
+    variance = patients / (patients - 1) * float((error**2).sum()) / len(right) ** 2
+
+    def binomial(value: float) -> float:
+        return value * (1 - value) / patients
+
+    several = len(right) > patients
+    return _score_interval(share, binomial, variance, patients, patients, several=several)
+
+
+def auc_interval(
+    positive: NDArray[np.bool_], score: Values, patient: NDArray[np.int32]
+) -> Interval | None:
+    """Return the interval of the area under the ROC curve, for (N,) labels, scores and patients.
+
+    This is a score interval: it holds the areas whose own variance, for these numbers of patients, makes the found area
+    plausible. So it is informative for an area of 1. If patients have several items, the variance is scaled to that of
+    DeLong's method for clusters. Few patients cannot show that their items are independent, so the scale is shrunk
+    towards 1.
+
+    Source:
+        R. G. Newcombe, Confidence intervals for an effect size measure based on the Mann-Whitney statistic, part 2,
+        Statistics in Medicine 25 (2006), method 5; N. A. Obuchowski, Nonparametric analysis of clustered ROC curve data,
+        Biometrics 53 (1997).
+    """
+    of_class = [len(np.unique(patient[rows])) for rows in (positive, ~positive)]
+    if min(of_class) < 2:
+        return None
+    area, variance = delong(positive, score, patient)
+    # The mean of both numbers of patients makes the interval that of the exchanged classes, mirrored.
+    others = sum(of_class) / 2 - 1
+
+    def exponential(value: float) -> float:
+        spread = 1 + others * ((1 - value) / (2 - value) + value / (1 + value))
+        return value * (1 - value) * spread / math.prod(of_class)
+
+    several = len(positive) > sum(of_class)
+    fewest, total = min(of_class), sum(of_class)
+    return _score_interval(area, exponential, variance, fewest, total - 1, several=several)
+
+
+def _score_interval(
+    estimate: float,
+    variance_at: Callable[[float], float],
+    variance: float,
+    fewest: int,
+    patients: int,
+    *,
+    several: bool,
+) -> Interval:
+    """Return the values v for which |v - estimate| is at most a quantile times the standard error at v.
+
+    If patients have several items, the variance is scaled to the found `variance`; see `auc_interval`.
+    """
+    quantile, scale = _NORMAL, 1.0
+    if several:
+        quantile = t_quantile(patients - 1)
+        expected = variance_at(estimate)
+        found = variance / expected if expected > 0 else 1.0
+        scale = found + max(0.0, 1 - found) / fewest
+
+    def end(limit: float) -> float:
+        inside, outside = estimate, limit
+        for _ in range(_HALVINGS):
+            middle = (inside + outside) / 2
+            if (middle - estimate) ** 2 <= quantile**2 * scale * variance_at(middle):
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    return end(0.0) if estimate > 0 else 0.0, end(1.0) if estimate < 1 else 1.0
+
+
+def delong(
+    positive: NDArray[np.bool_], score: Values, patient: NDArray[np.int32]
+) -> tuple[float, float]:
+    """Return the area under the ROC curve and its variance between patients, of at least two with each label.
+
+    Source:
+        E. R. DeLong et al., Comparing the areas under two or more correlated ROC curves, Biometrics 44 (1988), with the
+        variance of clusters of N. A. Obuchowski (1997).
+    """
+    ranks, own = _ranks(score), np.empty(len(score))
+    for rows in (positive, ~positive):
+        own[rows] = _ranks(score[rows])
+    # The share of the items of the other label that an item is on the right side of.
+    others = np.where(positive, (~positive).sum(), positive.sum())
+    placement = (ranks - own) / others
+    placement[~positive] = 1 - placement[~positive]
+    area = float(placement[positive].mean())
+    sums = [
+        np.bincount(patient[rows], placement[rows] - area, int(patient.max()) + 1) / rows.sum()
+        for rows in (positive, ~positive)
+    ]
+    patients = [len(np.unique(patient[rows])) for rows in (positive, ~positive)]
+    everyone = len(np.unique(patient))
+    own_parts = [n / (n - 1) * float(it @ it) for n, it in zip(patients, sums, strict=True)]
+    common = 2 * everyone / (everyone - 1) * float(sums[0] @ sums[1])
+    return area, max(sum(own_parts) + common, 0.0)
+
+
+def _ranks(values: Values) -> Values:
+    """Return ranks from 1; equal values have their mean rank."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return np.asarray((np.cumsum(counts) - (counts - 1) / 2)[place], np.float64)

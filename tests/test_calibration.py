@@ -1,0 +1,242 @@
+"""Intervals of areas and shares, calibration, average precision and net benefit, compared with published values and with
+scikit-learn."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from sklearn import metrics as sk
+from sklearn.linear_model import LogisticRegression
+
+from histopipe.evaluation.calibration import (
+    decision_curve,
+    fit_temperature,
+    recalibration,
+    tempered,
+)
+from histopipe.evaluation.intervals import auc_interval, delong, share_interval
+from histopipe.evaluation.metrics import Metrics, metrics_of
+from histopipe.evaluation.predictions import Scores
+from histopipe.evaluation.statistics import bootstrap_draws
+
+Floats = NDArray[np.float64]
+NO_DRAWS = np.zeros((0, 1))
+
+# J. A. Hanley and B. J. McNeil, Radiology 143 (1982), table 2: ratings 1 to 5 of 58 normal and 51 abnormal images.
+NORMAL, ABNORMAL = (33, 6, 6, 11, 2), (3, 2, 2, 11, 33)
+RATING = np.repeat(np.tile(np.arange(1.0, 6), 2), [*NORMAL, *ABNORMAL])
+ABNORMAL_ROWS = np.arange(109) >= 58
+EACH = np.arange(109, dtype=np.int32)
+
+
+def sample(
+    seed: int, patients: int = 30, items: int = 1
+) -> tuple[Floats, NDArray[np.bool_], NDArray[np.int32]]:
+    """Return probabilities, events and patients."""
+    rng = np.random.default_rng(seed)
+    patient = np.repeat(np.arange(patients, dtype=np.int32), items)
+    value = np.repeat(rng.normal(size=patients), items) + rng.normal(size=len(patient))
+    return 1 / (1 + np.exp(-value)), rng.random(len(value)) < 1 / (1 + np.exp(-value / 2)), patient
+
+
+def judged(
+    probability: Floats, event: NDArray[np.bool_], patient: NDArray[np.int32], resamples: int = 0
+) -> Metrics:
+    scores = Scores(
+        event.astype(np.int32), np.stack([1 - probability, probability], axis=1), patient,
+        np.arange(len(event)),
+    )  # fmt: skip
+    draws = bootstrap_draws(int(patient.max()) + 1, resamples, 1) if resamples else NO_DRAWS
+    return metrics_of(scores, ("n", "t"), positive=1, threshold=0.5, draws=draws)
+
+
+def test_area_and_error_equal_the_published_example() -> None:
+    area, variance = delong(ABNORMAL_ROWS, RATING, EACH)
+    assert area == pytest.approx(0.893, abs=5e-4)
+    # The example has 0.032, by a formula that assumes exponential distributions.
+    assert math.sqrt(variance) == pytest.approx(0.032, abs=2e-3)
+
+
+def test_score_interval_solves_its_equation() -> None:
+    """At both ends, the area is 1.96 standard errors away, by the formula of Hanley and McNeil with equal groups."""
+    interval = auc_interval(ABNORMAL_ROWS, RATING, EACH)
+    assert interval is not None
+    others = 109 / 2 - 1
+    area = sk.roc_auc_score(ABNORMAL_ROWS, RATING)
+    for end in interval:
+        q1, q2 = end / (2 - end), 2 * end**2 / (1 + end)
+        variance = (end * (1 - end) + others * (q1 + q2 - 2 * end**2)) / (58 * 51)
+        assert abs(area - end) == pytest.approx(1.95996 * math.sqrt(variance), rel=1e-4)
+
+
+@given(st.integers(0, 10_000))
+def test_delong_equals_its_definition(seed: int) -> None:
+    probability, event, patient = sample(seed, 12, 1)
+    score = np.round(probability, 1)  # with ties
+    if min(event.sum(), (~event).sum()) < 2:
+        return
+    pairs = (score[event][:, None] > score[~event]) + 0.5 * (score[event][:, None] == score[~event])
+    expected = (
+        pairs.mean(axis=1).var(ddof=1) / event.sum()
+        + pairs.mean(axis=0).var(ddof=1) / (~event).sum()
+    )
+    area, variance = delong(event, score, patient)
+    assert area == pytest.approx(pairs.mean())
+    assert variance == pytest.approx(expected, abs=1e-12)
+
+
+def test_copies_of_all_items_change_nothing() -> None:
+    """Ten equal items per patient have the information of one."""
+    probability, event, patient = sample(3, 40)
+    alone = delong(event, probability, patient)
+    event10, probability10, patient10 = event.repeat(10), probability.repeat(10), patient.repeat(10)
+    assert delong(event10, probability10, patient10) == pytest.approx(alone)
+    pooled = auc_interval(event10, probability10, patient10)
+    own = auc_interval(event, probability, patient)
+    assert pooled is not None
+    assert own is not None
+    assert pooled[1] - pooled[0] == pytest.approx(own[1] - own[0], rel=0.2)
+
+
+@pytest.mark.parametrize("items", [1, 5])
+def test_perfect_predictions_have_informative_intervals(items: int) -> None:
+    event = np.repeat(np.arange(20) % 2 == 1, items)
+    patient = np.repeat(np.arange(20, dtype=np.int32), items)
+    found = judged(np.where(event, 0.9, 0.2), event, patient, resamples=200)
+    assert found.auc == found.sensitivity == found.accuracy == found.average_precision == 1
+    for name, least in (
+        ("auc", 0.7),
+        ("sensitivity", 0.6),
+        ("specificity", 0.6),
+        ("accuracy", 0.7),
+    ):
+        low, high = found.intervals[name]
+        assert least < low < 0.95, name
+        assert high == 1
+    assert "average_precision" not in found.intervals
+    assert found.calibration_slope is None
+
+
+def test_share_interval_is_wilsons() -> None:
+    """The example of 81 of 263 of R. G. Newcombe, Statistics in Medicine 17 (1998), table 1."""
+    right = np.arange(263) < 81
+    found = share_interval(right, np.arange(263, dtype=np.int32))
+    assert found == pytest.approx((0.2553, 0.3662), abs=5e-5)
+
+
+@given(st.integers(0, 10_000))
+def test_average_precision_equals_scikit_learn(seed: int) -> None:
+    probability, event, patient = sample(seed)
+    probability = np.round(probability, 1)
+    expected = (
+        sk.average_precision_score(event, probability) if event.any() and not event.all() else None
+    )
+    found = judged(probability, event, patient)
+    assert found.average_precision == (None if expected is None else pytest.approx(expected))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_intercept_and_slope_equal_scikit_learn(seed: int) -> None:
+    probability, event, patient = sample(seed, 60, 3)
+    odds = np.log(probability / (1 - probability))
+    found = recalibration(probability, event, patient)
+    model = LogisticRegression(C=1e12, tol=1e-10, max_iter=1000).fit(odds[:, None], event)
+    assert found.slope == pytest.approx(model.coef_[0, 0], abs=1e-4)
+
+    def loss(intercept: Floats) -> float:
+        return float(np.logaddexp(0, np.where(event, -1, 1) * (odds + intercept[0])).sum())
+
+    assert found.intercept == pytest.approx(minimize(loss, [0.0]).x[0], abs=1e-4)
+
+
+def test_true_probabilities_are_calibrated() -> None:
+    rng = np.random.default_rng(1)
+    probability = rng.random(200_000)
+    event = rng.random(200_000) < probability
+    found = recalibration(probability, event, np.arange(200_000, dtype=np.int32))
+    assert found.slope == pytest.approx(1, abs=0.02)
+    assert found.intercept == pytest.approx(0, abs=0.02)
+    low, high = found.intervals["calibration_slope"]
+    assert low < 1 < high
+
+
+def test_wrong_calibration_is_found() -> None:
+    rng = np.random.default_rng(1)
+    odds = rng.normal(size=100_000)
+    event = rng.random(100_000) < 1 / (1 + np.exp(-(odds / 2 + 1)))
+    found = recalibration(1 / (1 + np.exp(-odds)), event, np.arange(100_000, dtype=np.int32))
+    assert found.slope == pytest.approx(0.5, abs=0.03)
+    assert found.intercept is not None
+    assert found.intercept > 0.8
+
+
+@pytest.mark.parametrize("exponent", [1.0, 2.0])
+def test_interval_of_the_calibration_error_holds_the_true_one(exponent: float) -> None:
+    """Expect 95 % of 60 samples, with three standard errors."""
+    rng = np.random.default_rng(2)
+
+    def drawn(patients: int) -> tuple[Floats, NDArray[np.bool_], NDArray[np.int32]]:
+        odds = rng.normal(size=patients) * 2
+        event = rng.random(patients) < 1 / (1 + np.exp(-odds / exponent))
+        return 1 / (1 + np.exp(-odds)), event, np.arange(patients, dtype=np.int32)
+
+    true = judged(*drawn(100_000)).calibration_error
+    assert true is not None
+    held = 0
+    for _ in range(60):
+        low, high = judged(*drawn(60), resamples=200).intervals["calibration_error"]
+        held += low - 1e-3 <= true <= high
+    assert 52 <= held
+
+
+def test_net_benefit_equals_manual_calculation() -> None:
+    """100 patients, 10 ill. At 10 %, 20 are treated, 8 of them ill: 8/100 - 12/100 · 0.1/0.9."""
+    probability = np.repeat([0.4, 0.4, 0.05, 0.05], [8, 12, 2, 78])
+    event = np.repeat([True, False, True, False], [8, 12, 2, 78])
+    curve = decision_curve(probability, event)
+    at = curve.probability.index(0.1)
+    assert curve.model[at] == pytest.approx(0.08 - 0.12 / 9)
+    assert curve.treat_all[at] == pytest.approx(0.1 - 0.9 / 9)
+    assert curve.model[curve.probability.index(0.5)] == 0
+
+
+def test_temperature_is_found_and_applied() -> None:
+    rng = np.random.default_rng(1)
+    odds = rng.normal(size=(20_000, 3)) * 2
+    truth = np.exp(odds) / np.exp(odds).sum(axis=1, keepdims=True)
+    label = (truth.cumsum(axis=1) < rng.random((20_000, 1))).sum(axis=1).astype(np.int32)
+    sharp = truth**3 / (truth**3).sum(axis=1, keepdims=True)
+    temperature = fit_temperature(sharp, label)
+    assert temperature == pytest.approx(3, rel=0.05)
+    assert tempered(sharp, 3.0) == pytest.approx(truth, abs=1e-6)
+    assert tempered(sharp, 1.0) == pytest.approx(sharp, abs=1e-6)
+
+
+def test_extreme_probabilities_stay_finite() -> None:
+    given = np.array([[0, 1], [1, 0], [1e-30, 1]], np.float32)
+    for temperature in (0.05, 1.0, 20.0):
+        found = tempered(given, temperature)
+        assert np.isfinite(found).all()
+        assert found.sum(axis=1) == pytest.approx(1)
+        assert found[0, 1] == found[0].max()
+    assert math.isfinite(fit_temperature(given, np.array([0, 0, 1], np.int32)))
+
+
+def test_json_holds_all_values() -> None:
+    found = judged(*sample(1, 40, 3), resamples=100)
+    assert Metrics.from_json(found.to_json()) == found
+    earlier = found.to_json()
+    for name in (
+        "average_precision",
+        "calibration_intercept",
+        "calibration_slope",
+        "decision_curve",
+    ):
+        del earlier[name]
+    assert Metrics.from_json(earlier).auc == found.auc
