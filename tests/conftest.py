@@ -377,7 +377,9 @@ def trained(made_store: Path, once: Once) -> Path:
     return (
         once(
             "trained",
-            lambda folder: succeed("train", made_store, "--epochs", 1, "--out", folder / "run"),
+            lambda folder: succeed(
+                "train", made_store, "--epochs", 1, "--calibrate", "--out", folder / "run"
+            ),
         )
         / "run"
     )

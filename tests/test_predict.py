@@ -20,11 +20,13 @@ from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.splits import SlideSplit, Splits, trained_on, write_splits
 from histopipe.errors import DamagedStore, HistopipeError, UsageError
 from histopipe.evaluation.predictions import PatchScores, joined_scores
+from histopipe.evaluation.temperature import tempered
 from histopipe.inference.classifier import PredictOptions
 from histopipe.inference.predict import predict
 from histopipe.inference.predictions_folder import PredictedSlide, PredictionsFolder
 from histopipe.inference.slide_run import SlideRun
 from histopipe.inference.slide_tiler import FileSource
+from histopipe.runs.result import read_result
 from histopipe.store.store import Store
 from histopipe.system.progress import default_progress
 from histopipe.tiling.spec import TilingSpec
@@ -63,6 +65,9 @@ def test_probabilities_equal_those_of_keras(
     import keras
 
     model = keras.models.load_model(trained / "model.keras")
+    calibration = read_result(trained).calibration
+    assert calibration is not None
+    temperature = calibration.temperature
     with Store(made_store) as store:
         for number in (0, 11):
             record = store.records[number]
@@ -75,7 +80,7 @@ def test_probabilities_equal_those_of_keras(
             assert len(rows) == len(row_of) == record.stored
             order = [row_of[int(row["x_l0"]), int(row["y_l0"])] for row in rows]
             images = np.stack([store.read(record.id, row) for row in order])
-            expected = model.predict(images, verbose=0)
+            expected = tempered(model.predict(images, verbose=0), temperature)
             found = np.array([[float(row["p_normal"]), float(row["p_tumour"])] for row in rows])
             assert np.allclose(found, expected, atol=1e-5)
             assert {row["label"] for row in rows} == {record.label}

@@ -66,7 +66,7 @@ def slide_model(made: Path, made_store: Path, tmp_path_factory: pytest.TempPathF
     embed(made_store, model="small-cnn", out=base / "features")
     succeed(
         "train", "--mil", base / "features", "--labels", made / "labels.csv", "--epochs", 3,
-        "--patience", 0, "--resamples", 20, "--fractions", "0.5,0.25,0.25", "--split-by", "slide",
+        "--calibrate", "--patience", 0, "--resamples", 20, "--fractions", "0.5,0.25,0.25", "--split-by", "slide",
         "--out", base / "run",
     )  # fmt: skip
     return Trained(made, made_store, base / "features", base / "run", made / "labels.csv")
@@ -129,7 +129,7 @@ def test_new_slides_are_added_and_changed_ones_computed_again(
         ("cox", ("--pooling", "dsmil", "--covariates", "age,MSI")),
         ("discrete", ("--pooling", "max")),
         ("regression", ("--pooling", "transformer")),
-        ("multilabel", ("--pooling", "mean", "--bag", "patient")),
+        ("multilabel", ("--pooling", "mean", "--bag", "patient", "--calibrate")),
     ],
 )
 def test_every_task_gives_the_predictions_of_the_run(

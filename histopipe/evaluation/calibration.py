@@ -1,8 +1,7 @@
-"""Calibration of probabilities: reliability, intercept and slope, net benefit, and temperature scaling."""
+"""Calibration of probabilities: reliability, intercept and slope; and their net benefit."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,6 @@ Values = NDArray[np.float64]
 BINS = 10
 _LIMIT = 1e-6
 """Probabilities are at least this far from 0 and 1, so that their log odds are finite."""
-_SMALLEST = 1e-30
 _STEPS = 50
 _NET_BENEFIT_AT = tuple(round(0.02 * step, 2) for step in range(1, 50))
 
@@ -157,30 +155,3 @@ def decision_curve(probability: Values, event: NDArray[np.bool_]) -> DecisionCur
         model.append(float((treated & event).mean() - (treated & ~event).mean() * odds))
         treat_all.append(float(event.mean() - (~event).mean() * odds))
     return DecisionCurve(_NET_BENEFIT_AT, tuple(model), tuple(treat_all))
-
-
-def fit_temperature(probability: NDArray[np.floating], label: NDArray[np.int32]) -> float:
-    """Return the temperature that minimises the log loss of (N, C) probabilities, from 0.05 to 20.
-
-    Values above 1 make probabilities less extreme; see `tempered`.
-
-    Source:
-        C. Guo et al., On calibration of modern neural networks, ICML (2017).
-    """
-    from scipy.optimize import minimize_scalar
-
-    rows = np.arange(len(label))
-
-    def loss(logarithm: float) -> float:
-        chosen = tempered(probability, math.exp(logarithm))[rows, label]
-        return float(-np.log(np.maximum(chosen, _SMALLEST)).mean())
-
-    found = minimize_scalar(loss, bounds=(math.log(0.05), math.log(20)), method="bounded")
-    return math.exp(float(found.x))
-
-
-def tempered(probability: NDArray[np.floating], temperature: float) -> Values:
-    """Return (N, C) probabilities whose logits are divided by a temperature."""
-    logits = np.log(np.maximum(probability.astype(np.float64), _SMALLEST)) / temperature
-    power = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return np.asarray(power / power.sum(axis=1, keepdims=True), np.float64)

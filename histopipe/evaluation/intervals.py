@@ -27,8 +27,13 @@ class WeightedStatistics(Protocol):
     def figures(self, weights: Values) -> Mapping[str, Values]:
         """Return (R,) values of each metric for (R, P) weights; NaN if undefined."""
 
-    def better_intervals(self, weights: Values) -> Mapping[str, Interval]:
-        """Return the intervals of metrics for which there are better ones than the quantiles of their resamples."""
+    def better_intervals(
+        self, weights: Values, figures: Mapping[str, Values]
+    ) -> Mapping[str, Interval]:
+        """Return the intervals of metrics for which there are better ones than the quantiles of their resamples.
+
+        `figures` is the result of `figures(weights)`.
+        """
 
 
 def interval_of(values: Values, patients: int) -> Interval | None:
@@ -64,7 +69,7 @@ def intervals_of(
     found = {name: interval_of(values, patients) for name, values in figures.items()}
     undefined = max(float(np.isnan(values).mean()) for values in figures.values())
     varied = {name: it for name, it in found.items() if it is not None and it[0] < it[1]}
-    return varied | dict(statistics.better_intervals(draws)), undefined
+    return varied | dict(statistics.better_intervals(draws, figures)), undefined
 
 
 def mean_interval(each: Sequence[Interval | None]) -> Interval | None:
@@ -84,6 +89,24 @@ def t_quantile(freedom: float) -> float:
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - _TAIL))
+
+
+def independent_mean_interval(
+    each: Sequence[tuple[float, Interval | None]],
+) -> Interval | None:
+    """Return the interval of the mean of independent values, from their intervals; None if one is unknown.
+
+    Source:
+        G. Y. Zou and A. Donner, Construction of confidence limits about effect measures, Statistics in Medicine 27 (2008).
+    """
+    known = np.array([(value, *ends) for value, ends in each if ends is not None])
+    if not len(known) or len(known) < len(each):
+        return None
+    value, low, high = known.T
+    below, above = (
+        math.sqrt(float((it**2).sum())) / len(known) for it in (value - low, high - value)
+    )
+    return max(float(value.mean()) - below, 0.0), min(float(value.mean()) + above, 1.0)
 
 
 def error_interval(excess: Values, count: Values, weights: Values) -> Interval:
@@ -195,6 +218,27 @@ def _score_interval(
         return inside
 
     return end(0.0) if estimate > 0 else 0.0, end(1.0) if estimate < 1 else 1.0
+
+
+def precision_interval(
+    estimate: float, resampled: Values, positives: int, *, several: bool
+) -> Interval:
+    """Return the interval of an average precision, as that of a share of the positive patients.
+
+    `several`: patients have several items. Then the variance is scaled to that of the (R,) `resampled` values.
+
+    Source:
+        K. Boyd et al., Area under the precision-recall curve: point estimates and confidence intervals, ECML PKDD (2013),
+        with a score interval instead of a logit interval, which does not exist at 1.
+    """
+    defined = resampled[np.isfinite(resampled)]
+
+    def binomial(value: float) -> float:
+        return value * (1 - value) / positives
+
+    return _score_interval(
+        estimate, binomial, float(defined.var()), positives, positives, several=several
+    )
 
 
 def delong(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,20 +59,24 @@ class MultilabelStatistics:
             found |= {f"{figure}:{name}": values[figure] for figure in FIGURES}
         return found
 
-    def better_intervals(self, weights: Weights) -> dict[str, Interval]:
+    def better_intervals(
+        self, weights: Weights, figures: Mapping[str, Values]
+    ) -> dict[str, Interval]:
         """Return intervals of each label, and of the means over the labels; see `Statistics.better_intervals`."""
-        each = [
-            {} if label is None else label.better_intervals(weights[:, : label.patients])
-            for label in self._labels
-        ]
+        each: list[Mapping[str, Interval]] = []
+        for name, label in zip(self._names, self._labels, strict=True):
+            own = {figure: figures[f"{figure}:{name}"] for figure in FIGURES}
+            each.append(
+                {} if label is None else label.better_intervals(weights[:, : label.patients], own)
+            )
         found = {}
         for figure in FIGURES:
             mean = mean_interval([it.get(figure) for it in each])
             if mean is not None:
                 found[figure] = mean
-            for name, own in zip(self._names, each, strict=True):
-                if figure in own:
-                    found[f"{figure}:{name}"] = own[figure]
+            for name, intervals in zip(self._names, each, strict=True):
+                if figure in intervals:
+                    found[f"{figure}:{name}"] = intervals[figure]
         return found
 
 

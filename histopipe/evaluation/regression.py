@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,7 +47,9 @@ class RegressionStatistics:
             found |= {f"{figure}:{name}": value for figure, value in values.items()}
         return found
 
-    def better_intervals(self, weights: Weights) -> dict[str, tuple[float, float]]:
+    def better_intervals(
+        self, weights: Weights, figures: Mapping[str, Values]
+    ) -> dict[str, tuple[float, float]]:
         """Return nothing: all intervals are those of resamples."""
         return {}
 

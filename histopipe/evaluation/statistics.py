@@ -6,6 +6,7 @@ metrics except the AUC are first summed by patient. Weights of 1 give the unweig
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,9 @@ from histopipe.evaluation.intervals import (
     Interval,
     auc_interval,
     error_interval,
+    independent_mean_interval,
     mean_interval,
+    precision_interval,
     share_interval,
 )
 from histopipe.evaluation.predictions import Scores
@@ -90,9 +93,8 @@ class Statistics:
         # (P, bins) number of scores, and sum of what probabilities exceed outcomes by.
         probability, event = certainty(scores, positive)
         place = scores.patient * BINS + bin_numbers(probability)
-        self._excess = np.bincount(place, probability - event, self.patients * BINS).reshape(
-            self.patients, BINS
-        )
+        excess = np.bincount(place, probability - event, self.patients * BINS)
+        self._excess = excess.reshape(self.patients, BINS).astype(np.float64)
         occurs = self._confusion.sum(axis=(0, 2))
         self._present = occurs > 0  # (C,) bool
         against_rest = np.flatnonzero(self._present & (occurs < count))
@@ -129,8 +131,10 @@ class Statistics:
                 "calibration_error": np.abs(weights @ self._excess).sum(axis=1) / counts,
             }
 
-    def better_intervals(self, weights: Weights) -> dict[str, Interval]:
-        """Return intervals of shares, of the area under the ROC curve, and of the expected calibration error.
+    def better_intervals(
+        self, weights: Weights, figures: Mapping[str, Values]
+    ) -> dict[str, Interval]:
+        """Return intervals of shares, areas under curves, and the expected calibration error.
 
         Resamples are too much alike if nearly all decisions are right, or if there are few patients; those of the
         calibration error are biased.
@@ -146,6 +150,19 @@ class Statistics:
             each["specificity"].append(share_interval(decided[~own] != number, patient[~own]))
         found = {name: mean_interval(intervals) for name, intervals in each.items()}
         found["accuracy"] = share_interval(right, patient)
+        found["balanced_accuracy"] = independent_mean_interval([
+            (float(right[own].mean()), share_interval(right[own], patient[own]))
+            for own in (scores.label == number for number in np.flatnonzero(self._present))
+        ])  # fmt: skip
+        if self.positive is not None and self.positive in self._curves:
+            own = scores.label == self.positive
+            _, precision = self._curves[self.positive].areas(np.ones(self.patients))
+            positives = len(np.unique(patient[own]))
+            if positives > 1:
+                found["average_precision"] = precision_interval(
+                    precision, figures["average_precision"], positives,
+                    several=len(patient) > len(np.unique(patient)),
+                )  # fmt: skip
         count = self._confusion.sum(axis=(1, 2))
         if (count > 0).sum() > 1:
             found["calibration_error"] = error_interval(self._excess, count, weights)

@@ -13,7 +13,7 @@ Results equal those of scikit-survival, with the censoring distribution of the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,9 @@ class SurvivalStatistics:
         found["brier"] = self._brier(rows, censoring, inside)
         return found
 
-    def better_intervals(self, weights: Weights) -> dict[str, tuple[float, float]]:
+    def better_intervals(
+        self, weights: Weights, figures: Mapping[str, Values]
+    ) -> dict[str, tuple[float, float]]:
         """Return nothing: all intervals are those of resamples."""
         return {}
 

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from histopipe.dataset.options import LabelsFrom, OnError
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import (
@@ -15,6 +18,7 @@ from histopipe.evaluation.evaluate import (
     mean_thresholds,
     thresholds_of,
 )
+from histopipe.evaluation.temperature import tempered
 from histopipe.inference.slide_run import Network
 from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
@@ -42,6 +46,15 @@ class Classifier:
     """Decision thresholds, chosen on the validation patches of the run; means of several models."""
     sha256: str
     """SHA-256 of the weights."""
+    temperatures: tuple[tuple[float, ...], ...] = ()
+    """Temperature of each model; empty if they are not calibrated."""
+
+    def calibrated(self, probability: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return (N, M, C) probabilities of the models with their temperatures."""
+        if not self.temperatures:
+            return probability
+        own = [tempered(probability[:, i], it) for i, it in enumerate(self.temperatures)]
+        return np.stack(own, axis=1).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +111,7 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
     )  # fmt: skip
     first, *others = own
     for other in others:
-        for name in ("classes", "spec", "patch_mpp", "stain_norm", "labels_from"):
+        for name in ("classes", "spec", "patch_mpp", "stain_norm", "labels_from", "calibrate"):
             if other[name] != first[name]:
                 raise UsageError(
                     f"{other['folder']}: {name}", found=other[name],
@@ -110,7 +123,7 @@ def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -
             folders[0], network.patch_size, first["spec"], first["patch_mpp"], first["stain_norm"]
         ),
         first["labels_from"], first["judging"], mean_thresholds([it["thresholds"] for it in own]),
-        network.sha256,
+        network.sha256, temperatures=tuple(it["temperature"] for it in own if it["temperature"]),
     )  # fmt: skip
 
 
@@ -128,5 +141,6 @@ def _without_network(folder: Path) -> dict[str, Any]:
         "folder": folder, "classes": tuple(metrics["classes"]), "spec": metrics.get("spec"),
         "patch_mpp": metrics.get("patch_mpp"), "stain_norm": config.stain_norm,
         "labels_from": config.labels_from, "judging": config.judging,
-        "thresholds": thresholds_of(result.metrics["validation"]),
+        "thresholds": thresholds_of(result.metrics["validation"]), "calibrate": config.calibrate,
+        "temperature": result.calibration.temperature if result.calibration else (),
     }  # fmt: skip

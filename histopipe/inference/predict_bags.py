@@ -17,6 +17,7 @@ from histopipe.dataset.splits import trained_on
 from histopipe.dataset.targets import Target, make_task
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.temperature import tempered
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import (
     feature_files,
@@ -78,12 +79,13 @@ class BagsPrediction:
         )  # fmt: skip
 
     def _record_settings(self) -> None:
-        first = self._first
+        first, temperatures = self._first, [list(model.temperature) for model in self.models]
         settings = {
             "histopipe": __version__, "run": str(first.folder), "task": first.task,
             "classes": list(first.classes), "targets": list(first.targets), "bag": first.config.bag,
             "sha256": [model.network.sha256 for model in self.models], "sources": self.features.kind,
             "tiling": dict(self.options.tiling),
+            **({"temperature": temperatures} if any(temperatures) else {}),
         }  # fmt: skip
         self.folder.record(settings)
 
@@ -174,7 +176,12 @@ class BagsPrediction:
                 path = self.folder.json(slide)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 shown.write(path)
-        return [it.output for it in results]
+        return [
+            tempered(it.output, model.temperature).astype(np.float32)
+            if model.temperature
+            else it.output
+            for it, model in zip(results, self.models, strict=True)
+        ]
 
     def _covariates(self, model: TrainedBags, bag: Bag) -> list[float] | None:
         if model.covariates is None:

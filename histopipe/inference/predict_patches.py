@@ -84,6 +84,7 @@ class PatchPrediction:
             "histopipe": __version__, "run": str(classifier.folder), "sha256": classifier.sha256,
             "classes": list(classifier.classes), "stain_norm": classifier.patches.stain_norm,
             "patch_size": classifier.patches.patch_size, **self.source.settings,
+            **({"temperature": [list(it) for it in classifier.temperatures]} if classifier.temperatures else {}),
         }  # fmt: skip
         self.folder.record(settings)
 
@@ -91,17 +92,19 @@ class PatchPrediction:
         self, slide: StoredSlide | TiledSlide, results: Iterator[Results]
     ) -> tuple[int, int]:
         """Write the predictions of a slide, sorted by row and column."""
-        found = list(results)
+        found, classifier = list(results), self.classifier
         predicted, thumbnail = self.source.current(slide.predicted()), slide.thumbnail
         probability = np.concatenate([part for part, _ in found])
         corners = np.concatenate([part for _, part in found])
         order = np.lexsort((corners[:, 0], corners[:, 1]))
         probability, corners = probability[order], corners[order].astype(np.int64)
         zeros = np.zeros(len(order), np.int32)
-        shape = (len(order), self.classifier.models, len(self.classifier.classes))
-        by_model = probability.reshape(shape)  # a slide may be without patches
+        shape = (len(order), classifier.models, len(classifier.classes))
+        by_model = classifier.calibrated(
+            probability.reshape(shape)
+        )  # a slide may be without patches
         scores = PatchScores(
-            self.classifier.classes, (predicted.slide,), (predicted.patient,), slide=zeros,
+            classifier.classes, (predicted.slide,), (predicted.patient,), slide=zeros,
             patient=zeros, x_l0=corners[:, 0], y_l0=corners[:, 1],
             label=self._labels(predicted, corners), probability=by_model.mean(axis=1),
         )  # fmt: skip

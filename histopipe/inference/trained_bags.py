@@ -38,6 +38,8 @@ class TrainedBags:
     """Record of the encoder of each feature set; None for those of other tools."""
     thresholds: Thresholds
     """Chosen on the validation bags."""
+    temperature: tuple[float, ...] = ()
+    """Of the probabilities; empty if they are not calibrated."""
 
     @property
     def task(self) -> TaskName:
@@ -102,6 +104,7 @@ def load_bags(folder: Path, *, devices: str) -> TrainedBags:
         return TrainedBags(
             folder, config, network, classes, targets, covariates, _encoders(metrics, config),
             thresholds_of(result.metrics["validation"]),
+            result.calibration.temperature if result.calibration else (),
         )  # fmt: skip
     except (KeyError, TypeError) as error:
         raise DamagedStore(

@@ -153,6 +153,10 @@ class TrainConfig:
         10, "Number of patches in a slide's top_k score.",
         group=EVALUATION, at_least=1, resume=True, search=False,
     )  # fmt: skip
+    calibrate: bool = setting(
+        False, "Fit a temperature to the validation predictions, so that probabilities are calibrated.",
+        group=EVALUATION, search=False,
+    )  # fmt: skip
     resamples: int = setting(
         1000, "Bootstrap resamples of the patients for 95 % intervals; 0: no intervals.",
         group=EVALUATION, at_least=0, resume=True, search=False,
@@ -271,7 +275,13 @@ class TrainConfig:
                 raise UsageError(
                     f"--{name.replace('_', '-')}", found=task, expected="--task classification"
                 )
+        self._check_probabilities(task)
+
+    def _check_probabilities(self, task: str) -> None:
+        """Check that no setting of probabilities is set for a task without them."""
         if self.task != "multilabel":
+            if self.calibrate:
+                raise UsageError("--calibrate", found=task, expected="a task with probabilities")
             for name in ("class_weights", "balance"):
                 if getattr(self, name) in ("balanced", "class"):
                     raise UsageError(

@@ -11,10 +11,11 @@ from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
+from histopipe.evaluation.temperature import Calibration
 from histopipe.system.files import read_json
 
 METRICS = "metrics.json"
-_BASELINE = "covariates_only"
+_BASELINE, _CALIBRATION = "covariates_only", "calibration"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -30,6 +31,7 @@ class TrainResult:
         host_bytes: peak memory of the process.
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
         covariates_only: metrics of a model of the covariates alone, by side; empty without covariates.
+        calibration: temperature of the probabilities; None without `calibrate`.
     """
 
     folder: Path
@@ -40,6 +42,7 @@ class TrainResult:
     host_bytes: int
     gpu_bytes: int | None
     covariates_only: Mapping[Side, Evaluation] = field(default_factory=dict)
+    calibration: Calibration | None = None
 
     def __repr__(self) -> str:
         main = {side: main_figure(it.finest) for side, it in self.metrics.items()}
@@ -53,6 +56,9 @@ class TrainResult:
         lines = split_lines(self.metrics)
         for side, evaluation in self.covariates_only.items():
             lines += evaluation_lines(f"covariates alone, {side}", evaluation)
+        if self.calibration is not None:
+            values = ", ".join(number(it, 2) for it in self.calibration.temperature)
+            lines.append(f"probabilities calibrated on validation: temperature {values}")
         return "\n".join([*lines, place])
 
     def to_json(self) -> dict[str, Any]:
@@ -66,6 +72,7 @@ class TrainResult:
             "gpu_bytes": self.gpu_bytes,
             **{side: evaluation.to_json() for side, evaluation in self.metrics.items()},
             **({_BASELINE: baseline} if baseline else {}),
+            **({_CALIBRATION: self.calibration.to_json()} if self.calibration else {}),
         }
 
 
@@ -88,8 +95,10 @@ def read_result(folder: Path) -> TrainResult:
         metrics = {side: Evaluation.from_json(value[side]) for side in SIDES if side in value}
         found = value.get(_BASELINE, {})
         baseline = {side: Evaluation.from_json(found[side]) for side in SIDES if side in found}
+        fitted = value.get(_CALIBRATION)
         return TrainResult(
             folder=folder, metrics=metrics, covariates_only=baseline,
+            calibration=None if fitted is None else Calibration.from_json(fitted),
             **{name: value[name] for name in names},
         )  # fmt: skip
     except FileNotFoundError as error:

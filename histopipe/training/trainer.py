@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
 from histopipe.evaluation.evaluate import Evaluation, judge, positive_class
+from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report
@@ -282,12 +283,16 @@ class Trainer:
         found = {side: self._predict(side, saving=False) for side in sides}
         self._problem.finish(lambda: self._predict("train", saving=False))
         scores = {side: self._problem.scores(predictions) for side, predictions in found.items()}
+        calibration = None
+        if self._config.calibrate:
+            scores, calibration = calibrated(scores, self._config.judging)
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history)
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
             judge(scores, self._config.judging), seconds=seconds + time.monotonic() - began,
             host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
+            calibration=calibration,
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))

@@ -1,0 +1,127 @@
+"""Temperature scaling: probabilities that are calibrated on validation data.
+
+Source:
+    C. Guo et al., On calibration of modern neural networks, ICML (2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.options import Side
+from histopipe.evaluation.evaluate import AnyScores, JudgeSettings, judge
+from histopipe.evaluation.predictions import PatchScores
+
+Values = NDArray[np.float64]
+_SMALLEST = 1e-30
+_RANGE = (0.05, 20.0)
+_CHANGED = (
+    "log_loss", "brier", "calibration_error", "calibration_intercept", "calibration_slope",
+)  # fmt: skip
+"""Metrics that a temperature changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Temperature scaling of a model.
+
+    Attributes:
+        temperature: one value for classes; one per label for several labels. Above 1: less extreme probabilities.
+        before: metrics without it, by side, level and metric; with several labels, their means.
+    """
+
+    temperature: tuple[float, ...]
+    before: Mapping[Side, Mapping[str, Mapping[str, float | None]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {"temperature": self.temperature, "before": self.before}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Calibration:
+        """Create it from the result of `to_json`."""
+        return cls(tuple(map(float, value["temperature"])), value["before"])
+
+
+def calibrated(
+    scores: Mapping[Side, AnyScores], settings: JudgeSettings
+) -> tuple[dict[Side, AnyScores], Calibration]:
+    """Return predictions with the temperature that is fitted to those of validation, and what it changes."""
+    temperature = fit_temperature(scores["validation"])
+    before = {
+        side: {
+            level: {name: metrics.figures[name] for name in _CHANGED if name in metrics.figures}
+            for level, metrics in evaluation.named()
+        }
+        for side, evaluation in judge(scores, replace(settings, resamples=0)).items()
+    }
+    scaled = {side: with_temperature(own, temperature) for side, own in scores.items()}
+    return scaled, Calibration(temperature, before)
+
+
+def fit_temperature(scores: AnyScores) -> tuple[float, ...]:
+    """Return the temperature that minimises the log loss of predictions, or one for each of several labels.
+
+    Predictions that are all right would be made certain. So the true class has a probability below 1, which depends on
+    the number of its patients, as in Platt's method.
+
+    Source:
+        J. Platt, Probabilistic outputs for support vector machines, Advances in Large Margin Classifiers (1999).
+    """
+    if isinstance(scores, PatchScores):
+        return (_fitted(scores.probability, scores.label, scores.patient),)
+    found = []
+    for label, output in zip(scores.target.T, scores.output.T, strict=True):
+        known = np.isfinite(label)
+        both = np.stack([1 - output[known], output[known]], axis=1)
+        found.append(_fitted(both, label[known].astype(np.int32), scores.patient[known]))
+    return tuple(found)
+
+
+def _fitted(
+    probability: NDArray[np.floating], label: NDArray[np.int32], patient: NDArray[np.int32]
+) -> float:
+    from scipy.optimize import minimize_scalar
+
+    classes = probability.shape[1]
+    of_class = np.array([len(np.unique(patient[label == number])) for number in range(classes)])
+    certain = ((of_class + 1) / (of_class + 2))[label]
+    target = np.repeat(((1 - certain) / (classes - 1))[:, None], classes, axis=1)
+    target[np.arange(len(label)), label] = certain
+
+    def loss(logarithm: float) -> float:
+        found = tempered(probability, (math.exp(logarithm),))
+        return float(-(target * np.log(np.maximum(found, _SMALLEST))).sum(axis=1).mean())
+
+    bounds = tuple(map(math.log, _RANGE))
+    return math.exp(float(minimize_scalar(loss, bounds=bounds, method="bounded").x))
+
+
+def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> Values:
+    """Return (..., C) probabilities whose logits are divided by a temperature, or (..., T) of labels by one each."""
+    own = probability.astype(np.float64)
+    if len(temperature) == own.shape[-1]:  # classes are two or more, with one temperature
+        both = np.stack([1 - own, own], axis=-1)
+        return _scaled(both, np.asarray(temperature)[:, None])[..., 1]
+    return _scaled(own, np.asarray(temperature))
+
+
+def _scaled(probability: Values, temperature: Values) -> Values:
+    logits = np.log(np.maximum(probability, _SMALLEST)) / temperature
+    power = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return np.asarray(power / power.sum(axis=-1, keepdims=True), np.float64)
+
+
+def with_temperature(scores: AnyScores, temperature: Sequence[float]) -> AnyScores:
+    """Return predictions with the probabilities of `tempered`."""
+    if isinstance(scores, PatchScores):
+        return replace(
+            scores, probability=tempered(scores.probability, temperature).astype(np.float32)
+        )
+    return replace(scores, output=tempered(scores.output, temperature).astype(np.float32))
