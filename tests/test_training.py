@@ -23,6 +23,7 @@ from histopipe.store.store import Store
 FILES = {
     "config.toml",
     "splits.json",
+    "slides.csv",
     "history.csv",
     "metrics.json",
     "model.keras",

@@ -54,10 +54,13 @@ class _Curve:
         pairs = positives.sum() * negatives.sum()
         if not pairs:
             return np.nan, np.nan
-        area = positives @ (np.cumsum(negatives) - negatives / 2) / pairs
-        true, false = (np.cumsum(it[::-1])[::-1] for it in (positives, negatives))
-        precision = np.divide(true, true + false, out=np.zeros_like(true), where=true > 0)
-        return float(area), float(positives @ precision / positives.sum())
+        below, true = np.cumsum(negatives), np.cumsum(positives)
+        area = positives @ (below - negatives / 2) / pairs
+        # Scores at or above each score.
+        true = true[-1] - true + positives
+        chosen = below[-1] - below + negatives + true
+        precision = positives * true / np.where(chosen > 0, chosen, 1)
+        return float(area), float(precision.sum() / positives.sum())
 
 
 def certainty(scores: Scores, positive: int | None) -> tuple[Values, NDArray[np.bool_]]:

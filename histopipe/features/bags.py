@@ -70,8 +70,8 @@ class BagSet:
     The files come from `histopipe embed`, CLAM or TRIDENT. With several folders, the first one decides the patches, and
     the features of the others are joined to them by position; see `histopipe.features.joined`. Labels come from a CSV
     file with the columns slide, label, and optionally patient and site; `allow_extra` ignores its rows that name no
-    slide. By default they are those that `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`.
-    Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
+    slide. By default they are those that `histopipe embed` recorded. `columns` and `with_label` as for `read_labels`;
+    `more_columns` may differ between the slides of a patient. Bags keep their `numbers`, by name, in existing splits; other bags get higher ones. `unlabelled` keeps slides
     without label, and does not compare the labels of a patient's slides.
 
     Raises:
@@ -91,6 +91,7 @@ class BagSet:
         bag: BagOf = "slide",
         labels: Path | None = None,
         columns: Sequence[str] = (),
+        more_columns: Sequence[str] = (),
         with_label: bool = True,
         allow_extra: bool = False,
         numbers: Mapping[str, int] | None = None,
@@ -105,14 +106,16 @@ class BagSet:
         rows = None
         if labels is not None:
             rows = read_labels(
-                labels, SlideNames(headers), columns=columns, with_label=with_label,
+                labels, SlideNames(headers), columns=(*columns, *more_columns), with_label=with_label,
                 allow_extra=allow_extra,
             )  # fmt: skip
-        labelled = _slide_labels(headers, rows)
+        self.label_source = "folder or import" if labels is None else "labels file"
+        self.slides = labelled = _slide_labels(headers, rows)
+        """Label, patient and site of each slide, also of those without label or patches."""
         labelled = {name: label for name, label in labelled.items() if name in parts}
         groups = {name: [name] for name in labelled}
         if bag == "patient":
-            groups = _by_patient(labelled, unlabelled=unlabelled)
+            groups = _by_patient(labelled, columns, unlabelled=unlabelled)
         contents = _contents(groups, headers)
         # Known bags keep their numbers, so that a new slide does not change them.
         known = numbers or {}
@@ -130,6 +133,11 @@ class BagSet:
         """Slides without patches."""
         ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
         self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
+
+    def rows_of(self, number: int, slide: str) -> int:
+        """Return the number of patches of a slide in a bag."""
+        bag = self.bags[number]
+        return bag.parts[bag.slides.index(slide)].rows
 
     def index(self, slide: int) -> Mapping[str, NDArray[Any]]:
         """Return the columns of a bag, with one row."""
@@ -188,18 +196,26 @@ def _contents(
     return {name: root(found[0]) if found else None for name, found in contents.items()}
 
 
-def _by_patient(labels: Mapping[str, SlideLabel], *, unlabelled: bool) -> dict[str, list[str]]:
+def _by_patient(
+    labels: Mapping[str, SlideLabel], columns: Sequence[str], *, unlabelled: bool
+) -> dict[str, list[str]]:
     """Return the labelled slides of each patient, or all slides.
 
-    All slides of a patient must have the same cells, and the same label except with `unlabelled`.
+    All slides of a patient must have the same cells in `columns`, and the same label except with `unlabelled`.
     """
     groups: dict[str, list[str]] = {}
     for name, label in labels.items():
-        if unlabelled or label.label or any(label.cells.values()):
+        if unlabelled or label.label or any(map(label.cells.get, columns)):
             groups.setdefault(str(label.patient), []).append(name)
     for patient, slides in groups.items():
         own = [labels[slide] for slide in slides]
-        texts = [{**({} if unlabelled else {"labels": str(it.label)}), **it.cells} for it in own]
+        texts = [
+            {
+                **({} if unlabelled else {"labels": str(it.label)}),
+                **{name: it.cells.get(name, "") for name in columns},
+            }
+            for it in own
+        ]
         for column in texts[0]:
             found = sorted({text[column] or "empty" for text in texts})
             if len(found) > 1:

@@ -16,7 +16,7 @@ from PIL import Image
 from histopipe.errors import MachineShort, OutOfMemory, UsageError
 from histopipe.inference.slide_run import device_rows
 from histopipe.masks.network import is_colour
-from histopipe.runs.config import parse_devices
+from histopipe.runs.settings import parse_devices
 from histopipe.system.files import read_json
 
 _FILTERS = {

@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from histopipe.dataset.options import TaskName
+from histopipe.dataset.options import LOSSES, Loss, TaskName
 from histopipe.errors import UsageError
-from histopipe.runs.settings import check_settings, declared_settings, setting
+from histopipe.runs.settings import check_settings, declared_settings, parse_devices, setting
 
 if TYPE_CHECKING:
     from histopipe.evaluation.evaluate import JudgeSettings
 
 Precision = Literal["float32", "mixed_bfloat16", "mixed_float16", "float64"]
 
-Loss = Literal["auto", "huber", "squared", "cox", "discrete"]
-LOSSES: dict[str, tuple[Loss, ...]] = {
-    "classification": (), "multilabel": (), "regression": ("huber", "squared"),
-    "survival": ("cox", "discrete"),
-}  # fmt: skip
-"""Losses of each task; the first is the default."""
-
-_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
 DATA, SPLITS, MODEL = "Data", "Splits", "Model"
 OPTIMIZATION, SAMPLING = "Optimization", "Sampling and augmentation"
 EVALUATION, MACHINE, RUN = "Evaluation", "Devices and memory", "Run"
-
-
-def parse_devices(devices: str) -> re.Match[str]:
-    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
-
-    Raises:
-        UsageError: the value is malformed.
-    """
-    match = _DEVICES.fullmatch(devices)
-    if match is None:
-        raise UsageError(
-            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
-        )
-    return match
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +134,10 @@ class TrainConfig:
         False, "Fit a temperature to the validation predictions, so that probabilities are calibrated.",
         group=EVALUATION, search=False,
     )  # fmt: skip
+    subgroup: tuple[str, ...] = setting(
+        (), "Columns of --labels by which metrics are reported, numbers in steps: scanner,sex,age:10.",
+        group=EVALUATION, search=False,
+    )  # fmt: skip
     resamples: int = setting(
         1000, "Bootstrap resamples of the patients for 95 % intervals; 0: no intervals.",
         group=EVALUATION, at_least=0, resume=True, search=False,
@@ -207,6 +188,11 @@ class TrainConfig:
         from histopipe.evaluation.thresholds import check_rule
 
         check_rule(self.threshold)
+        if self.subgroup_columns and self.labels is None:
+            raise UsageError(
+                "--subgroup", found=f"{', '.join(self.subgroup_columns)}, but no --labels",
+                expected="a CSV file with these columns",
+            )  # fmt: skip
         self._check_together()
 
     def _check_together(self) -> None:
@@ -293,6 +279,13 @@ class TrainConfig:
     def target_columns(self) -> tuple[str, ...]:
         """Columns of the labels file with the target; empty for classification."""
         return (self.time, self.event) if self.time and self.event else self.target
+
+    @property
+    def subgroup_columns(self) -> tuple[str, ...]:
+        """Columns of the labels file for subgroups; empty if all are known without it, such as the site."""
+        from histopipe.evaluation.subgroups import labels_columns
+
+        return labels_columns(self.subgroup)
 
     @property
     def used_loss(self) -> str:

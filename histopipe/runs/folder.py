@@ -22,6 +22,7 @@ from histopipe.system.files import appearing, locked, read_json
 from histopipe.system.filesystems import is_full_disk
 
 CONFIG, SPLITS, HISTORY = "config.toml", "splits.json", "history.csv"
+SLIDES = "slides.csv"
 MODEL, PREDICTIONS = "model.keras", "predictions.csv"
 MEMORY = "memory.json"
 FOLD_SPLITS = "splits"

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
 from histopipe.evaluation.temperature import Calibration
@@ -32,6 +34,8 @@ class TrainResult:
         gpu_bytes: peak memory on all its GPUs; None without a GPU.
         covariates_only: metrics of a model of the covariates alone, by side; empty without covariates.
         calibration: temperature of the probabilities; None without `calibrate`.
+        breakdown: metrics of the test set, or else of validation, by subgroup; and the check for shortcuts.
+        flow: numbers of slides, patients and patches; empty in runs of earlier versions.
     """
 
     folder: Path
@@ -43,6 +47,8 @@ class TrainResult:
     gpu_bytes: int | None
     covariates_only: Mapping[Side, Evaluation] = field(default_factory=dict)
     calibration: Calibration | None = None
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    flow: Flow = field(default_factory=dict)
 
     def __repr__(self) -> str:
         main = {side: main_figure(it.finest) for side, it in self.metrics.items()}
@@ -59,6 +65,9 @@ class TrainResult:
         if self.calibration is not None:
             values = ", ".join(number(it, 2) for it in self.calibration.temperature)
             lines.append(f"probabilities calibrated on validation: temperature {values}")
+        shortcut = self.breakdown.shortcut
+        if shortcut is not None and shortcut.warning:
+            lines.append(f"warning: {shortcut}")
         return "\n".join([*lines, place])
 
     def to_json(self) -> dict[str, Any]:
@@ -72,6 +81,8 @@ class TrainResult:
             "gpu_bytes": self.gpu_bytes,
             **{side: evaluation.to_json() for side, evaluation in self.metrics.items()},
             **({_BASELINE: baseline} if baseline else {}),
+            "breakdown": self.breakdown.to_json(),
+            "flow": flow_to_json(self.flow),
             **({_CALIBRATION: self.calibration.to_json()} if self.calibration else {}),
         }
 
@@ -98,6 +109,8 @@ def read_result(folder: Path) -> TrainResult:
         fitted = value.get(_CALIBRATION)
         return TrainResult(
             folder=folder, metrics=metrics, covariates_only=baseline,
+            breakdown=Breakdown.from_json(value["breakdown"]) if "breakdown" in value else Breakdown(),
+            flow=flow_from_json(value.get("flow", {})),
             calibration=None if fitted is None else Calibration.from_json(fitted),
             **{name: value[name] for name in names},
         )  # fmt: skip

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
@@ -229,3 +230,20 @@ def to_toml(*groups: Any) -> str:
 def flag(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
+
+
+_DEVICES = re.compile(r"auto|cpu(:(?P<cpus>[1-9]\d*))?|gpu(:(?P<gpus>\d+(,\d+)*))?")
+
+
+def parse_devices(devices: str) -> re.Match[str]:
+    """Match a value of `--devices`. Group `cpus` is the number of CPUs, `gpus` the GPU numbers; None if not given.
+
+    Raises:
+        UsageError: the value is malformed.
+    """
+    match = _DEVICES.fullmatch(devices)
+    if match is None:
+        raise UsageError(
+            "--devices", found=repr(devices), expected="auto, cpu, cpu:N, gpu or gpu:0,1"
+        )
+    return match

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.labelling import Labelling, read_slide_labels
+from histopipe.dataset.participants import Participant, participants
 from histopipe.dataset.sample_table import SampleSource
 from histopipe.dataset.selection import store_paths
 from histopipe.dataset.splits import Splits, read_splits, recorded_numbers
 from histopipe.dataset.splitting import make_splits
 from histopipe.dataset.targets import make_task
 from histopipe.errors import UsageError
+from histopipe.features.bag_participants import bag_participants
 from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
 from histopipe.runs.config import TrainConfig
@@ -37,6 +39,7 @@ def opened_sources(
             bag=config.bag,
             labels=None if config.labels is None else Path(config.labels),
             columns=(*config.target_columns, *config.covariates),
+            more_columns=[it for it in config.subgroup_columns if it not in config.covariates],
             with_label=config.task == "classification",
             allow_extra=config.allow_extra_rows,
             numbers=None if splits is None else recorded_numbers(Path(splits)),
@@ -97,6 +100,18 @@ def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[Sam
             )  # fmt: skip
 
 
+def find_participants(
+    config: TrainConfig, sources: Sequence[SampleSource], splits: Splits
+) -> list[Participant]:
+    """Return all slides of the sources, each with its side or the reason of its exclusion."""
+    given = config.splits is not None
+    first = sources[0]
+    if isinstance(first, BagSet):
+        return bag_participants(first, splits, given_splits=given)
+    labelling = split_options(config, sources)["labelling"]
+    return participants(sources, splits, labelling, given_splits=given)
+
+
 def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[str, Any]:
     """Return the options of `make_splits` and `make_folds`. Bags already have labels, and are not split by region."""
     labelling, region_um = Labelling(), 1.0
@@ -104,7 +119,7 @@ def split_options(config: TrainConfig, sources: Sequence[SampleSource]) -> dict[
         labelling, region_um = config.labelling, config.region_um
         if config.labels is not None:
             labels = read_slide_labels(
-                config.labels, sources, columns=config.target_columns,
+                config.labels, sources, columns=(*config.target_columns, *config.subgroup_columns),
                 with_label=config.task == "classification", allow_extra=config.allow_extra_rows,
             )  # fmt: skip
             labelling = replace(labelling, labels=labels)

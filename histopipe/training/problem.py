@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from histopipe.dataset.options import SIDES, Side
+from histopipe.dataset.participants import Participant
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleSource, SampleTable, SlideValues
 from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
@@ -65,6 +66,8 @@ class Problem:
         )  # fmt: skip
         if config.task == "survival":
             require_lifelines()  # for the evaluation; not only after the training
+        self.participants: Sequence[Participant] = ()
+        """All slides of the sources, each with its side or the reason of its exclusion."""
         self.facts: Mapping[str, Any] = {}
         """Facts for users of the model, written to `metrics.json`."""
         self._settings, self._sources = config, sources

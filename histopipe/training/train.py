@@ -9,13 +9,14 @@ from pathlib import Path
 
 import tensorflow as tf
 
+from histopipe.dataset.participants import read_participants, write_participants
 from histopipe.dataset.splits import read_splits
 from histopipe.errors import MachineShort, OutOfMemory, WorkerLost
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.messages import Report, ReportedProgress, one_at_a_time
 from histopipe.runs.result import TrainResult
-from histopipe.runs.splits import new_splits, opened_sources
+from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.workers import HEARTBEATS, Cluster
 from histopipe.system.filesystems import is_full_disk
 from histopipe.system.progress import use_progress
@@ -58,6 +59,9 @@ def train_here(
             print_splits(splits, sources, problem.holders, config.unit)
         stack.enter_context(cluster.heartbeats(folder))
         stack.enter_context(_explained(cluster, folder))
+        recorded_slides = folder / run_folder.SLIDES
+        problem.participants = read_participants(recorded_slides) if resume else []
+        problem.participants = problem.participants or find_participants(config, sources, splits)
         trainer = Trainer(
             config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)
         )
@@ -66,6 +70,7 @@ def train_here(
             stack.enter_context(
                 run_folder.opened(folder, {run_folder.SPLITS: splits}, config, resume=resume)
             )
+            write_participants(recorded_slides, problem.participants)
         return trainer.train(resume=resume)
 
 

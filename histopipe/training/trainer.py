@@ -14,8 +14,10 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from histopipe.dataset.flow import count_by_side, flow_of
 from histopipe.dataset.options import Side
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
+from histopipe.evaluation.breakdown import break_down_sides
 from histopipe.evaluation.evaluate import Evaluation, judge, positive_class
 from histopipe.evaluation.temperature import calibrated
 from histopipe.runs import folder as run_folder
@@ -286,27 +288,31 @@ class Trainer:
         calibration = None
         if self._config.calibrate:
             scores, calibration = calibrated(scores, self._config.judging)
+        judged = judge(scores, self._config.judging)
+        splits, participants = self._problem.splits, self._problem.participants
+        skipped = sorted({*self._state.skipped, *self._loop.skipped})
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history)
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
-            judge(scores, self._config.judging), seconds=seconds + time.monotonic() - began,
+            judged, seconds=seconds + time.monotonic() - began,
             host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
-            calibration=calibration,
+            calibration=calibration, flow=flow_of(participants, count_by_side(splits, skipped)),
+            breakdown=break_down_sides(
+                scores, judged, participants, self._config.subgroup, self._config.judging
+            ),
         )  # fmt: skip
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))
-            skipped = len({*self._state.skipped, *self._loop.skipped})
             if skipped:
-                message(f"{skipped} damaged {self._config.unit} were skipped")
-            splits = self._problem.splits
+                message(f"{len(skipped)} damaged {self._config.unit} were skipped")
             facts = {
                 "classes": splits.classes,
                 **self._task_facts(),
                 "split_by": splits.split_by,
                 self._config.unit: splits.count(),
                 **self._problem.facts,
-                "skipped": skipped,
+                "skipped": len(skipped),
                 "replicas": self._step.strategy.num_replicas_in_sync,
                 "micro_batch": self._loop.micro_batch.size,
             }

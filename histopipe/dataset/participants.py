@@ -1,0 +1,241 @@
+"""Slides of a training, each with its side of the split or the reason of its exclusion: the file `slides.csv`.
+
+`dataset.flow` counts them.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.labelling import Labelling
+from histopipe.dataset.options import SIDES
+from histopipe.dataset.sample_table import SampleGroup, SampleSource
+from histopipe.dataset.splits import SlideSplit, Splits
+from histopipe.errors import DamagedStore
+from histopipe.slides.tables import SlideLabel
+from histopipe.store.record import SlideRecord, SlideState
+from histopipe.store.store import Store
+from histopipe.system.files import appearing
+
+_MEASURES = ("tissue", "focus", "pen", "dark")
+EXCLUDED = "excluded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Participant:
+    """A slide that was found.
+
+    Attributes:
+        slide: name as in `predictions.csv`.
+        label_source: "labels file", "folder or import", "annotation" or ""; where its label comes from.
+        status: "train", "validation", "test", several of them ("train and test"), or "excluded".
+        reason: why it is excluded.
+        copy_of: earlier slide with the same content. Both are used, on one side.
+        planned: patches of its grid; unreadable, no_class, filtered, left_out: those not used, by the first reason;
+            train, validation, test: those on each side.
+        route, jpeg_generations, reader, vendor, mpp: how its patches were read; see the slide record.
+            `jpeg_generations`: how often pixels were JPEG-encoded, including the slide itself.
+        tissue, focus, pen, dark: medians over its patches; empty if not measured.
+        cells: further columns of the labels file.
+    """
+
+    slide: str
+    patient: str
+    site: str = ""
+    label: str = ""
+    label_source: str = ""
+    store: str = ""
+    status: str = EXCLUDED
+    reason: str = ""
+    copy_of: str = ""
+    planned: int = 0
+    unreadable: int = 0
+    no_class: int = 0
+    filtered: int = 0
+    left_out: int = 0
+    train: int = 0
+    validation: int = 0
+    test: int = 0
+    route: str = ""
+    jpeg_generations: str = ""
+    reader: str = ""
+    vendor: str = ""
+    mpp: str = ""
+    tissue: str = ""
+    focus: str = ""
+    pen: str = ""
+    dark: str = ""
+    cells: Mapping[str, str] = field(default_factory=dict)
+
+    def value(self, column: str) -> str:
+        """Return the text in a column of `slides.csv`, or of the labels file; empty if it is missing."""
+        if column in self.cells:
+            return self.cells[column]
+        return str(getattr(self, column)) if column in COLUMNS else ""
+
+
+COLUMNS = tuple(it.name for it in fields(Participant) if it.name != "cells")
+"""Columns of `slides.csv` that are not from the labels file."""
+COUNTS = ("planned", "unreadable", "no_class", "filtered", "left_out", *SIDES)
+
+
+def participants(
+    sources: Sequence[SampleSource], splits: Splits, labelling: Labelling, *, given_splits: bool
+) -> list[Participant]:
+    """Return all slides of the sources. `given_splits`: the split comes from a file, which may lack slides."""
+    in_split = {(it.store, it.slide): it for it in splits.slides}
+    missing = (
+        "not in the given split" if given_splits else "no target" if splits.targets else "no label"
+    )
+    names = Counter(record.id for source in sources for record in source.records.values())
+    found: list[Participant] = []
+    for ordinal, source in enumerate(sources):
+        for number, record in source.records.items():
+            slide = in_split.get((ordinal, number))
+            name = record.id if names[record.id] == 1 else f"{record.id}@{source.uuid[:8]}"
+            own = _of_slide(source, number, slide, labelling, missing)
+            found.append(replace(own, slide=name, store=source.path.name))
+    return _with_copies(found, sources)
+
+
+def _of_slide(
+    source: SampleSource,
+    number: int,
+    split: SlideSplit | None,
+    labelling: Labelling,
+    missing: str,
+) -> Participant:
+    record = source.records[number]
+    given = None if labelling.labels is None else labelling.labels.get(record.id, SlideLabel(None))
+    patient = (given.patient if given else None) or record.patient or record.id
+    label = (record if given is None else given).label
+    label_source = "" if not label else "folder or import" if given is None else "labels file"
+    if split is not None:
+        label = split.label
+        label_source = "annotation" if split.labels is not None else label_source
+    facts: dict[str, Any] = {
+        "slide": record.id, "patient": patient, "label": label or "", "label_source": label_source,
+        "site": (given.site if given else None) or record.site or "", "planned": record.planned,
+        "cells": dict(given.cells) if given else {},
+    }  # fmt: skip
+    if isinstance(record, SlideRecord) and isinstance(source, Store):
+        facts |= _measured(source, number, record)
+    unreadable = record.planned - record.stored
+    reason = _reason(record, missing) if split is None else ""
+    if reason or split is None:
+        return Participant(**facts, unreadable=unreadable, reason=reason)
+    counts = _patch_counts(source, number, split, labelling, unreadable=unreadable > 0)
+    facts |= counts
+    sides = [side for side in SIDES if counts[side]]
+    if not sides:
+        most = max(COUNTS[1:5], key=counts.__getitem__)
+        reason = {
+            "unreadable": "no readable patch", "no_class": "no patch with a class",
+            "filtered": "all patches filtered out", "left_out": "left out by the split",
+        }[most]  # fmt: skip
+    return Participant(**facts, reason=reason, status=" and ".join(sides) or EXCLUDED)
+
+
+def _reason(record: SampleGroup, missing: str) -> str:
+    """Return why a slide without a side is excluded."""
+    state = getattr(record, "state", SlideState.COMPLETE)
+    if state is SlideState.FAILED:
+        return "ingest failed"
+    if state is not SlideState.COMPLETE:
+        return "not ingested"
+    if not record.planned:
+        return "no patches"
+    return missing if record.stored else "no readable patch"
+
+
+def _patch_counts(
+    source: SampleSource, number: int, split: SlideSplit, labelling: Labelling, *, unreadable: bool
+) -> dict[str, int]:
+    """Return the number of patches by side, or by the first reason why they are not used."""
+    dropped = split.sides < 0
+    counts: dict[str, int] = {side: len(split.on(side)) for side in SIDES}
+    index = source.index(number) if dropped.any() else {}
+    reasons: list[tuple[str, NDArray[np.bool_]]] = []
+    if unreadable and "length" in index:
+        reasons.append(("unreadable", index["length"] == 0))
+    if split.labels is not None:
+        reasons.append(("no_class", split.labels < 0))
+    if labelling.patch_filter.active and dropped.any():
+        fit = labelling.patch_filter.fit(index, where=f"slide {split.id}")
+        reasons.append(("filtered", ~fit))
+    rest = dropped
+    for name, rows in reasons:
+        counts[name] = int((rest & rows).sum())
+        rest = rest & ~rows
+    return {**dict.fromkeys(COUNTS[1:], 0), **counts, "left_out": int(rest.sum())}
+
+
+def _measured(store: Store, number: int, record: SlideRecord) -> dict[str, str]:
+    """Return how a slide was read, and the medians of its measures."""
+    if record.state is not SlideState.COMPLETE:
+        return {}
+    found = {name: getattr(record, name) or "" for name in ("route", "reader", "vendor")}
+    if record.route:
+        once_more = record.route != "copy" and store.spec.get("codec") != "png"
+        found["jpeg_generations"] = str(1 + once_more)
+    if record.mpp is not None:
+        found["mpp"] = f"{record.mpp:.4g}"
+    if record.planned:
+        index = store.index(number)
+        for name in _MEASURES:
+            values = index.get(name, np.empty(0))
+            known = values[np.isfinite(values)]
+            if len(known):
+                found[name] = f"{float(np.median(known)):.6g}"
+    return found
+
+
+def _with_copies(found: list[Participant], sources: Sequence[SampleSource]) -> list[Participant]:
+    contents = [record.content for source in sources for record in source.records.values()]
+    first: dict[str, str] = {}
+    return [
+        it
+        if content is None or first.setdefault(content, it.slide) == it.slide
+        else replace(it, copy_of=first[content])
+        for it, content in zip(found, contents, strict=True)
+    ]
+
+
+def write_participants(path: Path, slides: Iterable[Participant]) -> None:
+    """Write `slides.csv` by one rename."""
+    slides = list(slides)
+    more = list(dict.fromkeys(name for it in slides for name in it.cells))
+    with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*COLUMNS, *more])
+        writer.writerows([it.value(name) for name in (*COLUMNS, *more)] for it in slides)
+
+
+def read_participants(path: Path) -> list[Participant]:
+    """Read `slides.csv`; empty if there is none, as in runs of earlier versions.
+
+    Raises:
+        DamagedStore: the file is damaged.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(_rows(file))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        raise DamagedStore(f"{path} is damaged", found=repr(error)[:200]) from error
+
+
+def _rows(file: Iterable[str]) -> Iterator[Participant]:
+    for row in csv.DictReader(file):
+        known: dict[str, Any] = {name: row.pop(name) for name in COLUMNS}
+        known |= {name: int(known[name]) for name in COUNTS}
+        yield Participant(**known, cells=row)

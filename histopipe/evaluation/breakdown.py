@@ -1,0 +1,88 @@
+"""Metrics by subgroup, and the check for shortcuts, of the predictions of a run, a cross-validation or other slides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from histopipe.dataset.options import Side
+from histopipe.dataset.participants import EXCLUDED, Participant
+from histopipe.evaluation.evaluate import (
+    AnyScores,
+    Evaluation,
+    JudgeSettings,
+    Part,
+    thresholds_of,
+)
+from histopipe.evaluation.metrics import Metrics
+from histopipe.evaluation.shortcuts import ORIGIN, Shortcut, find_shortcut
+from histopipe.evaluation.subgroups import Subgroups, check_subgroup, subgroups
+
+QUALITY = ("tissue", "focus", "pen", "dark", "planned")
+"""Columns of `slides.csv` that describe the quality of slides."""
+AUTOMATIC = (*ORIGIN, "label_source", *QUALITY)
+"""Columns that always have subgroups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    """Metrics by subgroup, and how well the origin of slides predicts labels (None for tasks without classes)."""
+
+    subgroups: tuple[Subgroups, ...] = ()
+    shortcut: Shortcut | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict."""
+        return {
+            "subgroups": [it.to_json() for it in self.subgroups],
+            "shortcut": None if self.shortcut is None else self.shortcut.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Breakdown:
+        """Create it from the result of `to_json`. Raise KeyError or TypeError if the value has the wrong form."""
+        shortcut = value["shortcut"]
+        return cls(
+            tuple(Subgroups.from_json(it) for it in value["subgroups"]),
+            None if shortcut is None else Shortcut(**shortcut),
+        )
+
+
+def break_down_sides(
+    scores: Mapping[Side, AnyScores],
+    judged: Mapping[Side, Evaluation],
+    slides: Sequence[Participant],
+    wanted: Sequence[str],
+    settings: JudgeSettings,
+) -> Breakdown:
+    """Return the breakdown of the test set, or of validation if there is none. `judged` is the result of `judge`."""
+    side: Side = "test" if "test" in judged else "validation"
+    part = (scores[side], thresholds_of(judged[side]))
+    return break_down([part], judged[side], slides, wanted, settings)
+
+
+def break_down(
+    parts: Sequence[Part],
+    evaluation: Evaluation,
+    slides: Sequence[Participant],
+    wanted: Sequence[str],
+    settings: JudgeSettings,
+) -> Breakdown:
+    """Return the metrics of the predictions `parts` by subgroup, and the check for shortcuts.
+
+    Args:
+        parts: as for `evaluate`; `evaluation` is its result.
+        slides: all slides; those that are not excluded are the data in which a shortcut is searched.
+        wanted: values of `--subgroup`. Columns of `AUTOMATIC` are added.
+        settings: as for `evaluate`.
+    """
+    columns = dict.fromkeys(AUTOMATIC, None) | dict(map(check_subgroup, wanted))
+    used = [it for it in slides if it.status != EXCLUDED]
+    shortcut = None
+    if isinstance(evaluation.finest, Metrics):
+        highest = (
+            evaluation.patient.get("mean") or evaluation.slide.get("mean") or evaluation.finest
+        )
+        shortcut = find_shortcut(used, model_auc=highest.figures["auc"], seed=settings.seed)
+    return Breakdown(subgroups(parts, used, columns, settings), shortcut)

@@ -1,0 +1,244 @@
+"""Subgroups, the participant flow, and the search for shortcuts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from histopipe.dataset.flow import flow_from_json, flow_of, flow_to_json
+from histopipe.dataset.participants import Participant, read_participants, write_participants
+from histopipe.errors import UsageError
+from histopipe.evaluation.breakdown import Breakdown, break_down
+from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
+from histopipe.evaluation.predictions import PatchScores
+from histopipe.evaluation.shortcuts import find_shortcut
+from histopipe.evaluation.subgroups import check_subgroup, groups_of, subgroups
+
+CLASSES = ("n", "t")
+
+
+def cohort(
+    seed: int = 1, patients: int = 60, *, confounded: bool = False, slides: int = 1
+) -> tuple[Part, list[Participant]]:
+    """Return predictions of slides with a good model, and their slides, of three sites."""
+    rng = np.random.default_rng(seed)
+    label = rng.permutation(np.arange(patients) % 2).astype(np.int32)
+    site = label if confounded else rng.integers(0, 3, patients)
+    p = 1 / (1 + np.exp(-(2.5 * (label - 0.5) + rng.normal(size=patients))))
+    of_slide = np.repeat(np.arange(patients, dtype=np.int32), slides)
+    probability = np.stack([1 - p, p], axis=1)[of_slide].astype(np.float32)
+    count = patients * slides
+    scores = PatchScores(
+        CLASSES, tuple(f"s{i}" for i in range(count)), tuple(f"p{i}" for i in range(patients)),
+        np.arange(count, dtype=np.int32), of_slide, np.zeros(count, np.int64), np.zeros(count, np.int64),
+        label[of_slide], probability, "slide",
+    )  # fmt: skip
+    own = [
+        Participant(
+            slide=f"s{i}", patient=f"p{i // slides}", site=f"site {site[i // slides]}",
+            label=CLASSES[label[i // slides]], status="test", planned=10, test=10, route="copy",
+            cells={"age": str(40 + i // slides), "scanner": "ab"[i % 2]},
+        )
+        for i in range(count)
+    ]  # fmt: skip
+    return (scores, {"slide_mean": (0.5, None), "patient_mean": (0.5, None)}), own
+
+
+def test_subgroups_are_the_metrics_of_their_patients() -> None:
+    """Each group equals an evaluation of its patients alone."""
+    part, slides = cohort()
+    settings = JudgeSettings(resamples=50)
+    (found,) = subgroups([part], slides, {"site": None}, settings)
+    scores = part[0]
+    assert isinstance(scores, PatchScores)
+    assert found.level == "patient"
+    assert sum(it.count for it in found.groups) == 60
+    for group in found.groups:
+        rows = np.array([it.site == group.name for it in slides])
+        alone = PatchScores(
+            CLASSES, scores.slides, scores.patients, scores.slide[rows], scores.patient[rows],
+            scores.x_l0[rows], scores.y_l0[rows], scores.label[rows], scores.probability[rows], "slide",
+        )  # fmt: skip
+        expected = evaluate([(alone, part[1])], JudgeSettings(resamples=0)).patient["mean"]
+        for name in ("auc", "sensitivity", "brier", "average_precision"):
+            assert group.figures[name] == pytest.approx(expected.figures[name]), name
+
+
+def test_differences_are_from_all_other_groups() -> None:
+    part, slides = cohort()
+    (found,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
+    values = {it.name: it.figures["brier"] for it in found.groups}
+    counts = {it.name: it.count for it in found.groups}
+    for group in found.groups:
+        rest = [name for name in values if name != group.name]
+        mean = np.average([values[it] for it in rest], weights=[counts[it] for it in rest])
+        difference = group.differences["brier"]
+        assert difference.value is not None
+        assert difference.interval is not None
+        assert difference.value == pytest.approx((group.figures["brier"] or 0) - mean)
+        assert difference.interval[0] < difference.value < difference.interval[1]
+
+
+def test_a_planted_difference_is_outside_of_chance() -> None:
+    part, slides = cohort(patients=200)
+    scores = part[0]
+    assert isinstance(scores, PatchScores)
+    wrong = np.array([it.site == "site 1" for it in slides])
+    scores.probability[wrong] = scores.probability[wrong][:, ::-1]
+    (found,) = subgroups([part], slides, {"site": None}, JudgeSettings(resamples=200))
+    bad = next(it for it in found.groups if it.name == "site 1")
+    interval = bad.differences["auc"].interval
+    assert interval is not None
+    assert interval[1] < -0.3
+
+
+def test_small_groups_are_shown_without_intervals() -> None:
+    part, slides = cohort()
+    few = [
+        Participant(
+            slide=it.slide, patient=it.patient, site="small" if i < 4 else "large", status="test"
+        )
+        for i, it in enumerate(slides)
+    ]
+    (found,) = subgroups([part], few, {"site": None}, JudgeSettings(resamples=50))
+    large, small = found.groups
+    assert (small.name, small.count, small.note) == (
+        "small",
+        4,
+        "too small for intervals: 4 patients",
+    )
+    assert not small.intervals
+    assert small.figures["brier"] is not None
+    assert large.intervals
+    assert large.note == "no difference: only 4 patients in other groups"
+
+
+def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
+    part, slides = cohort(slides=2)
+    settings = JudgeSettings(resamples=0)
+    by_site, by_scanner = subgroups([part], slides, {"site": None, "scanner": None}, settings)
+    assert (by_site.level, by_scanner.level) == ("patient", "slide")
+    assert [it.count for it in by_scanner.groups] == [60, 60]
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "names"),
+    [
+        (["41", "49", "50", ""], 10, ["40 to 50", "50 to 60", "missing"]),
+        (["10", "9", "9"], None, ["9", "10"]),
+        (["b", "a", ""], None, ["a", "b", "missing"]),
+        ([str(i) for i in range(31)], None, ["0 to 10", "10 to 20", "20 to 30"]),
+    ],
+)
+def test_values_are_grouped(values: list[str], width: float | None, names: list[str]) -> None:
+    assert groups_of(values, width)[0] == names
+
+
+@given(
+    st.lists(
+        st.one_of(st.just(""), st.floats(-1e6, 1e6).map(repr), st.text("abc", max_size=2)),
+        min_size=1,
+    )
+)
+def test_every_value_is_in_one_group(values: list[str]) -> None:
+    names, numbers = groups_of(values)
+    assert len(numbers) == len(values)
+    assert set(numbers) == set(range(len(names)))
+    assert all(
+        (names[n] == "missing") == (value == "")
+        for n, value in zip(numbers, values, strict=True)
+        if "missing" not in values
+    )
+
+
+@pytest.mark.parametrize("text", ["age:", "age:x", "age:0", "", "a:b:2"])
+def test_wrong_subgroups_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--subgroup"):
+        check_subgroup(text)
+
+
+def test_breakdown_survives_json() -> None:
+    part, slides = cohort(confounded=True)
+    settings = JudgeSettings(resamples=20)
+    found = break_down([part], evaluate([part], settings), slides, ("age:10", "scanner"), settings)
+    assert {it.column for it in found.subgroups} == {"site", "age", "scanner"}
+    assert Breakdown.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_a_planted_confounder_is_reported() -> None:
+    _, slides = cohort(confounded=True)
+    found = find_shortcut(slides, model_auc=0.97, seed=1)
+    assert found is not None
+    assert found.warning
+    assert found.auc["site"] > 0.9
+    assert "site alone predicts the label with an AUC of" in str(found)
+
+
+def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
+    """One in four patients is at the site of the other label."""
+    rng = np.random.default_rng(1)
+    slides = [
+        Participant(
+            slide=f"s{i}", patient=f"p{i}", label=CLASSES[i % 2], status="train",
+            site=str(i % 2 if rng.random() < 0.75 else 1 - i % 2),
+        )
+        for i in range(200)
+    ]  # fmt: skip
+    for model_auc, warned in ((0.95, False), (0.75, True)):
+        found = find_shortcut(slides, model_auc=model_auc, seed=1)
+        assert found is not None
+        assert found.p < 0.05
+        assert found.warning == warned
+
+
+def test_false_alarms_are_rare() -> None:
+    """At most 5 % of 60 random data sets with three columns; tools/bench_subgroups.py tries 200."""
+    alarms = 0
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        slides = [
+            Participant(
+                slide=f"s{i}", patient=f"p{i}", label=CLASSES[rng.integers(2)], status="train",
+                site=str(rng.integers(4)), route=str(rng.integers(2)), vendor=str(rng.integers(3)),
+            )
+            for i in range(60)
+        ]  # fmt: skip
+        found = find_shortcut(slides, model_auc=0.55, seed=seed)
+        alarms += found is not None and found.warning
+    assert alarms <= 3
+
+
+def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
+    slides = [
+        Participant(slide="a", patient="p", status="train", planned=10, unreadable=1, filtered=2, train=7),
+        Participant(slide="b", patient="p", reason="no label", planned=5, unreadable=1),
+        Participant(slide="c", patient="q", reason="ingest failed"),
+        Participant(slide="d", patient="q", reason="no patches"),
+        Participant(slide="e", patient="r", status="train and test", planned=9, left_out=2, train=4, test=3),
+        Participant(slide="f", patient="s", reason="all patches filtered out", planned=4, filtered=4),
+        Participant(slide="g", patient="t", reason="no label", planned=3, cells={"sex": "f"}),
+    ]  # fmt: skip
+    found = flow_of(slides, {"train": 1})
+    assert all(level.adds_up for level in found.values())
+    assert found["slides"].excluded == {
+        "no label": 2, "ingest failed": 1, "no patches": 1, "all patches filtered out": 1,
+    }  # fmt: skip
+    assert found["patients"].excluded == {
+        "several reasons": 1, "all patches filtered out": 1, "no label": 1,
+    }  # fmt: skip
+    assert found["patients"].used == {"train": 1, "train and test": 1}
+    assert found["patches"].used == {"train": 10, "test": 3}
+    assert found["patches"].excluded == {
+        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide: no label": 7, "damaged": 1,
+    }  # fmt: skip
+    assert flow_from_json(json.loads(json.dumps(flow_to_json(found)))) == found
+    write_participants(tmp_path / "slides.csv", slides)
+    read = read_participants(tmp_path / "slides.csv")
+    assert flow_of(read, {"train": 1}) == found
+    assert read[-1].cells == {"sex": "f"}
+    assert read_participants(tmp_path / "none.csv") == []
