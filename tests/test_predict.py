@@ -94,7 +94,7 @@ def test_predictions_from_slide_files_equal_those_from_the_store(
     """They are equal bit by bit, because the same code makes the patches."""
     assert patch_files(predicted["slides"]) == patch_files(predicted["store"])
     assert len(patch_files(predicted["slides"])) == 12
-    for name in ("slides.csv", "patients.csv", "metrics.json"):
+    for name in ("slides.csv", "patients.csv", "evaluation.json"):
         assert (predicted["slides"] / name).read_bytes() == (predicted["store"] / name).read_bytes()
     assert not list(predicted["slides"].rglob("data.mdb"))
 
@@ -133,7 +133,7 @@ def test_slide_and_patient_predictions_are_means_of_patches(predicted: dict[str,
         assert int(row["patches"]) == len(patches[row["slide"]])
     by_patient = rows_of(folder / "patients.csv")
     assert sum(int(row["patches"]) for row in by_patient) == sum(map(len, patches.values()))
-    metrics = json.loads((folder / "metrics.json").read_text())["test"]
+    metrics = json.loads((folder / "evaluation.json").read_text())["test"]
     assert metrics["patch"]["count"] == sum(map(len, patches.values()))
     threshold = metrics["slide"]["mean"]["threshold"]
     assert all((float(r["p_tumour"]) >= threshold) == (r["decided"] == "tumour") for r in slides)
@@ -333,7 +333,7 @@ def test_labels_can_be_added_later(trained: Path, made: Path, tmp_path: Path) ->
         shutil.copy(made / name, folder)
     assert len(predict(trained, folder, out=out).done) == 2
     assert {row["label"] for row in rows_of(out / "slides.csv")} == {""}
-    assert not (out / "metrics.json").exists()
+    assert not (out / "evaluation.json").exists()
     labels = tmp_path / "labels.csv"
     labels.write_text("slide,label,patient\nslide-000,normal,A\nslide-001,tumour,A\n")
     again = predict(trained, folder, out=out, labels=labels)
@@ -341,7 +341,7 @@ def test_labels_can_be_added_later(trained: Path, made: Path, tmp_path: Path) ->
     assert [row["label"] for row in rows_of(out / "slides.csv")] == ["normal", "tumour"]
     assert [row["patient"] for row in rows_of(out / "patients.csv")] == ["A"]
     predict(trained, folder, out=fresh, labels=labels)
-    assert (fresh / "metrics.json").exists()
+    assert (fresh / "evaluation.json").exists()
     for path in sorted(fresh.rglob("*.*")):
         assert path.read_bytes() == (out / path.relative_to(fresh)).read_bytes()
 

@@ -15,6 +15,7 @@ from histopipe.cli.parameters import (
     devices_option,
     extra_rows_option,
     json_option,
+    names,
     share,
     show,
     stage_options,
@@ -43,6 +44,11 @@ from histopipe.system.result import exit_code_of
     "covariates. Metrics are reported where labels are known.  [default: the store's]",
 )
 @extra_rows_option
+@click.option(
+    "--subgroup",
+    type=names,
+    help="Columns of --labels by which metrics are reported, as for `train`.  [default: those of the training]",
+)
 @click.option(
     "--on-error",
     type=click.Choice(["raise", "skip"]),
@@ -104,6 +110,7 @@ def predict(
     """
     from histopipe.inference.predict import predict
 
+    options["subgroup"] = options["subgroup"] or ()
     result = predict(run, sources, out=out, **options)
     show(result, as_json=as_json, then=("heatmap", out))
     return exit_code_of(len(result.failed), len(result.done) + len(result.kept))

@@ -102,8 +102,30 @@ def participants(
             slide = in_split.get((ordinal, number))
             name = record.id if names[record.id] == 1 else f"{record.id}@{source.uuid[:8]}"
             own = _of_slide(source, number, slide, labelling, missing)
-            found.append(replace(own, slide=name, store=source.path.name))
+            found.append(replace(own, slide=name))
     return _with_copies(found, sources)
+
+
+def found_slide(
+    source: SampleSource, number: int, labels: Mapping[str, SlideLabel] | None
+) -> Participant:
+    """Return a slide, excluded without a reason. `labels` replace those of the source."""
+    record = source.records[number]
+    given = None if labels is None else labels.get(record.id, SlideLabel(None))
+    label = (record if given is None else given).label or ""
+    facts: dict[str, Any] = {
+        "slide": record.id,
+        "patient": (given.patient if given else None) or record.patient or record.id,
+        "label": label,
+        "label_source": "" if not label else "folder or import" if given is None else "labels file",
+        "site": (given.site if given else None) or record.site or "",
+        "store": source.path.name,
+        "planned": record.planned,
+        "cells": dict(given.cells) if given else {},
+    }
+    if isinstance(record, SlideRecord) and isinstance(source, Store):
+        facts |= _measured(source, number, record)
+    return Participant(**facts)
 
 
 def _of_slide(
@@ -113,39 +135,30 @@ def _of_slide(
     labelling: Labelling,
     missing: str,
 ) -> Participant:
-    record = source.records[number]
-    given = None if labelling.labels is None else labelling.labels.get(record.id, SlideLabel(None))
-    patient = (given.patient if given else None) or record.patient or record.id
-    label = (record if given is None else given).label
-    label_source = "" if not label else "folder or import" if given is None else "labels file"
-    if split is not None:
-        label = split.label
-        label_source = "annotation" if split.labels is not None else label_source
-    facts: dict[str, Any] = {
-        "slide": record.id, "patient": patient, "label": label or "", "label_source": label_source,
-        "site": (given.site if given else None) or record.site or "", "planned": record.planned,
-        "cells": dict(given.cells) if given else {},
-    }  # fmt: skip
-    if isinstance(record, SlideRecord) and isinstance(source, Store):
-        facts |= _measured(source, number, record)
+    record, own = source.records[number], found_slide(source, number, labelling.labels)
     unreadable = record.planned - record.stored
-    reason = _reason(record, missing) if split is None else ""
-    if reason or split is None:
-        return Participant(**facts, unreadable=unreadable, reason=reason)
-    counts = _patch_counts(source, number, split, labelling, unreadable=unreadable > 0)
-    facts |= counts
+    if split is None:
+        return replace(own, unreadable=unreadable, reason=exclusion_of(record) or missing)
+    counts: dict[str, Any] = _patch_counts(
+        source, number, split, labelling, unreadable=unreadable > 0
+    )
     sides = [side for side in SIDES if counts[side]]
+    reason = ""
     if not sides:
         most = max(COUNTS[1:5], key=counts.__getitem__)
         reason = {
             "unreadable": "no readable patch", "no_class": "no patch with a class",
             "filtered": "all patches filtered out", "left_out": "left out by the split",
         }[most]  # fmt: skip
-    return Participant(**facts, reason=reason, status=" and ".join(sides) or EXCLUDED)
+    source_of = "annotation" if split.labels is not None else own.label_source
+    return replace(
+        own, label=split.label, label_source=source_of, reason=reason,
+        status=" and ".join(sides) or EXCLUDED, **counts,
+    )  # fmt: skip
 
 
-def _reason(record: SampleGroup, missing: str) -> str:
-    """Return why a slide without a side is excluded."""
+def exclusion_of(record: SampleGroup) -> str:
+    """Return why a slide has no usable patches; empty if it has."""
     state = getattr(record, "state", SlideState.COMPLETE)
     if state is SlideState.FAILED:
         return "ingest failed"
@@ -153,7 +166,7 @@ def _reason(record: SampleGroup, missing: str) -> str:
         return "not ingested"
     if not record.planned:
         return "no patches"
-    return missing if record.stored else "no readable patch"
+    return "" if record.stored else "no readable patch"
 
 
 def _patch_counts(

@@ -21,18 +21,14 @@ def bag_participants(bags: BagSet, splits: Splits, *, given_splits: bool) -> lis
         "not in the given split" if given_splits else "no target" if splits.targets else "no label"
     )
     found = []
-    for name, label in bags.slides.items():
+    for slide in bags.found_slides():
+        name = slide.slide
         number = bag_of.get(name)
-        own = Participant(
-            slide=name, patient=label.patient or name, site=label.site or "", label=label.label or "",
-            label_source="" if not label.label else bags.label_source, store=bags.path.name,
-            cells=dict(label.cells),
-        )  # fmt: skip
         if name in bags.empty:
-            found.append(replace(own, reason="no patches"))
+            found.append(slide)
             continue
         rows = 0 if number is None else bags.rows_of(number, name)
-        own = replace(own, planned=rows)
+        own = replace(slide, planned=rows)
         if number is None or number not in side_of:
             found.append(replace(own, reason=missing))
         elif side_of[number]:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from histopipe.dataset.participants import Participant
 from histopipe.errors import UsageError
 from histopipe.features import BagOf
 from histopipe.features.feature_file import (
@@ -133,6 +134,17 @@ class BagSet:
         """Slides without patches."""
         ignored = f"ignored: {counted(len(self.empty), 'feature file')} without patches"
         self.notes = (*sets.notes, *((ignored,) if self.empty else ()))
+
+    def found_slides(self) -> list[Participant]:
+        """Return all slides that have a feature file, excluded, with a reason if they have no patches."""
+        return [
+            Participant(
+                slide=name, patient=it.patient or name, site=it.site or "", label=it.label or "",
+                label_source=self.label_source if it.label else "", store=self.path.name,
+                cells=dict(it.cells), reason="no patches" if name in self.empty else "",
+            )
+            for name, it in self.slides.items()
+        ]  # fmt: skip
 
     def rows_of(self, number: int, slide: str) -> int:
         """Return the number of patches of a slide in a bag."""

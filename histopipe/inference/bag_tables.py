@@ -16,8 +16,7 @@ from histopipe.dataset.targets import Target, make_task
 from histopipe.errors import NothingToDo
 from histopipe.evaluation.evaluate import (
     AnyScores,
-    Evaluation,
-    evaluate,
+    Part,
     mean_thresholds,
     positive_class,
 )
@@ -51,8 +50,8 @@ class BagPredictions:
         """Return the means over the models, with labels or targets where they are known."""
         return self._scores(self._together().mean(axis=0).astype(np.float32))
 
-    def evaluate(self) -> Evaluation | None:
-        """Evaluate the bags with known labels; None if they cannot be evaluated, as with one class."""
+    def labelled(self) -> Part | None:
+        """Return the bags with known labels, with their thresholds; None if they cannot be evaluated, as with one class."""
         scores = self.scores()
         if isinstance(scores, PatchScores):
             rows = np.flatnonzero(scores.label >= 0)
@@ -72,10 +71,7 @@ class BagPredictions:
             self.models, [self.bags[i] for i in kept], [self.targets[i] for i in kept],
             [output[rows] for output in self.outputs],
         )  # fmt: skip
-        return evaluate(
-            [(some.scores(), mean_thresholds([model.thresholds for model in self.models]))],
-            self._first.judging,
-        )
+        return some.scores(), mean_thresholds([model.thresholds for model in self.models])
 
     def write(self, folder: Path, *, slides: str, patients: str) -> None:
         """Write a table of the slides, if they are the bags, and one of the patients: means of their slides."""

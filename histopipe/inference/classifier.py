@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.options import LabelsFrom, OnError
+from histopipe.dataset.participants import COLUMNS
 from histopipe.errors import UsageError
 from histopipe.evaluation.evaluate import (
     JudgeSettings,
@@ -18,13 +19,15 @@ from histopipe.evaluation.evaluate import (
     mean_thresholds,
     thresholds_of,
 )
+from histopipe.evaluation.subgroups import check_subgroup, labels_columns
 from histopipe.evaluation.temperature import tempered
 from histopipe.inference.slide_run import Network
 from histopipe.inference.trained_patches import TrainedPatches
 from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, read_result
 from histopipe.runs.task_config import PatchTrainConfig, load_config
-from histopipe.slides.tables import SlideLabel, SlideNames, read_labels
+from histopipe.slides.tables import SlideLabel, SlideNames, read_labels, table_columns
 from histopipe.system.files import read_json
 from histopipe.system.tensorflow import load_quietly
 
@@ -72,8 +75,14 @@ class PredictOptions:
     workers: int | None = None
     stage: str | Path | None = None
     stage_gb: float = 50.0
+    subgroup: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if labels_columns(self.subgroup) and self.labels is None:
+            raise UsageError(
+                "--subgroup", found=f"{', '.join(labels_columns(self.subgroup))}, but no --labels",
+                expected="a CSV file with these columns",
+            )  # fmt: skip
         if not self.stage_gb > 0:
             raise UsageError("--stage-gb", found=self.stage_gb, expected="above 0")
 
@@ -92,7 +101,18 @@ class PredictOptions:
         """Read the labels file, if there is one, for slides with these ids."""
         if self.labels is None:
             return None
-        return read_labels(Path(self.labels), SlideNames(ids), allow_extra=self.allow_extra_rows)
+        return read_labels(
+            Path(self.labels), SlideNames(ids), columns=labels_columns(self.subgroup),
+            allow_extra=self.allow_extra_rows,
+        )  # fmt: skip
+
+    def with_subgroups_of(self, config: TrainConfig) -> PredictOptions:
+        """Return the options with the subgroups of the training whose columns are in the labels file, too."""
+        columns = set(COLUMNS)
+        if self.labels is not None:
+            columns.update(table_columns(Path(self.labels)))
+        present = [it for it in config.subgroup if check_subgroup(it)[0].lower() in columns]
+        return replace(self, subgroup=tuple(dict.fromkeys((*self.subgroup, *present))))
 
 
 def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:

@@ -37,6 +37,7 @@ def predict(
     aggregate: Aggregation = "mean",
     labels: str | Path | None = None,
     allow_extra_rows: bool = False,
+    subgroup: Sequence[str] = (),
     on_error: OnError = "raise",
     overlap: int | None = None,
     tissue: Tissue | None = None,
@@ -68,6 +69,7 @@ def predict(
         labels: CSV file with the columns slide, label, and optionally patient, and with the targets and covariates of
             the model; by default the labels in stores or features.
         allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
+        subgroup: columns of `labels` by which metrics are reported, besides those of the training.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
         overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
         mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.
@@ -99,12 +101,13 @@ def predict(
         batch_size=batch_size, labels=labels, allow_extra_rows=allow_extra_rows, on_error=on_error,
         tiling={name: value for name, value in tiling.items() if value is not None},
         mpp_csv=mpp_csv, default_mpp=default_mpp, max_unreadable=max_unreadable, workers=workers,
-        stage=stage, stage_gb=stage_gb,
+        stage=stage, stage_gb=stage_gb, subgroup=tuple(subgroup),
     )  # fmt: skip
     shown = progress or default_progress()
     runs = run_folders(Path(run))
     read_result(runs[0])  # raises if the run has not finished
-    on_bags = isinstance(load_config(runs[0] / run_folder.CONFIG), BagTrainConfig)
+    config = load_config(runs[0] / run_folder.CONFIG)
+    options, on_bags = options.with_subgroups_of(config), isinstance(config, BagTrainConfig)
     paths, urls, kind = read_sources(sources)
     with ExitStack() as stack:
         target = PredictionsFolder(Path(out))
@@ -140,4 +143,4 @@ def predict(
             source = stack.enter_context(
                 FileSource([*paths, *urls], classifier.patches, options, shown)
             )
-        return PatchPrediction(classifier, target, source, aggregate, shown).run()
+        return PatchPrediction(classifier, target, source, aggregate, options.subgroup, shown).run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -16,7 +15,8 @@ from histopipe._version import __version__
 from histopipe.dataset.splits import trained_on
 from histopipe.dataset.targets import Target, make_task
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError
-from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.evaluate import Evaluation, evaluate
+from histopipe.evaluation.subgroups import labels_columns
 from histopipe.evaluation.temperature import tempered
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import (
@@ -26,6 +26,7 @@ from histopipe.features.patch_table import write_patch_table
 from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.bag_tables import BagPredictions
 from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.external_evaluation import evaluated_participants, write_evaluation
 from histopipe.inference.feature_folder import described
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.inference.predictions_folder import (
@@ -35,7 +36,6 @@ from histopipe.inference.predictions_folder import (
 )
 from histopipe.inference.trained_bags import TrainedBags
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS
 from histopipe.slides.tables import table_columns
 from histopipe.system.progress import Progress
 
@@ -108,7 +108,7 @@ class BagsPrediction:
         )
         bags = BagSet(
             folders, bag=first.config.bag, labels=None if labels is None else Path(labels),
-            columns=columns, with_label=has_label, allow_extra=self.options.allow_extra_rows,
+            columns=columns, more_columns=labels_columns(self.options.subgroup), with_label=has_label, allow_extra=self.options.allow_extra_rows,
             unlabelled=True,
         )  # fmt: skip
         if bags.dimension != first.network.dimension:
@@ -149,11 +149,18 @@ class BagsPrediction:
         )  # fmt: skip
         path = self.folder.path
         predictions.write(path, slides=SLIDES, patients=PATIENTS)
-        metrics = predictions.evaluate()
-        (path / METRICS).unlink(missing_ok=True)
-        if metrics is not None:
-            text = json.dumps({"test": metrics.to_json()}, indent=2) + "\n"
-            run_folder.write_text(path / METRICS, text)
+        part = predictions.labelled()
+        metrics = None if part is None else evaluate([part], self._first.judging)
+        labelled = set() if part is None else set(part[0].slides)
+        participants = evaluated_participants(
+            bags.found_slides(),
+            {slide: (of_it.rows, 0) for bag, _ in found for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
+            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], self.failed,
+        )  # fmt: skip
+        judged = None if part is None or metrics is None else (part, metrics)
+        write_evaluation(
+            path, judged, participants, wanted=self.options.subgroup, settings=self._first.judging
+        )
         return metrics
 
     def _predict_bag(self, bag: Bag) -> list[Any]:

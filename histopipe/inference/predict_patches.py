@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from histopipe.evaluation.levels import Aggregation, Level
 from histopipe.evaluation.predictions import PatchScores, scores_of
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier
+from histopipe.inference.external_evaluation import evaluated_participants, write_evaluation
 from histopipe.inference.predictions_folder import (
     PATIENTS,
     SLIDES,
@@ -29,7 +29,6 @@ from histopipe.inference.slide_run import Results, SlideRun, SlideRunResult
 from histopipe.inference.slide_tiler import FileSource, TiledSlide
 from histopipe.inference.stored_slides import StoredSlide, StoreSource
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS
 from histopipe.system.progress import Progress
 
 
@@ -64,6 +63,7 @@ class PatchPrediction:
     folder: PredictionsFolder
     source: StoreSource | FileSource
     aggregate: Aggregation
+    subgroup: Sequence[str]
     progress: Progress
 
     def run(self) -> PredictResult:
@@ -150,7 +150,7 @@ class PatchPrediction:
         return now, scores
 
     def _write_tables(self, run: SlideRun) -> Evaluation | None:
-        """Write `slides.csv`, `patients.csv` and, if labels are known, `metrics.json`."""
+        """Write `slides.csv`, `patients.csv` and, if labels are known, `evaluation.json`."""
         found = [
             self._current(slide)
             for name, slide in self.folder.slides().items()
@@ -171,9 +171,12 @@ class PatchPrediction:
                 path / name, parts, slides, level, self.aggregate, classes=classifier.classes,
                 judging=classifier.judging, thresholds=classifier.thresholds,
             )  # fmt: skip
-        metrics = evaluate_labelled(parts, classifier.judging, classifier.thresholds)
-        (path / METRICS).unlink(missing_ok=True)
-        if metrics is not None:
-            text = json.dumps({"test": metrics.to_json()}, indent=2) + "\n"
-            run_folder.write_text(path / METRICS, text)
-        return metrics
+        judged = evaluate_labelled(parts, classifier.judging, classifier.thresholds)
+        participants = evaluated_participants(
+            self.source.participants(slides), {it.slide: (it.patches, it.skipped) for it in slides},
+            [it.slides[0] for it in parts if (it.label >= 0).any()], run.failed,
+        )  # fmt: skip
+        write_evaluation(
+            path, judged, participants, wanted=self.subgroup, settings=classifier.judging
+        )
+        return None if judged is None else judged[1]

@@ -18,6 +18,7 @@ from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.evaluate import (
     Evaluation,
     JudgeSettings,
+    Part,
     Thresholds,
     evaluate,
     positive_class,
@@ -267,15 +268,16 @@ def _labels(slides: Sequence[PredictedSlide], level: Level) -> dict[str, str]:
 
 def evaluate_labelled(
     parts: Sequence[PatchScores], judging: JudgeSettings, thresholds: Thresholds
-) -> Evaluation | None:
-    """Evaluate the patches with known labels. Return None if they have fewer than two classes."""
+) -> tuple[Part, Evaluation] | None:
+    """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes."""
     known = [_labelled(part) for part in parts if (part.label >= 0).any()]
     if not known:
         return None
     scores = joined_scores(known)
     if len(np.unique(scores.label)) < 2:
         return None
-    return evaluate([(scores, thresholds)], judging)
+    part = scores, thresholds
+    return part, evaluate([part], judging)
 
 
 def _labelled(part: PatchScores) -> PatchScores:

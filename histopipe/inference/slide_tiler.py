@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.memory import aligned_empty
+from histopipe.dataset.participants import Participant
 from histopipe.dataset.patch_batches import decode
 from histopipe.dataset.stain_fit import PATCHES, PIXELS_A_PATCH, fit_pixels
 from histopipe.errors import DamagedStore, SlideError, SlideUnreadable
 from histopipe.geometry import Mpp
 from histopipe.inference.classifier import PredictOptions
+from histopipe.inference.external_evaluation import file_participants
 from histopipe.inference.predictions_folder import CompleteSlides, PredictedSlide
 from histopipe.inference.slide_run import Normalizer, PatchBatch, SlideRun
 from histopipe.inference.trained_patches import TrainedPatches, check_scale, spec_for_slides
@@ -215,6 +217,10 @@ class FileSource(Closing):
         if found is None:
             return slide
         return replace(slide, label=found.label, patient=found.patient or slide.patient)
+
+    def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:
+        """Return all slide files, and other slides that were predicted earlier."""
+        return file_participants([it.id for it in self._files], predicted, self._labels)
 
     def patch_labels(self, slide: str, classes: Sequence[str]) -> dict[tuple[int, int], int]:
         """Return an empty dict: patches of slide files have no annotated classes."""

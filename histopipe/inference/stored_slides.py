@@ -11,6 +11,7 @@ import numpy as np
 
 from histopipe.dataset.labelling import class_codes
 from histopipe.dataset.options import Column, OnError, StainNorm
+from histopipe.dataset.participants import Participant, exclusion_of, found_slide
 from histopipe.dataset.patch_batches import PatchBatches
 from histopipe.dataset.sample_table import SampleRows, SampleTable
 from histopipe.dataset.sampling import Sequential
@@ -162,6 +163,7 @@ class StoreSource:
     def __init__(
         self, stores: Sequence[Store], trained: TrainedPatches, options: PredictOptions
     ) -> None:
+        self._stores = stores
         self._labels = options.read_labels([r.id for s in stores for r in s.complete.values()])
         rows = slides_with_patches(stores)
         for store in stores:
@@ -173,6 +175,14 @@ class StoreSource:
         self._slides = {slide.id: slide for slide in slides}
         self.count = len(slides)
         self.settings: Mapping[str, Any] = {}
+
+    def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:
+        """Return all slides of the stores, excluded if they have no patches."""
+        return [
+            replace(found_slide(store, number, self._labels), reason=exclusion_of(record))
+            for store in self._stores
+            for number, record in store.records.items()
+        ]
 
     def slides(self, run: SlideRun, folder: CompleteSlides) -> Iterable[StoredSlide]:
         """Return the slides that are not in the folder yet, and add the others to `run.kept`."""

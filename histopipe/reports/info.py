@@ -14,10 +14,11 @@ from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, split_lines
 from histopipe.features.feature_file import ENCODER, feature_files, read_header
 from histopipe.features.untrusted import check_features
+from histopipe.inference.external_evaluation import read_evaluation
 from histopipe.inference.predictions_folder import SETTINGS, SLIDES
 from histopipe.maintenance.info import StoreInfo, store_info
 from histopipe.runs import folder as run_folder
-from histopipe.runs.result import METRICS, is_finished, read_result
+from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig, load_config
 from histopipe.store.catalog import read_catalog
 from histopipe.studies.study import STUDY_ID
@@ -168,8 +169,9 @@ def _predictions(folder: Path) -> FolderInfo:
         "predicted": dict(Counter(row["predicted"] for row in slides)),
     }
     lines: list[str] = []
-    if (folder / METRICS).exists():
-        lines = evaluation_lines("labelled", Evaluation.from_json(_json(folder / METRICS)["test"]))
+    found = read_evaluation(folder)
+    if found is not None:
+        lines = evaluation_lines("labelled", found.evaluation)
     finished = (folder / SLIDES).exists()
     return FolderInfo(
         str(folder), "predictions", finished, facts, tuple(lines), ("heatmap", str(folder))

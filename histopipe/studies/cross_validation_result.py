@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from histopipe.dataset.flow import Flow, flow_of, flow_to_json
+from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import HistopipeError
+from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides
 from histopipe.evaluation.evaluate import Evaluation, Part, evaluate, judge, thresholds_of
 from histopipe.evaluation.predictions import (
     read_predictions,
@@ -89,6 +92,8 @@ class CrossValidationResult:
         mean, deviation: mean and sample standard deviation over the folds, of each metric of the test sets, by
             `LEVEL_METRIC`.
         pooled: evaluation of all test sets together, each fold with its own thresholds; None if no fold is finished.
+        breakdown: of `pooled`: metrics by subgroup, and the check for shortcuts.
+        flow: numbers of slides, patients and patches; those tested by a finished fold are "test".
     """
 
     folder: Path
@@ -96,6 +101,8 @@ class CrossValidationResult:
     mean: Mapping[str, float]
     deviation: Mapping[str, float]
     pooled: Evaluation | None
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    flow: Flow = field(default_factory=dict)
 
     @property
     def failed(self) -> tuple[Fold, ...]:
@@ -112,6 +119,8 @@ class CrossValidationResult:
             "mean": dict(self.mean),
             "deviation": dict(self.deviation),
             "pooled": self.pooled.to_json() if self.pooled else None,
+            "breakdown": self.breakdown.to_json(),
+            "flow": flow_to_json(self.flow),
         }
 
     def __repr__(self) -> str:
@@ -135,6 +144,9 @@ class CrossValidationResult:
         lines += [f"fold {fold.number}: {fold.reason}" for fold in self.failed]
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
+        shortcut = self.breakdown.shortcut
+        if shortcut is not None and shortcut.warning:
+            lines.append(f"warning: {shortcut}")
         return "\n".join(lines)
 
 
@@ -146,8 +158,15 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
             columns.setdefault(name, []).append(value)
     mean = {name: statistics.fmean(values) for name, values in columns.items()}
     deviation = {name: statistics.stdev(it) for name, it in columns.items() if len(it) > 1}
-    pooled = _pooled(config, folder, folds)
-    result = CrossValidationResult(folder, tuple(folds), mean, deviation, pooled)
+    parts = _pooled_parts(folder, folds)
+    pooled = evaluate(parts, config.judging) if parts else None
+    slides = _tested_slides(folds)
+    breakdown = Breakdown()
+    if pooled is not None:
+        breakdown = break_down(parts, pooled, slides, config.subgroup, config.judging)
+    result = CrossValidationResult(
+        folder, tuple(folds), mean, deviation, pooled, breakdown, flow_of(slides)
+    )
     rows: list[dict[str, Any]] = [fold.summary() | fold.metrics for fold in folds]
     rows += [{"fold": "mean", **mean}, {"fold": "sd", **deviation}]
     if pooled is not None:
@@ -183,17 +202,29 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     ]
 
 
-def _pooled(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Evaluation | None:
+def _tested_slides(folds: Sequence[Fold]) -> list[Participant]:
+    """Return all slides, each as in the fold that tests it, or else as in the last fold."""
+    found: dict[str, Participant] = {}
+    for fold in folds:
+        if fold.result is not None:
+            for it in read_participants(fold.folder / run_folder.SLIDES):
+                if "test" not in getattr(found.get(it.slide), "status", ""):
+                    found[it.slide] = it
+    return list(found.values())
+
+
+def _pooled_parts(folder: Path, folds: Sequence[Fold]) -> list[Part]:
+    """Write the test predictions of all folds, and return them with the thresholds of each."""
     done = {fold.number: fold.result for fold in folds if fold.result is not None}
     if not done:
-        return None
+        return []
     parts = read_parts(list(done.values()))
     tables = [
         ({"split": "test", "fold": number}, scores)
         for number, (scores, _) in zip(done, parts, strict=True)
     ]
     write_predictions(folder / run_folder.PREDICTIONS, tables)
-    return evaluate(parts, config.judging)
+    return parts
 
 
 def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
@@ -207,7 +238,9 @@ def reevaluate(folder: Path, wanted: TrainConfig) -> TrainResult:
     own = load_config(folder / run_folder.CONFIG)
     if own.judging == wanted.judging:
         return result
-    changed = replace(result, metrics=judge(scores, wanted.judging))
+    judged, slides = judge(scores, wanted.judging), read_participants(folder / run_folder.SLIDES)
+    breakdown = break_down_sides(scores, judged, slides, own.subgroup, wanted.judging)
+    changed = replace(result, metrics=judged, breakdown=breakdown)
     config = replace(
         own, positive=wanted.positive, threshold=wanted.threshold, top_k=wanted.top_k,
         resamples=wanted.resamples,

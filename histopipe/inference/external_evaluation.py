@@ -1,0 +1,139 @@
+"""Evaluation of predictions of slides with known labels: the file `evaluation.json` in the folder of the predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.flow import Flow, flow_from_json, flow_of, flow_to_json
+from histopipe.dataset.participants import Participant
+from histopipe.errors import DamagedStore
+from histopipe.evaluation.breakdown import Breakdown, break_down
+from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part
+from histopipe.inference.predictions_folder import PredictedSlide
+from histopipe.runs import folder as run_folder
+from histopipe.slides.tables import SlideLabel
+from histopipe.system.files import read_json
+from histopipe.system.progress import message
+
+EVALUATION = "evaluation.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalEvaluation:
+    """Evaluation, metrics by subgroup, and flow of the predicted slides."""
+
+    evaluation: Evaluation
+    breakdown: Breakdown
+    flow: Flow
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON-ready dict, in the form of the metrics of a run."""
+        return {
+            "test": self.evaluation.to_json(), "breakdown": self.breakdown.to_json(),
+            "flow": flow_to_json(self.flow),
+        }  # fmt: skip
+
+
+def file_participants(
+    ids: Sequence[str], predicted: Iterable[PredictedSlide], labels: Mapping[str, SlideLabel]
+) -> list[Participant]:
+    """Return the slides of slide files, and other predicted slides, excluded without a reason."""
+    found = {it.slide: it for it in predicted}
+    slides = []
+    for name in dict.fromkeys([*ids, *found]):
+        slide, given = found.get(name), labels.get(name, SlideLabel(None))
+        label = given.label or (slide.label if slide else None) or ""
+        slides.append(
+            Participant(
+                slide=name, patient=given.patient or (slide.patient if slide else None) or name,
+                site=given.site or "", label=label, label_source="labels file" if label else "",
+                mpp="" if slide is None or slide.mpp is None else f"{slide.mpp:.4g}",
+                cells=dict(given.cells),
+            )
+        )  # fmt: skip
+    return slides
+
+
+def evaluated_participants(
+    found: Sequence[Participant],
+    predicted: Mapping[str, tuple[int, int]],
+    labelled: Sequence[str],
+    failed: Mapping[str, str],
+) -> list[Participant]:
+    """Return the slides, each as evaluated ("test") or with the reason of its exclusion.
+
+    Args:
+        found: all slides, excluded with a reason if they have no patches.
+        predicted: number of predicted and of skipped patches, by slide.
+        labelled: slides with a known label or target.
+        failed: reasons by slide.
+    """
+    known = set(labelled)
+    slides = []
+    for it in found:
+        if it.slide in failed:
+            slides.append(replace(it, reason="prediction failed"))
+        elif it.slide not in predicted:
+            slides.append(replace(it, reason=it.reason or "no patches"))
+        else:
+            patches, skipped = predicted[it.slide]
+            planned = max(it.planned, patches + skipped)
+            own = replace(it, planned=planned, unreadable=planned - patches)
+            if it.slide in known:
+                slides.append(replace(own, status="test", test=patches, reason=""))
+            else:
+                slides.append(replace(own, reason="no label"))
+    return slides
+
+
+def write_evaluation(
+    folder: Path,
+    judged: tuple[Part, Evaluation] | None,
+    slides: Sequence[Participant],
+    *,
+    wanted: Sequence[str],
+    settings: JudgeSettings,
+) -> ExternalEvaluation | None:
+    """Write `evaluation.json`, or remove an old one if there is no evaluation.
+
+    `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For the other
+    arguments see `break_down`.
+    """
+    path = folder / EVALUATION
+    path.unlink(missing_ok=True)
+    if judged is None:
+        return None
+    part, evaluation = judged
+    breakdown = break_down([part], evaluation, slides, wanted, settings)
+    found = ExternalEvaluation(evaluation, breakdown, flow_of(slides))
+    run_folder.write_json(path, found.to_json())
+    shortcut = breakdown.shortcut
+    if shortcut is not None and shortcut.warning:
+        message(f"warning: {shortcut}")
+    return found
+
+
+def read_evaluation(folder: Path) -> ExternalEvaluation | None:
+    """Read `evaluation.json`; None if no labels are known.
+
+    Raises:
+        DamagedStore: the file is damaged.
+    """
+    path = folder / EVALUATION
+    try:
+        value = read_json(path)
+        return ExternalEvaluation(
+            Evaluation.from_json(value["test"]), Breakdown.from_json(value["breakdown"]),
+            flow_from_json(value["flow"]),
+        )  # fmt: skip
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(
+            f"{path} is damaged",
+            found=repr(error)[:200],
+            todo="run the same `histopipe predict` again",
+        ) from error
