@@ -15,9 +15,11 @@ from histopipe.evaluation.evaluate import (
     Part,
     thresholds_of,
 )
+from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.shortcuts import ORIGIN, Shortcut, find_shortcut
 from histopipe.evaluation.subgroups import Subgroups, check_subgroup, subgroups
+from histopipe.evaluation.table import aligned, main_of, with_ends
 
 QUALITY = ("tissue", "focus", "pen", "dark", "planned")
 """Columns of `slides.csv` that describe the quality of slides."""
@@ -47,6 +49,30 @@ class Breakdown:
             tuple(Subgroups.from_json(it) for it in value["subgroups"]),
             None if shortcut is None else Shortcut(**shortcut),
         )
+
+
+def breakdown_lines(breakdown: Breakdown, wanted: Sequence[str] | None = None) -> list[str]:
+    """Return a table of the main metric by subgroup, of `site` and columns that are not automatic; and a warning.
+
+    `wanted` are values of `--subgroup`, whose columns are always in the table.
+    """
+    always = {"site", *(check_subgroup(text)[0] for text in wanted or ())}
+    shown = [it for it in breakdown.subgroups if it.column in always or it.column not in AUTOMATIC]
+    lines: list[str] = []
+    if shown:
+        name, title = main_of(shown[0].groups[0].figures)
+        rows = [["subgroup", "n", title, "minus the rest"]]
+        for column in shown:
+            rows.append([f"  {column.column} ({column.level}s)", "", "", ""])
+            for group in column.groups:
+                value = with_ends(group.figures.get(name), group.intervals.get(name))
+                difference = group.differences.get(name, Difference(None, None))
+                apart = with_ends(difference.value, difference.interval, signed=True)
+                rows.append([f"    {group.name}", str(group.count), value, group.note or apart])
+        lines = aligned(rows)
+    if breakdown.shortcut is not None and breakdown.shortcut.warning:
+        lines.append(f"warning: {breakdown.shortcut}")
+    return lines
 
 
 def break_down_sides(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,19 @@ _NORMAL = 1.959963984540054
 """97.5 % quantile of the normal distribution."""
 _HALVINGS = 60
 _FACTORS = np.concatenate([np.linspace(0, 1, 41), np.linspace(1.05, 4, 60)])
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Difference of a metric between two runs on the same patients, or between a group of patients and all others.
+
+    Attributes:
+        value: the difference; None if one of the two metrics is not defined.
+        interval: 95 % confidence interval, from resampling the same patients for both.
+    """
+
+    value: float | None
+    interval: Interval | None
 
 
 class WeightedStatistics(Protocol):

@@ -22,7 +22,13 @@ from histopipe.evaluation.evaluate import (
     positive_class,
     target_parts,
 )
-from histopipe.evaluation.intervals import Interval, WeightedStatistics, interval_of, intervals_of
+from histopipe.evaluation.intervals import (
+    Difference,
+    Interval,
+    WeightedStatistics,
+    interval_of,
+    intervals_of,
+)
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.predictions import PatchScores, Scores
@@ -38,14 +44,6 @@ _MOST_VALUES = 8
 """Numbers with more values are divided into thirds."""
 _SPEC = re.compile(r"(?P<column>[^:,]+?)(:(?P<width>\d+(\.\d+)?))?")
 MISSING = "missing"
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A metric of a group minus that of all others, with its 95 % confidence interval; None if undefined."""
-
-    value: float | None
-    interval: Interval | None
 
 
 @dataclass(frozen=True, slots=True)

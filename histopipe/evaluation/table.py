@@ -36,6 +36,26 @@ def shown_figures(task: TaskName) -> tuple[Mapping[str, str], Mapping[str, str]]
     return _SHOWN[task]
 
 
+def main_of(figures: Mapping[str, object]) -> tuple[str, str]:
+    """Return name and title of the main metric among those of a task."""
+    for with_intervals, _ in _SHOWN.values():
+        name, title = next(iter(with_intervals.items()))
+        if name in figures and ("c_index" in figures) == (name == "c_index"):
+            return name, title
+    raise KeyError(", ".join(figures))
+
+
+def with_ends(
+    value: float | None, ends: tuple[float, float] | None, *, signed: bool = False
+) -> str:
+    """Return a value with its interval, such as `0.912 [0.872, 0.951]`, or with signs; a hyphen for None."""
+    if value is None:
+        return "-"
+    sign = "+" if signed else ""
+    text = f"{value:{sign}.3f}"
+    return text if ends is None else f"{text} [{ends[0]:{sign}.3f}, {ends[1]:{sign}.3f}]"
+
+
 def main_figure(metrics: AnyMetrics) -> tuple[str, float | None]:
     """Return title and value of the main metric."""
     name, title = next(iter(_SHOWN[task_of(metrics)][0].items()))

@@ -10,7 +10,7 @@ from typing import Any
 from histopipe.dataset.flow import Flow, flow_from_json, flow_to_json
 from histopipe.dataset.options import SIDES, Side
 from histopipe.errors import DamagedStore, UsageError
-from histopipe.evaluation.breakdown import Breakdown
+from histopipe.evaluation.breakdown import Breakdown, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.table import evaluation_lines, main_figure, number, split_lines
 from histopipe.evaluation.temperature import Calibration
@@ -65,9 +65,7 @@ class TrainResult:
         if self.calibration is not None:
             values = ", ".join(number(it, 2) for it in self.calibration.temperature)
             lines.append(f"probabilities calibrated on validation: temperature {values}")
-        shortcut = self.breakdown.shortcut
-        if shortcut is not None and shortcut.warning:
-            lines.append(f"warning: {shortcut}")
+        lines += breakdown_lines(self.breakdown)
         return "\n".join([*lines, place])
 
     def to_json(self) -> dict[str, Any]:

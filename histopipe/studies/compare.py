@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +11,20 @@ import numpy as np
 
 from histopipe.dataset.options import TaskName
 from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.breakdown import Breakdown, break_down, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part, evaluate, positive_class
+from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import LEVELS, Level, levels_of, name_of
 from histopipe.evaluation.predictions import with_common_patients
 from histopipe.evaluation.statistics import bootstrap_draws
-from histopipe.evaluation.table import aligned, evaluation_lines, shown_figures
+from histopipe.evaluation.table import aligned, evaluation_lines, shown_figures, with_ends
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.runs import folder as run_folder
 from histopipe.runs.result import is_finished, read_result
 from histopipe.runs.settings import declared_settings, read_settings
 from histopipe.runs.task_config import CONFIGS, make_config, read_config
-from histopipe.studies.cross_validation_result import read_parts
-from histopipe.studies.paired_differences import Difference, differences_of, tested_items
+from histopipe.studies.cross_validation_result import read_parts, tested_slides
+from histopipe.studies.paired_differences import differences_of, tested_items
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
@@ -39,6 +41,7 @@ class ComparedRun:
     settings: Mapping[str, Any]
     test: Evaluation
     notes: tuple[str, ...] = ()
+    breakdown: Breakdown = field(default_factory=Breakdown)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -62,7 +65,8 @@ class CompareResult:
         runs, differences = [], []
         for run in self.runs:
             test = run.test.to_json()
-            runs.append({"folder": str(run.folder), "test": test, "notes": list(run.notes)})
+            more = {"notes": list(run.notes), "breakdown": run.breakdown.to_json()}
+            runs.append({"folder": str(run.folder), "test": test, **more})
         for run, levels, notes in zip(self.runs[1:], self.differences, self.notes, strict=True):
             values: dict[str, Any] = {name: _as_json(metrics) for name, metrics in levels.items()}
             folders = {"folder": str(run.folder), "less": str(self.runs[0].folder)}
@@ -78,6 +82,8 @@ class CompareResult:
         for run in self.runs:
             lines += ["", *evaluation_lines(str(run.folder), run.test)]
             lines += [f"  {note}" for note in run.notes]
+            wanted = run.settings.get("subgroup", ())
+            lines += [f"  {line}" for line in breakdown_lines(run.breakdown, wanted)]
         compared = zip(self.runs[1:], self.differences, self.notes, strict=True)
         for run, levels, notes in compared:
             lines += ["", f"{run.folder} minus {names[0]}:"]
@@ -108,17 +114,16 @@ def _difference_rows(levels: Mapping[str, Mapping[str, Difference]]) -> list[lis
     for name, metrics in levels.items():
         level, _, how = name.partition("_")
         if level != "patient" or metrics != levels.get(f"slide_{how}"):
-            rows.append([f"  {level} {how}".rstrip(), *(_signed(metrics[it]) for it in shown)])
+            rows.append(
+                [
+                    f"  {level} {how}".rstrip(),
+                    *(
+                        with_ends(metrics[it].value, metrics[it].interval, signed=True)
+                        for it in shown
+                    ),
+                ]
+            )
     return rows
-
-
-def _signed(difference: Difference) -> str:
-    if difference.value is None:
-        return "-"
-    if difference.interval is None:
-        return f"{difference.value:+.3f}"
-    low, high = difference.interval
-    return f"{difference.value:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def _text(value: object) -> str:
@@ -178,7 +183,7 @@ def _load(folder: Path) -> _Loaded:
     if "test" not in result.metrics:
         raise UsageError(f"{folder} has no test patches", todo="compare runs that have a test set")
     settings = read_config(folder / run_folder.CONFIG)
-    run = ComparedRun(folder, settings, result.metrics["test"])
+    run = ComparedRun(folder, settings, result.metrics["test"], breakdown=result.breakdown)
     uuids = _uuids(folder / run_folder.SPLITS)
     return _Loaded(run, read_parts([result]), make_config(settings).judging, uuids)
 
@@ -194,7 +199,10 @@ def _load_folds(folder: Path) -> _Loaded:
     parts = read_parts(done)
     missing = len(fold_folders) - len(done)
     notes = (f"{missing} of {len(fold_folders)} folds are not finished",) if missing else ()
-    run = ComparedRun(folder, settings, evaluate(parts, judging), notes)
+    evaluation = evaluate(parts, judging)
+    slides = tested_slides(done)
+    breakdown = break_down(parts, evaluation, slides, settings.get("subgroup", ()), judging)
+    run = ComparedRun(folder, settings, evaluation, notes, breakdown)
     return _Loaded(run, parts, judging, _uuids(folder / run_folder.FOLD_SPLITS / "fold-1.json"))
 
 

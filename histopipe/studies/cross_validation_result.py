@@ -11,7 +11,7 @@ from typing import Any
 from histopipe.dataset.flow import Flow, flow_of, flow_to_json
 from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import HistopipeError
-from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides
+from histopipe.evaluation.breakdown import Breakdown, break_down, break_down_sides, breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, Part, evaluate, judge, thresholds_of
 from histopipe.evaluation.predictions import (
     read_predictions,
@@ -144,9 +144,7 @@ class CrossValidationResult:
         lines += [f"fold {fold.number}: {fold.reason}" for fold in self.failed]
         if self.pooled is not None:
             lines += evaluation_lines("all folds together", self.pooled)
-        shortcut = self.breakdown.shortcut
-        if shortcut is not None and shortcut.warning:
-            lines.append(f"warning: {shortcut}")
+        lines += breakdown_lines(self.breakdown)
         return "\n".join(lines)
 
 
@@ -160,7 +158,7 @@ def summarize(config: TrainConfig, folder: Path, folds: Sequence[Fold]) -> Cross
     deviation = {name: statistics.stdev(it) for name, it in columns.items() if len(it) > 1}
     parts = _pooled_parts(folder, folds)
     pooled = evaluate(parts, config.judging) if parts else None
-    slides = _tested_slides(folds)
+    slides = tested_slides([fold.result for fold in folds if fold.result is not None])
     breakdown = Breakdown()
     if pooled is not None:
         breakdown = break_down(parts, pooled, slides, config.subgroup, config.judging)
@@ -202,14 +200,13 @@ def read_parts(results: Sequence[TrainResult]) -> list[Part]:
     ]
 
 
-def _tested_slides(folds: Sequence[Fold]) -> list[Participant]:
+def tested_slides(folds: Sequence[TrainResult]) -> list[Participant]:
     """Return all slides, each as in the fold that tests it, or else as in the last fold."""
     found: dict[str, Participant] = {}
     for fold in folds:
-        if fold.result is not None:
-            for it in read_participants(fold.folder / run_folder.SLIDES):
-                if "test" not in getattr(found.get(it.slide), "status", ""):
-                    found[it.slide] = it
+        for it in read_participants(fold.folder / run_folder.SLIDES):
+            if "test" not in getattr(found.get(it.slide), "status", ""):
+                found[it.slide] = it
     return list(found.values())
 
 

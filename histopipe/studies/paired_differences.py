@@ -18,26 +18,13 @@ from histopipe.evaluation.evaluate import (
     positive_class,
     target_parts,
 )
-from histopipe.evaluation.intervals import WeightedStatistics, interval_of
+from histopipe.evaluation.intervals import Difference, WeightedStatistics, interval_of
 from histopipe.evaluation.levels import Aggregation, Level
 from histopipe.evaluation.metrics import decide
 from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.statistics import Statistics
 from histopipe.evaluation.target_metrics import joined_targets, target_statistics
 from histopipe.evaluation.target_scores import GroupedScores, TargetScores
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Metric of a run minus the metric of the first run, on the same patients.
-
-    Attributes:
-        value: the difference; None if one of the two metrics is not defined.
-        interval: 95 % confidence interval, from resampling the same patients for both runs.
-    """
-
-    value: float | None
-    interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
