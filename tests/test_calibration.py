@@ -15,7 +15,12 @@ from sklearn import metrics as sk
 from sklearn.linear_model import LogisticRegression
 
 from histopipe.evaluation.calibration import decision_curve, recalibration
-from histopipe.evaluation.intervals import auc_interval, delong, share_interval
+from histopipe.evaluation.intervals import (
+    auc_interval,
+    delong,
+    difference_interval,
+    share_interval,
+)
 from histopipe.evaluation.metrics import Metrics, metrics_of
 from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.statistics import bootstrap_draws
@@ -128,6 +133,16 @@ def test_share_interval_is_wilsons() -> None:
     right = np.arange(263) < 81
     found = share_interval(right, np.arange(263, dtype=np.int32))
     assert found == pytest.approx((0.2553, 0.3662), abs=5e-5)
+
+
+def test_difference_interval_is_newcombes() -> None:
+    """56 of 70 minus 48 of 80: example (a) of R. G. Newcombe, Statistics in Medicine 17 (1998), table 2, method 10."""
+    intervals = []
+    for count, total in ((56, 70), (48, 80)):
+        found = share_interval(np.arange(total) < count, np.arange(total, dtype=np.int32))
+        assert found is not None
+        intervals.append((count / total, found))
+    assert difference_interval(*intervals) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 @given(st.integers(0, 10_000))

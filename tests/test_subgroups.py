@@ -234,7 +234,7 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
     assert found["patients"].used == {"train": 1, "train and test": 1}
     assert found["patches"].used == {"train": 10, "test": 3}
     assert found["patches"].excluded == {
-        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide: no label": 7, "damaged": 1,
+        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide excluded: no label": 7, "damaged": 1,
     }  # fmt: skip
     assert flow_from_json(json.loads(json.dumps(flow_to_json(found)))) == found
     write_participants(tmp_path / "slides.csv", slides)

@@ -78,29 +78,32 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 
 
 @click.command()
-@click.argument("path", type=PATH)
+@click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
 @store_option("Store of a run, if it was moved; repeatable.")
 @click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
-@untrusted_option("path", "stores", passed=True)
-def report(path: Path, no_pictures: bool, **options: Any) -> None:
-    """Write a report of PATH, a store or the folder of a finished run, as one HTML file.
+@untrusted_option("paths", "stores", passed=True)
+def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
+    """Write a report of a store, a run, a cross-validation or predictions as one HTML file; of several runs, compare them.
 
-    The report of a store shows every slide: state, route, scale, counts, notes, tissue and some patches. The report of
-    a run shows metrics with intervals, learning and ROC curves, confusion matrices, calibration, slides, patches with
-    the highest certainty, heatmaps, settings and limitations. The file needs no network.
+    The report of a store shows every slide: state, route, scale, counts, notes, tissue and some patches. Other reports
+    show metrics with intervals, curves, calibration, decision curves, subgroups, failures, the participant flow, slides,
+    heatmaps, settings and limitations. The file needs no network.
 
     \b
     Example: histopipe report runs/first
+    Compare: histopipe report runs/first runs/second --out comparison.html
     """
     from histopipe.maintenance.info import store_info
     from histopipe.reports.report import report
 
-    result = report(path, pictures=not no_pictures, **options)
-    is_store = (path / "data.mdb").exists()
-    then = (
-        store_info(path).then if is_store else ("predict", path, "SLIDES", "--out", "predictions")
-    )
+    result = report(paths, pictures=not no_pictures, **options)
+    path = paths[0]
+    then: tuple[object, ...] = ()
+    if (path / "data.mdb").exists():
+        then = store_info(path).then
+    elif (path / "config.toml").exists() and not paths[1:]:
+        then = ("predict", path, "SLIDES", "--out", "predictions")
     show(result, then=then)
 
 

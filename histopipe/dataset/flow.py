@@ -52,7 +52,7 @@ def flow_of(slides: Sequence[Participant], skipped: Mapping[str, int] | None = N
         for side in SIDES:
             patches[side, ""] += getattr(it, side)
         if it.status == EXCLUDED and not sum(getattr(it, name) for name in COUNTS[2:]):
-            patches[EXCLUDED, f"slide: {it.reason}"] += it.planned - it.unreadable
+            patches[EXCLUDED, f"slide excluded: {it.reason}"] += it.planned - it.unreadable
     for skipped_side, count in (skipped or {}).items():
         patches[skipped_side, ""] -= count
         patches[EXCLUDED, "damaged"] += count
@@ -84,7 +84,14 @@ def _common_status(slides: Sequence[Participant]) -> tuple[str, str]:
 
 
 def _level(found: int, counts: Mapping[tuple[str, str], int]) -> FlowLevel:
-    known = {key: count for key, count in counts.items() if count}
+    order: dict[str, int] = {side: number for number, side in enumerate(SIDES)}
+    known = {
+        key: counts[key]
+        for key in sorted(
+            counts, key=lambda it: [order.get(side, 0) for side in it[0].split(" and ")]
+        )
+        if counts[key]
+    }
     return FlowLevel(
         found, {reason: count for (status, reason), count in known.items() if status == EXCLUDED},
         {status: count for (status, _), count in known.items() if status != EXCLUDED},

@@ -123,6 +123,21 @@ def independent_mean_interval(
     return max(float(value.mean()) - below, 0.0), min(float(value.mean()) + above, 1.0)
 
 
+def difference_interval(first: tuple[float, Interval], second: tuple[float, Interval]) -> Interval:
+    """Return the interval of a difference of independent values, from their values and intervals.
+
+    It is too wide for values that increase together.
+
+    Source:
+        R. G. Newcombe, Interval estimation for the difference between independent proportions, Statistics in Medicine 17
+        (1998), method 10; Zou and Donner (2008) for other values.
+    """
+    (a, (low_a, high_a)), (b, (low_b, high_b)) = first, second
+    below = math.hypot(a - low_a, high_b - b)
+    above = math.hypot(high_a - a, b - low_b)
+    return a - b - below, a - b + above
+
+
 def error_interval(excess: Values, count: Values, weights: Values) -> Interval:
     """Return the interval of the expected calibration error, a sum of absolute values, which noise only makes larger.
 
@@ -136,7 +151,9 @@ def error_interval(excess: Values, count: Values, weights: Values) -> Interval:
     """
     patients = int((count > 0).sum())
     mean = excess.sum(axis=0) / count.sum()
-    noise = (weights @ excess) / (weights @ count)[:, None] - mean
+    totals = weights @ count
+    drawn = totals > 0  # a resample may have no patient of a small group
+    noise = (weights[drawn] @ excess) / totals[drawn, None] - mean
     noise *= math.sqrt(patients / (patients - 1)) * t_quantile(patients - 1) / _NORMAL
     found = float(np.abs(mean).sum())
     plausible = []

@@ -274,6 +274,20 @@ def roc_of(scores: Scores, number: int, *, patients: int, seed: int) -> Roc | No
     return Roc(*rates, _GRID, low, high)
 
 
+def precision_recall_of(
+    scores: Scores, number: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return (K,) recall and precision of a class at decreasing thresholds; None if all scores, or none, are of it."""
+    positive = scores.label == number
+    if positive.all() or not positive.any():
+        return None
+    order = np.argsort(-scores.probability[:, number], kind="stable")
+    values, positive = scores.probability[order, number], positive[order]
+    ends = np.append(np.flatnonzero(values[1:] != values[:-1]), len(values) - 1)
+    found = np.cumsum(positive)[ends]
+    return found / positive.sum(), found / (ends + 1)
+
+
 def _rates(
     positive: NDArray[np.bool_], ends: NDArray[np.intp], weight: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

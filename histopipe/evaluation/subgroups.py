@@ -26,7 +26,7 @@ from histopipe.evaluation.intervals import (
     Difference,
     Interval,
     WeightedStatistics,
-    interval_of,
+    difference_interval,
     intervals_of,
 )
 from histopipe.evaluation.levels import Level
@@ -282,7 +282,8 @@ def _group(
         note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
         return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)
     others = items.statistics(rest)
-    differences = _differences(statistics, others, draws, sum(patients))
+    of_others, _ = intervals_of(others, draws[:, : others.patients], patients[1])
+    differences = _differences(figures, known, _figures(others), of_others)
     return GroupMetrics(name, len(rows), patients[0], figures, known, differences)
 
 
@@ -292,16 +293,22 @@ def _figures(statistics: WeightedStatistics) -> dict[str, float | None]:
 
 
 def _differences(
-    group: WeightedStatistics, rest: WeightedStatistics, draws: NDArray[np.float64], patients: int
+    figures: Mapping[str, float | None],
+    intervals: Mapping[str, Interval],
+    others: Mapping[str, float | None],
+    of_others: Mapping[str, Interval],
 ) -> dict[str, Difference]:
-    values, others = _figures(group), _figures(rest)
-    resampled = [it.figures(draws[:, : it.patients]) for it in (group, rest)]
+    """Return the metrics of a group minus those of the others.
+
+    The intervals assume that both are independent. That makes them too wide for groups that share patients.
+    """
     found = {}
-    for name, value in values.items():
-        other = others.get(name)
+    for name, value in figures.items():
+        other, interval = others.get(name), None
         if value is None or other is None:
             found[name] = Difference(None, None)
             continue
-        interval = interval_of(resampled[0][name] - resampled[1][name], patients)
+        if name in intervals and name in of_others:
+            interval = difference_interval((value, intervals[name]), (other, of_others[name]))
         found[name] = Difference(value - other, interval)
     return found

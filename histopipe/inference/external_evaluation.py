@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_from_json, flow_of, flow_to_json
+from histopipe.dataset.options import TaskName
 from histopipe.dataset.participants import Participant
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part
+from histopipe.evaluation.table import task_of
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.runs import folder as run_folder
 from histopipe.slides.tables import SlideLabel
@@ -28,12 +30,19 @@ class ExternalEvaluation:
     evaluation: Evaluation
     breakdown: Breakdown
     flow: Flow
+    positive: str | None = None
+    """Positive class, if it is not the last one."""
+
+    @property
+    def task(self) -> TaskName:
+        """The task that was evaluated."""
+        return task_of(self.evaluation.finest)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict, in the form of the metrics of a run."""
         return {
             "test": self.evaluation.to_json(), "breakdown": self.breakdown.to_json(),
-            "flow": flow_to_json(self.flow),
+            "flow": flow_to_json(self.flow), "positive": self.positive,
         }  # fmt: skip
 
 
@@ -108,7 +117,7 @@ def write_evaluation(
         return None
     part, evaluation = judged
     breakdown = break_down([part], evaluation, slides, wanted, settings)
-    found = ExternalEvaluation(evaluation, breakdown, flow_of(slides))
+    found = ExternalEvaluation(evaluation, breakdown, flow_of(slides), settings.positive)
     run_folder.write_json(path, found.to_json())
     shortcut = breakdown.shortcut
     if shortcut is not None and shortcut.warning:
@@ -127,7 +136,7 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
         value = read_json(path)
         return ExternalEvaluation(
             Evaluation.from_json(value["test"]), Breakdown.from_json(value["breakdown"]),
-            flow_from_json(value["flow"]),
+            flow_from_json(value["flow"]), value["positive"],
         )  # fmt: skip
     except FileNotFoundError:
         return None

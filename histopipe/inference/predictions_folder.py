@@ -270,7 +270,7 @@ def evaluate_labelled(
     parts: Sequence[PatchScores], judging: JudgeSettings, thresholds: Thresholds
 ) -> tuple[Part, Evaluation] | None:
     """Return the patches with known labels, with the thresholds, and their evaluation; None if they have fewer than two classes."""
-    known = [_labelled(part) for part in parts if (part.label >= 0).any()]
+    known = labelled_patches(parts)
     if not known:
         return None
     scores = joined_scores(known)
@@ -278,6 +278,11 @@ def evaluate_labelled(
         return None
     part = scores, thresholds
     return part, evaluate([part], judging)
+
+
+def labelled_patches(parts: Sequence[PatchScores]) -> list[PatchScores]:
+    """Return the patches with known labels."""
+    return [_labelled(part) for part in parts if (part.label >= 0).any()]
 
 
 def _labelled(part: PatchScores) -> PatchScores:

@@ -18,7 +18,7 @@ from matplotlib.rcsetup import cycler
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from histopipe.evaluation.calibration import Bin
+from histopipe.evaluation.calibration import Bin, DecisionCurve
 from histopipe.evaluation.statistics import Roc
 from histopipe.evaluation.target_metrics import RiskGroup
 from histopipe.system.files import appearing
@@ -38,6 +38,8 @@ _VARIABLES = {
 
 _POINTS = 2000
 """Most points of a chart."""
+Curve = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Recall and precision."""
 Line = tuple[str, Sequence[float], Sequence[float | None]]
 """Name, x values and y values."""
 
@@ -87,6 +89,33 @@ def _draw_roc(axes: Axes, curves: Mapping[str, Roc]) -> None:
             axes.fill_between(roc.grid, roc.low, roc.high, color=colour, alpha=0.15, linewidth=0)
     axes.set(xlabel="1 - specificity", ylabel="sensitivity", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     axes.legend(loc="lower right")
+
+
+def precision_chart(title: str, curves: Mapping[str, Curve]) -> str:
+    """Draw precision-recall curves as steps."""
+    with _chart(title, square=True) as (figure, axes):
+        for name, (recall, precision) in curves.items():
+            shown = f" {name}" if name.startswith("_") else name
+            xs, ys = np.append(0.0, recall), np.append(precision[0], precision)
+            axes.step(xs, ys, where="pre", linewidth=1.6, label=shown)
+        axes.set(xlabel="recall (sensitivity)", ylabel="precision (PPV)")
+        axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+        axes.legend(loc="lower left")
+        return _svg(figure, f"{title}: {', '.join(curves)}")
+
+
+def decision_chart(title: str, curve: DecisionCurve) -> str:
+    """Draw the net benefit of the model, of treating all, and of treating none."""
+    with _chart(title) as (figure, axes):
+        for name, values in (("model", curve.model), ("treat all", curve.treat_all)):
+            axes.plot(curve.probability, values, linewidth=1.6, label=name)
+        axes.axhline(0, color=_INK, linewidth=0.8, linestyle=":", label="treat none")
+        highest = max(*curve.model, *curve.treat_all, 0.01)
+        axes.set(
+            xlabel="threshold probability", ylabel="net benefit", ylim=(-highest / 2, highest * 1.1)
+        )
+        axes.legend(loc="upper right")
+        return _svg(figure, f"{title}: model, treat all, treat none")
 
 
 def _draw_diagonal(axes: Axes) -> None:

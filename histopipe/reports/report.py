@@ -1,4 +1,4 @@
-"""Write a report of a store or a run as one HTML file."""
+"""Write a report of a store, a run, a cross-validation, predictions or a comparison as one HTML file."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from histopipe.errors import NothingToDo, UsageError
+from histopipe.inference.predictions_folder import SETTINGS
+from histopipe.reports.comparison_report import comparison_page
+from histopipe.reports.cross_validation_report import cross_validation_page
+from histopipe.reports.predictions_report import predictions_page
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
@@ -33,7 +37,7 @@ class ReportResult(Result):
 
 
 def report(
-    path: str | Path,
+    path: str | Path | Sequence[str | Path],
     *,
     out: str | Path | None = None,
     stores: Sequence[str | Path] = (),
@@ -41,11 +45,12 @@ def report(
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> ReportResult:
-    """Write a report of a store or a run as one HTML file without external resources.
+    """Write a report as one HTML file without external resources.
 
     Args:
-        path: a store, or the folder of a finished run.
-        out: the HTML file; `report.html` in that folder if None.
+        path: a store, or the folder of a finished run, a cross-validation, or predictions; or several runs, which are
+            compared with the first one.
+        out: the HTML file; `report.html` in that folder if None. A comparison has no default.
         stores: stores of a run, if they have been moved.
         pictures: include pictures of slides and patches.
         untrusted: do not open stores at the paths in the run's config.toml.
@@ -55,7 +60,7 @@ def report(
         The file and its size.
 
     Raises:
-        NothingToDo: the path is neither a store nor a run.
+        NothingToDo: the path is none of these.
         UsageError: the run is not finished, or the file cannot be written.
         DamagedStore: the store or run cannot be read.
         MachineShort: the disk is full.
@@ -64,11 +69,19 @@ def report(
         >>> report("runs/first")  # doctest: +SKIP
         runs/first/report.html  (1.2 MB)
     """
-    folder = Path(path)
-    if (folder / run_folder.CONFIG).exists():
-        page = run_page(
-            folder, stores=[Path(it) for it in stores], pictures=pictures, follow=not untrusted
-        )
+    paths = [Path(path)] if isinstance(path, str | Path) else [Path(it) for it in path]
+    folder = paths[0]
+    given = [Path(it) for it in stores]
+    if len(paths) > 1:
+        if out is None:
+            raise UsageError("--out is missing", expected="an HTML file for the comparison")
+        page = comparison_page(paths)
+    elif (folder / SETTINGS).is_file():
+        page = predictions_page(folder, stores=given, pictures=pictures)
+    elif run_folder.is_cross_validation(folder):
+        page = cross_validation_page(folder)
+    elif (folder / run_folder.CONFIG).exists():
+        page = run_page(folder, stores=given, pictures=pictures, follow=not untrusted)
     elif (folder / "data.mdb").exists():
         if stores:
             raise UsageError(
@@ -77,8 +90,8 @@ def report(
         page = store_page(folder, pictures=pictures, progress=progress or default_progress())
     else:
         raise NothingToDo(
-            f"{folder} is neither a store nor a run",
-            expected="a folder with data.mdb or config.toml",
+            f"{folder} is neither a store, a run nor predictions",
+            expected="a folder with data.mdb, config.toml or predict.json",
         )
     file = Path(out) if out is not None else folder / REPORT
     if file.is_dir():

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import Side
+from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import DamagedStore, HistopipeError
 from histopipe.evaluation.predictions import PatchScores, read_predictions
 from histopipe.evaluation.target_scores import TargetScores
+from histopipe.reports.judged import Judged
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.result import METRICS, TrainResult, read_result
@@ -27,7 +29,7 @@ class RunData:
     """A finished run, with the contents of its files.
 
     `history` has one row per epoch. `predictions` are classes of patches or bags, `targets` those of other tasks. `stores` are the open stores that were found.
-    `missing` lists the parts that could not be read, with the reasons.
+    `missing` lists the parts that could not be read, with the reasons. `participants` are the rows of `slides.csv`.
     """
 
     folder: Path
@@ -40,6 +42,16 @@ class RunData:
     targets: Mapping[Side, TargetScores]
     stores: Sequence[Store]
     missing: Sequence[str]
+    participants: Sequence[Participant] = ()
+
+    @property
+    def judged(self) -> Judged:
+        """Its evaluation."""
+        result, config = self.result, self.config
+        return Judged(
+            result.metrics, self.predictions, self.targets, self.classes, config.task, config.judging,
+            result.breakdown, result.flow, result.calibration,
+        )  # fmt: skip
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -76,7 +88,7 @@ def read_run(
         _history(folder / run_folder.HISTORY),
         {side: scores for side, scores in read if isinstance(scores, PatchScores)},
         {side: scores for side, scores in read if isinstance(scores, TargetScores)},
-        opened, missing,
+        opened, missing, read_participants(folder / run_folder.SLIDES),
     )  # fmt: skip
 
 

@@ -7,23 +7,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from histopipe.dataset.options import SIDES, Side
+from histopipe.dataset.options import SIDES
 from histopipe.evaluation import table
-from histopipe.evaluation.calibration import Bin
-from histopipe.evaluation.evaluate import AnyMetrics, Evaluation, positive_class
-from histopipe.evaluation.levels import Level
-from histopipe.evaluation.metrics import Metrics
-from histopipe.evaluation.predictions import scores_of
-from histopipe.evaluation.statistics import roc_of
 from histopipe.reports import charts
+from histopipe.reports.flow_chart import flow_blocks
 from histopipe.reports.html_page import (
     Block,
-    Card,
     Cards,
     Cell,
     Charts,
     Column,
-    Confusion,
     Facts,
     Notes,
     Page,
@@ -32,23 +25,19 @@ from histopipe.reports.html_page import (
     Text,
     number,
 )
+from histopipe.reports.judged import (
+    confusions,
+    curves,
+    metric_cards,
+    metrics_table,
+    shortcut_blocks,
+    subgroup_tables,
+)
 from histopipe.reports.run_data import RunData, read_run
-from histopipe.reports.run_slides import certain_patches, heatmaps, slide_table
-from histopipe.reports.run_targets import target_charts, target_metrics, target_table
+from histopipe.reports.run_slides import certain_patches, error_table, heatmaps, slide_table
+from histopipe.reports.run_targets import target_charts, target_rows, target_table
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
-
-_FIGURES = (
-    ("auc", "AUC"), ("balanced_accuracy", "balanced accuracy"), ("accuracy", "accuracy"),
-    ("sensitivity", "sensitivity"), ("specificity", "specificity"), ("f1", "F1"),
-    ("brier", "Brier score"), ("log_loss", "log loss"), ("calibration_error", "calibration error"),
-)  # fmt: skip
-_LEVELS: tuple[tuple[Level, str], ...] = (
-    ("patch", "patches"),
-    ("slide", "slides"),
-    ("patient", "patients"),
-)
-_NAMES: dict[str, str] = dict(_LEVELS)
 
 
 def run_page(
@@ -62,19 +51,31 @@ def run_page(
             subject = f"{run.config.task} of {', '.join(run.config.target_columns)}"
         subtitle = f"{_network(run.config)}, {subject}, in {folder}"
         page = Page(f"Run {folder.resolve().name}", subtitle)
+        judged = run.judged
         page.add("Summary", *_summary(run))
-        page.add("Metrics", *(target_metrics(run) if run.targets else _metrics(run)))
+        page.add(
+            "Metrics",
+            *(target_rows(run.result.metrics) if run.targets else [metrics_table(judged)]),
+        )
         page.add("Curves", _curves(run))
         if run.targets:
             page.add("Predictions", *target_charts(run))
             page.add("Slides", target_table(run))
         else:
-            page.add("ROC and calibration", _roc_and_calibration(run))
-            page.add("Confusion", *_confusions(run))
+            page.add("ROC and calibration", *curves(judged))
+            page.add("Confusion", *confusions(judged))
             page.add("Slides", slide_table(run))
         if pictures:
             page.add("Patches", *certain_patches(run))
             page.add("Heatmaps", heatmaps(run))
+        page.add("Subgroups", *subgroup_tables(judged, quality=False))
+        page.add(
+            "Failure analysis",
+            *subgroup_tables(judged, quality=True),
+            error_table(run, pictures=pictures),
+            *shortcut_blocks(judged),
+        )
+        page.add("Participant flow", *flow_blocks(judged.flow))
         page.add("Splits", *_splits(run))
         page.add("Configuration", _configuration(run))
         page.add("Environment", _environment(run))
@@ -82,23 +83,11 @@ def run_page(
     return page
 
 
-def _main_evaluation(run: RunData) -> tuple[Side, Evaluation]:
-    """Return the test set if there is one, else the validation set."""
-    side: Side = "test" if "test" in run.result.metrics else "validation"
-    return side, run.result.metrics[side]
-
-
 def _summary(run: RunData) -> Iterator[Block]:
-    side, evaluation = _main_evaluation(run)
+    side, evaluation = run.judged.main
     name = "Test set" if side == "test" else "Validation set (there is no test set)"
-    cards = []
-    for level, metrics in _shown(evaluation):
-        for figure, title in table.shown_figures(run.config.task)[0].items():
-            value = table.number(metrics.figures[figure])
-            interval = table.interval(metrics, figure) or "no interval"
-            cards.append(Card(f"{title}, {_NAMES[level.partition('_')[0]]}", value, interval))
-    yield Text(f"{name}. Brackets show 95 % confidence intervals from resampling patients.", "soft")
-    yield Cards(cards)
+    yield Text(f"{name}. Brackets show 95 % confidence intervals, with patients as units.", "soft")
+    yield Cards(metric_cards(run.judged))
     result = run.result
     if side in result.covariates_only:
         finest = result.covariates_only[side].finest
@@ -112,41 +101,14 @@ def _summary(run: RunData) -> Iterator[Block]:
         f"{table.main_figure(evaluation.finest)[0]}. "
         f"Training took {result.seconds:,.0f} s."
     )
+    shortcut = result.breakdown.shortcut
+    if shortcut is not None and shortcut.warning:
+        yield Text(f"Warning: {shortcut}", "bad")
     if run.splits.get("split_by") == "patch":
         yield Text(
             "Split by patch: test patches are neighbours of training patches. Metrics are not valid for new slides.",
             "bad",
         )
-
-
-def _shown(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
-    """Yield metrics of patches, and of means per slide and patient. Patients are left out if equal to slides."""
-    same = table.same_as_slides(evaluation, "mean")
-    for name, metrics in evaluation.named():
-        if name in ("patch", "slide_mean") or (name == "patient_mean" and not same):
-            yield name, metrics
-
-
-def _metrics(run: RunData) -> Iterator[Block]:
-    columns = (
-        Column("split"),
-        Column("level"),
-        Column("n", True),
-        *(Column(name, True) for _, name in _FIGURES),
-        Column("threshold", True),
-        Column("notes"),
-    )
-    rows = [
-        Row([
-            Cell(side), Cell(level.replace("_", ", ")), number(metrics.count),
-            *(_with_interval(metrics, figure) for figure, _ in _FIGURES), number(metrics.threshold, 3),
-            Cell("; ".join(metrics.notes), tone="why"),
-        ])
-        for side, evaluation in run.result.metrics.items()
-        for level, metrics in evaluation.named()
-        if isinstance(metrics, Metrics)
-    ]  # fmt: skip
-    yield Table("Metrics of the validation and test sets at all levels", columns, rows)
 
 
 def _curves(run: RunData) -> Charts | None:
@@ -169,48 +131,6 @@ def _curves(run: RunData) -> Charts | None:
     if len(set(rate[2])) > 1:
         made.append(charts.lines("Learning rate", [rate], x="epoch", y="rate"))
     return Charts(made)
-
-
-def _roc_and_calibration(run: RunData) -> Charts:
-    judged = run.result.metrics.items()
-    finest = {side: it.finest for side, it in judged}
-    found: dict[str, Sequence[Bin]] = {
-        side: it.reliability for side, it in finest.items() if isinstance(it, Metrics)
-    }
-    return Charts([*_roc_charts(run), charts.calibration_chart("Calibration", found)])
-
-
-def _roc_charts(run: RunData) -> Iterator[str]:
-    """Yield one chart per level: one curve per split for two classes, else one curve per class on the main split."""
-    judging = run.config.judging
-    positive = positive_class(run.classes, judging.positive)
-    ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
-    for level, title in _LEVELS:
-        curves = {}
-        sides = list(run.predictions) if positive is not None else [_main_evaluation(run)[0]]
-        for side in sides:
-            patches = run.predictions[side]
-            if ranks[level] < ranks[patches.level]:
-                continue
-            scores = scores_of(patches, level, "mean", top_k=judging.top_k, positive=positive or 0)
-            for i, name in enumerate(run.classes):
-                if positive not in (None, i) or not len(scores.label):
-                    continue
-                roc = roc_of(scores, i, patients=len(patches.patients), seed=judging.seed)
-                if roc is not None:
-                    curves[side if positive is not None else name] = roc
-        if curves:
-            yield charts.roc_chart(f"ROC, {title}", curves)
-
-
-def _confusions(run: RunData) -> Iterator[Block]:
-    side, evaluation = _main_evaluation(run)
-    for level, metrics in _shown(evaluation):
-        if not isinstance(metrics, Metrics):
-            continue
-        rows = [(name, metrics.confusion[i]) for i, name in enumerate(run.classes)]
-        threshold = "" if metrics.threshold is None else f", threshold {metrics.threshold:.3f}"
-        yield Confusion(f"{side}: {level.replace('_', ', ')}{threshold}", run.classes, rows)
 
 
 def _splits(run: RunData) -> Iterator[Block]:
@@ -280,15 +200,9 @@ def _limitations(run: RunData) -> Iterator[str]:
         yield f"{skipped} damaged {run.config.unit} were left out."
     yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."
     yield "Variation between splits and seeds is unknown: this is one run. Use --folds 5 to measure it."
-    yield "The calibration has no confidence intervals."
     if run.result.gpu_bytes is None:
         yield "GPU memory was not measured: no GPU was used."
     yield from run.missing
-
-
-def _with_interval(metrics: Metrics, figure: str) -> Cell:
-    value = getattr(metrics, figure)
-    return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
 
 
 def _text(value: object) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import numpy as np
@@ -36,6 +36,8 @@ from histopipe.runs.task_config import BagTrainConfig
 _PATCHES = 8
 _PATCH_SIDE = 112
 _MAX_HEATMAPS = 24
+_ERRORS = 20
+_ORIGIN = ("site", "vendor", "route", "jpeg_generations", "tissue", "focus", "pen")
 
 
 def slide_table(run: RunData) -> Table | None:
@@ -55,7 +57,24 @@ def slide_table(run: RunData) -> Table | None:
     return Table(f"{what}: labels and predictions", columns, rows)
 
 
-def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]:
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The decision on a slide, or on a patient if the model takes bags of patients."""
+
+    name: str
+    patient: str
+    patches: int
+    labels: tuple[str, ...]
+    decision: str
+    probability: Sequence[float]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the decision differs from its one label."""
+        return len(self.labels) == 1 and self.labels[0] != self.decision
+
+
+def _decisions(run: RunData, side: Side, patches: PatchScores) -> Iterator[_Decided]:
     level: Level = "patient" if patches.level == "patient" else "slide"
     positive = positive_class(run.classes, run.config.judging.positive)
     # Without labels, so that patches with different labels are aggregated too.
@@ -69,18 +88,55 @@ def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]
     names = patches.slides if level == "slide" else patches.patients
     for i, item in enumerate(scores.item.tolist()):
         members = np.flatnonzero(group == item)
-        labels = np.unique(patches.label[members])
-        decision = run.classes[decided[i]]
-        if len(labels) == 1:
-            label = run.classes[labels[0]]
-            correct = Cell("yes", tone="good") if label == decision else Cell("no", tone="bad")
-        else:
-            label, correct = "several", Cell("")
+        labels = np.unique(patches.label[members]).tolist()
+        yield _Decided(
+            names[item], patches.patients[patches.patient[members[0]]], len(members),
+            tuple(run.classes[it] for it in labels), run.classes[decided[i]],
+            scores.probability[i].tolist(),
+        )  # fmt: skip
+
+
+def _slide_rows(run: RunData, side: Side, patches: PatchScores) -> Iterator[Row]:
+    for it in _decisions(run, side, patches):
+        correct = Cell("")
+        if len(it.labels) == 1:
+            correct = Cell("no", tone="bad") if it.wrong else Cell("yes", tone="good")
         yield Row([
-            Cell(names[item], tone="id"), Cell(patches.patients[patches.patient[members[0]]]), Cell(side),
-            number(len(members)), Cell(label), Cell(decision), correct,
-            *(number(float(p), 3) for p in scores.probability[i]),
+            Cell(it.name, tone="id"), Cell(it.patient), Cell(side), number(it.patches),
+            Cell(it.labels[0] if len(it.labels) == 1 else "several"), Cell(it.decision), correct,
+            *(number(p, 3) for p in it.probability),
         ])  # fmt: skip
+
+
+def error_table(run: RunData, *, pictures: bool) -> Table | None:
+    """Return the wrong decisions with the highest certainty, with quality and thumbnails of their slides."""
+    side = run.judged.main[0]
+    if side not in run.predictions:
+        return None
+    wrong = [it for it in _decisions(run, side, run.predictions[side]) if it.wrong]
+    wrong.sort(key=lambda it: it.probability[run.classes.index(it.labels[0])])
+    known = {it.slide: it for it in run.participants}
+    images = SlideImages({}, run.stores)
+    rows = []
+    for number_of, it in enumerate(wrong[:_ERRORS]):
+        slide = known.get(it.name)
+        cells = [Cell(slide.value(name) if slide else "") for name in _ORIGIN]
+        image = images.of(it.name) if pictures and run.stores else None
+        shown = (
+            [Picture.of(f"error-{number_of}", it.name, fitted(image))] if image is not None else []
+        )
+        rows.append(Row([
+            Cell(it.name, tone="id"), Cell(it.patient), Cell(it.labels[0]), Cell(it.decision),
+            number(it.probability[run.classes.index(it.labels[0])], 3), number(it.patches), *cells,
+        ], shown))  # fmt: skip
+    columns = (
+        Column("slide"), Column("patient"), Column("label"), Column("decided"), Column("p of the label", True),
+        Column("patches", True), *(Column(name) for name in _ORIGIN),
+    )  # fmt: skip
+    title = (
+        f"{side.capitalize()}: {len(wrong)} wrong decisions, those with the highest certainty first"
+    )
+    return Table(title, columns, rows) if rows else None
 
 
 def certain_patches(run: RunData) -> Iterator[Block]:
@@ -113,7 +169,8 @@ def _patches(
         slide = scores.slides[scores.slide[row]]
         pixels = _pixels(run, slide, int(scores.x_l0[row]), int(scores.y_l0[row]))
         if pixels is not None:
-            caption = f"{slide}, p = {scores.probability[row, code]:.3f}"
+            place = f"x {scores.x_l0[row]}, y {scores.y_l0[row]}"
+            caption = f"{slide}, {place}, p = {scores.probability[row, code]:.3f}"
             yield Picture.of(f"patch-{row}", caption, fitted(pixels, _PATCH_SIDE))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from histopipe.dataset.options import Side
 from histopipe.evaluation import table
+from histopipe.evaluation.evaluate import Evaluation
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.multilabel import label_scores
 from histopipe.evaluation.statistics import Roc, roc_of
@@ -20,7 +21,8 @@ from histopipe.reports.run_data import RunData
 
 _MOST_ROWS = 5000
 _TITLES = {
-    "auc": "AUC", "balanced_accuracy": "balanced accuracy", "sensitivity": "sensitivity",
+    "auc": "AUC", "average_precision": "average precision", "calibration_error": "calibration error",
+    "balanced_accuracy": "balanced accuracy", "sensitivity": "sensitivity",
     "specificity": "specificity", "f1": "F1", "brier": "Brier score", "r2": "R²", "pearson": "Pearson",
     "spearman": "Spearman", "mae": "MAE", "rmse": "RMSE", "c_index": "C-index (Harrell)",
     "c_index_uno": "C-index (Uno)",
@@ -28,11 +30,11 @@ _TITLES = {
 _OF_SURVIVAL = {"auc": "AUC over time", "brier": "integrated Brier score"}
 
 
-def target_metrics(run: RunData) -> Iterator[Block]:
+def target_rows(evaluations: Mapping[Side, Evaluation]) -> Iterator[Block]:
     """Yield a table of the metrics of all sides and levels, with a row per column."""
     judged = [
         (side, level, metrics)
-        for side, evaluation in run.result.metrics.items()
+        for side, evaluation in evaluations.items()
         for level, metrics in evaluation.named()
         if isinstance(metrics, TargetMetrics)
         and not (level == "patient_mean" and table.same_as_slides(evaluation, "mean"))
@@ -55,7 +57,7 @@ def target_metrics(run: RunData) -> Iterator[Block]:
                 number(metrics.count), *(_figure(metrics, it + ending) for it in figures),
                 Cell("; ".join(metrics.notes) if not name else "", tone="why"),
             ]))  # fmt: skip
-    yield Table("Metrics of the validation and test sets at all levels", columns, rows)
+    yield Table("Metrics at all levels", columns, rows)
 
 
 def _bare(metrics: TargetMetrics) -> set[str]:

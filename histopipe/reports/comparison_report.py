@@ -1,0 +1,116 @@
+"""Report of a comparison of runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from histopipe.evaluation.breakdown import QUALITY
+from histopipe.evaluation.intervals import Difference
+from histopipe.evaluation.levels import LEVELS, name_of
+from histopipe.evaluation.table import shown_figures, task_of, with_ends, with_interval
+from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
+from histopipe.studies.compare import CompareResult, compare
+
+
+def comparison_page(runs: Sequence[Path]) -> Page:
+    """Return the page of a comparison of runs or cross-validations with the first one. Raise as `compare`."""
+    result = compare(list(runs))
+    names = [str(run.folder) for run in result.runs]
+    page = Page("Comparison", ", ".join(names))
+    page.add("Metrics", _metrics(result))
+    page.add("Differences", *_differences(result, names[0]))
+    page.add("Subgroups", *_subgroups(result))
+    settings = [
+        Row([Cell(name), *(Cell("" if it is None else str(it)) for it in values)])
+        for name, values in result.settings.items()
+    ]
+    columns = (Column("setting"), *(Column(name) for name in names))
+    page.add(
+        "Settings",
+        Table("Settings that differ", columns, settings)
+        if settings
+        else Text("No settings differ."),
+    )
+    page.add("Limitations", _limitations(result))
+    return page
+
+
+def _metrics(result: CompareResult) -> Table:
+    figures = _shown(result)
+    rows = []
+    for level, how in LEVELS:
+        for run in result.runs:
+            metrics = run.test.at(level, how)
+            if metrics is not None:
+                cells = [
+                    Cell(with_interval(metrics, name), metrics.figures.get(name), "n")
+                    for name in figures
+                ]
+                rows.append(Row([Cell(name_of(level, how).replace("_", ", ")), Cell(str(run.folder)), number(metrics.count), *cells]))  # fmt: skip
+    columns = (
+        Column("level"),
+        Column("run"),
+        Column("n", True),
+        *(Column(it, True) for it in figures.values()),
+    )
+    return Table("Metrics of the test sets", columns, rows)
+
+
+def _shown(result: CompareResult) -> dict[str, str]:
+    with_intervals, plain = shown_figures(task_of(result.runs[0].test.finest))
+    return {**with_intervals, **plain}
+
+
+def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
+    figures = _shown(result)
+    for run, levels, notes in zip(result.runs[1:], result.differences, result.notes, strict=True):
+        rows = [
+            Row([
+                Cell(level.replace("_", ", ")),
+                *(_difference(metrics.get(name, Difference(None, None))) for name in figures),
+            ])
+            for level, metrics in levels.items()
+        ]  # fmt: skip
+        columns = (Column("level"), *(Column(it, True) for it in figures.values()))
+        if rows:
+            yield Table(f"{run.folder} minus {first}, on the same patients", columns, rows)
+        if notes:
+            yield Notes([f"{run.folder}, not compared: {note}." for note in notes])
+
+
+def _difference(difference: Difference) -> Cell:
+    if difference.value is None:
+        return number(None)
+    text = with_ends(difference.value, difference.interval, signed=True)
+    return Cell(text, difference.value, "n")
+
+
+def _subgroups(result: CompareResult) -> Iterator[Table]:
+    """Yield the main metric by subgroup, with a column for each run."""
+    name, title = next(iter(_shown(result).items()))
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for place, run in enumerate(result.runs):
+        for own in run.breakdown.subgroups:
+            for group in own.groups if own.column not in QUALITY else ():
+                text = with_ends(group.figures.get(name), group.intervals.get(name))
+                found.setdefault((own.column, group.name), {})[place] = (
+                    f"{text}  (n = {group.count})"
+                )
+    rows = [
+        Row([Cell(column), Cell(group), *(Cell(texts.get(i, "")) for i in range(len(result.runs)))])
+        for (column, group), texts in found.items()
+    ]
+    columns = (Column("column"), Column("group"), *(Column(str(run.folder)) for run in result.runs))
+    if rows:
+        yield Table(f"{title} by subgroup", columns, rows)
+
+
+def _limitations(result: CompareResult) -> Notes:
+    notes = [f"{run.folder}: {note}." for run in result.runs for note in run.notes]
+    return Notes(
+        [
+            *notes,
+            "Differences are for these models: variation between seeds and splits is not in the intervals.",
+        ]
+    )

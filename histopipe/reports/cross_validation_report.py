@@ -1,0 +1,151 @@
+"""Report of a cross-validation: metrics of each fold and of all test sets together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from histopipe.dataset.flow import flow_from_json
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.breakdown import Breakdown
+from histopipe.evaluation.evaluate import Evaluation
+from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.evaluation.table import main_figure, shown_figures
+from histopipe.evaluation.target_scores import TargetScores
+from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.html_page import (
+    Cards,
+    Cell,
+    Column,
+    Facts,
+    Notes,
+    Page,
+    Row,
+    Table,
+    Text,
+    number,
+)
+from histopipe.reports.judged import (
+    Judged,
+    confusions,
+    curves,
+    metric_cards,
+    metrics_table,
+    shortcut_blocks,
+    subgroup_tables,
+)
+from histopipe.reports.run_targets import target_rows
+from histopipe.runs import folder as run_folder
+from histopipe.runs.config import TrainConfig
+from histopipe.runs.settings import read_settings
+from histopipe.runs.task_config import CONFIGS, make_config
+from histopipe.studies.settings import FoldSettings
+from histopipe.system.files import read_json
+
+SUMMARY = "summary.json"
+
+
+def cross_validation_page(folder: Path) -> Page:
+    """Return the page of a cross-validation with at least one finished fold.
+
+    Raises:
+        UsageError: no fold is finished.
+        DamagedStore: the folder cannot be read.
+    """
+    settings = read_settings(folder / run_folder.CONFIG, *CONFIGS, FoldSettings)
+    of_folds = {name for name in settings if name in FoldSettings.__dataclass_fields__}
+    config = make_config({k: v for k, v in settings.items() if k not in of_folds})
+    try:
+        summary: Mapping[str, Any] = read_json(folder / SUMMARY)
+        judged = _judged(folder, summary, config)
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedStore(f"{folder / SUMMARY} is damaged", found=repr(error)[:200]) from error
+    if judged is None:
+        raise UsageError(
+            f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
+        )
+    page = Page(
+        f"Cross-validation {folder.resolve().name}", f"{settings['folds']} folds, in {folder}"
+    )
+    page.add(
+        "Summary",
+        Text(
+            "All test sets together, each with the thresholds of its fold. Brackets show 95 % confidence intervals, "
+            "with patients as units. Models of different folds are compared as if they were one.", "soft",
+        ),
+        Cards(metric_cards(judged)),
+    )  # fmt: skip
+    page.add("Folds", *_folds(summary, judged))
+    if judged.task == "classification":
+        page.add("Metrics", metrics_table(judged))
+        page.add("ROC and calibration", *curves(judged))
+        page.add("Confusion", *confusions(judged))
+    else:
+        page.add("Metrics", *target_rows(judged.evaluations))
+    page.add("Subgroups", *subgroup_tables(judged, quality=False))
+    page.add("Failure analysis", *subgroup_tables(judged, quality=True), *shortcut_blocks(judged))
+    page.add("Participant flow", *flow_blocks(judged.flow))
+    facts = [(name, str(value)) for name, value in settings.items() if value is not None]
+    page.add("Configuration", Facts("All settings, as in config.toml", facts))
+    page.add("Limitations", Notes(list(_limitations(judged, summary))))
+    return page
+
+
+def _judged(folder: Path, summary: Mapping[str, Any], config: TrainConfig) -> Judged | None:
+    if summary["pooled"] is None:
+        return None
+    evaluation = Evaluation.from_json(summary["pooled"])
+    fold_folders = [
+        folder / f"fold-{it['fold']}" for it in summary["folds"] if it["status"] == "done"
+    ]
+    found = [read_predictions(it / run_folder.PREDICTIONS)["test"] for it in fold_folders]
+    parts = [it for it in found if isinstance(it, PatchScores)]
+    targets = [it for it in found if isinstance(it, TargetScores)]
+    return Judged(
+        {"test": evaluation}, {"test": joined_scores(parts)} if parts else {},
+        {"test": targets[0]} if len(targets) == 1 else {}, parts[0].classes if parts else (), config.task,
+        config.judging, Breakdown.from_json(summary["breakdown"]) if "breakdown" in summary else Breakdown(),
+        flow_from_json(summary.get("flow", {})),
+    )  # fmt: skip
+
+
+def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
+    names = list(shown_figures(judged.task)[0])
+    level = next(name for name, _ in judged.evaluations["test"].named())
+    columns = (
+        Column("fold"), Column("status"), Column("epochs", True), Column("seconds", True),
+        *(Column(f"{level.replace('_', ', ')}: {shown_figures(judged.task)[0][name]}", True) for name in names),
+        Column("reason"),
+    )  # fmt: skip
+    rows = []
+    for fold in summary["folds"]:
+        metrics = None
+        if "metrics" in fold:
+            metrics = dict(Evaluation.from_json(fold["metrics"]["test"]).named())[level]
+        values = [metrics.figures[name] if metrics else None for name in names]
+        rows.append(Row([
+            Cell(str(fold["fold"])), Cell(fold["status"]), number(fold["epochs"]), number(fold["seconds"]),
+            *(number(value, 3) for value in values), Cell(fold["reason"] or "", tone="why"),
+        ]))  # fmt: skip
+    for title, found in (("mean", summary["mean"]), ("standard deviation", summary["deviation"])):
+        values = [found.get(f"{level}_{name}") for name in names]
+        rows.append(Row([
+            Cell(title), Cell(""), Cell(""), Cell(""), *(number(value, 3) for value in values), Cell(""),
+        ]))  # fmt: skip
+    yield Table("Test set of each fold", columns, rows)
+
+
+def _limitations(judged: Judged, summary: Mapping[str, Any]) -> Iterator[str]:
+    missing = [str(it["fold"]) for it in summary["folds"] if it["status"] != "done"]
+    if missing:
+        yield f"Folds that are not finished: {', '.join(missing)}. Their slides are not tested."
+    notes = {note for _, metrics in judged.evaluations["test"].named() for note in metrics.notes}
+    yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
+    title, _ = main_figure(judged.evaluations["test"].finest)
+    yield f"Intervals of the {title} are for these models: variation between training sets is only shown by the folds."
+    yield "Performance on slides from another hospital, scanner or stain is unknown: only this data set was used."

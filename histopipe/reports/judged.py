@@ -1,0 +1,274 @@
+"""Sections of a report that show an evaluation: of a run, of a cross-validation, or of predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from histopipe.dataset.flow import Flow
+from histopipe.dataset.options import Side, TaskName
+from histopipe.evaluation import table
+from histopipe.evaluation.breakdown import QUALITY, Breakdown
+from histopipe.evaluation.calibration import Bin
+from histopipe.evaluation.evaluate import AnyMetrics, Evaluation, JudgeSettings, positive_class
+from histopipe.evaluation.intervals import Difference
+from histopipe.evaluation.levels import Level
+from histopipe.evaluation.metrics import Metrics
+from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
+from histopipe.evaluation.shortcuts import ORIGIN
+from histopipe.evaluation.statistics import Roc, precision_recall_of, roc_of
+from histopipe.evaluation.subgroups import Subgroups
+from histopipe.evaluation.target_scores import TargetScores
+from histopipe.evaluation.temperature import Calibration
+from histopipe.reports import charts
+from histopipe.reports.html_page import (
+    Block,
+    Card,
+    Cell,
+    Charts,
+    Column,
+    Confusion,
+    Row,
+    Table,
+    Text,
+    number,
+)
+
+_FIGURES = (
+    ("auc", "AUC"), ("average_precision", "average precision"), ("balanced_accuracy", "balanced accuracy"),
+    ("accuracy", "accuracy"), ("sensitivity", "sensitivity"), ("specificity", "specificity"), ("f1", "F1"),
+    ("brier", "Brier score"), ("log_loss", "log loss"), ("calibration_error", "calibration error"),
+    ("calibration_intercept", "calibration intercept"), ("calibration_slope", "calibration slope"),
+)  # fmt: skip
+_TITLES = dict(_FIGURES)
+_LEVELS: tuple[tuple[Level, str], ...] = (
+    ("patch", "patches"),
+    ("slide", "slides"),
+    ("patient", "patients"),
+)
+LEVEL_NAMES: dict[str, str] = dict(_LEVELS)
+_SUBGROUP_FIGURES: Mapping[TaskName, tuple[str, ...]] = {
+    "classification": ("auc", "average_precision", "sensitivity", "specificity", "calibration_error"),
+    "multilabel": ("auc", "average_precision", "calibration_error"),
+    "regression": ("r2", "mae"),
+    "survival": ("c_index", "brier"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """An evaluation with its predictions. `predictions` are classes, `targets` those of other tasks."""
+
+    evaluations: Mapping[Side, Evaluation]
+    predictions: Mapping[Side, PatchScores]
+    targets: Mapping[Side, TargetScores]
+    classes: tuple[str, ...]
+    task: TaskName
+    judging: JudgeSettings
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    flow: Flow = field(default_factory=dict)
+    calibration: Calibration | None = None
+
+    @property
+    def main(self) -> tuple[Side, Evaluation]:
+        """The test set if there is one, else the validation set."""
+        side: Side = "test" if "test" in self.evaluations else "validation"
+        return side, self.evaluations[side]
+
+    @property
+    def positive(self) -> int | None:
+        """Number of the positive class of two."""
+        return positive_class(self.classes, self.judging.positive)
+
+
+def metric_cards(judged: Judged) -> list[Card]:
+    """Return cards with the main metrics."""
+    cards = []
+    for level, metrics in shown_levels(judged.main[1]):
+        for figure, title in table.shown_figures(judged.task)[0].items():
+            value = table.number(metrics.figures[figure])
+            interval = table.interval(metrics, figure) or "no interval"
+            cards.append(Card(f"{title}, {LEVEL_NAMES[level.partition('_')[0]]}", value, interval))
+    return cards
+
+
+def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
+    """Yield metrics of patches, and of means per slide and patient. Patients are left out if equal to slides."""
+    same = table.same_as_slides(evaluation, "mean")
+    for name, metrics in evaluation.named():
+        if name in ("patch", "slide_mean") or (name == "patient_mean" and not same):
+            yield name, metrics
+
+
+def metrics_table(judged: Judged) -> Table:
+    """Return the metrics of classes at all levels."""
+    columns = (
+        Column("split"),
+        Column("level"),
+        Column("n", True),
+        *(Column(name, True) for _, name in _FIGURES),
+        Column("threshold", True),
+        Column("notes"),
+    )
+    rows = [
+        Row([
+            Cell(side), Cell(level.replace("_", ", ")), number(metrics.count),
+            *(_with_interval(metrics, figure) for figure, _ in _FIGURES), number(metrics.threshold, 3),
+            Cell("; ".join(metrics.notes), tone="why"),
+        ])
+        for side, evaluation in judged.evaluations.items()
+        for level, metrics in evaluation.named()
+        if isinstance(metrics, Metrics)
+    ]  # fmt: skip
+    return Table("Metrics at all levels", columns, rows)
+
+
+def _with_interval(metrics: Metrics, figure: str) -> Cell:
+    value = metrics.figures[figure]
+    return number(None) if value is None else Cell(table.with_interval(metrics, figure), value, "n")
+
+
+def curves(judged: Judged) -> Iterator[Block]:
+    """Yield ROC and precision-recall curves, reliability diagrams and decision curves of classes."""
+    yield Charts([*_roc_charts(judged), *_precision_charts(judged)])
+    finest = {side: it.finest for side, it in judged.evaluations.items()}
+    bins: dict[str, Sequence[Bin]] = {
+        side: it.reliability for side, it in finest.items() if isinstance(it, Metrics)
+    }
+    made = [charts.calibration_chart("Calibration", bins)]
+    for name, metrics in shown_levels(judged.main[1]):
+        if isinstance(metrics, Metrics) and metrics.decision_curve is not None:
+            title = f"Decision curve, {LEVEL_NAMES[name.partition('_')[0]]}"
+            made.append(charts.decision_chart(title, metrics.decision_curve))
+    yield Charts(made)
+    if judged.calibration is not None:
+        yield Text(
+            "Probabilities are divided by a temperature that was fitted to the validation set: "
+            + ", ".join(table.number(it) for it in judged.calibration.temperature) + "."
+        )  # fmt: skip
+        yield _temperature_table(judged, judged.calibration)
+
+
+def _temperature_table(judged: Judged, calibration: Calibration) -> Table:
+    rows, names = [], [name for name in _TITLES if name in _changed(calibration)]
+    for side, levels in calibration.before.items():
+        for level, metrics in shown_levels(judged.evaluations[side]):
+            cells = [
+                Cell(f"{table.number(levels[level].get(name))} → {table.number(metrics.figures.get(name))}", tone="n")
+                for name in names
+            ]  # fmt: skip
+            rows.append(Row([Cell(side), Cell(level.replace("_", ", ")), *cells]))
+    columns = (Column("split"), Column("level"), *(Column(_TITLES[name], True) for name in names))
+    return Table("Metrics before and after the temperature", columns, rows)
+
+
+def _changed(calibration: Calibration) -> set[str]:
+    levels = (level for side in calibration.before.values() for level in side.values())
+    return {name for values in levels for name in values}
+
+
+def _scores(judged: Judged) -> Iterator[tuple[str, str, Scores, int, PatchScores]]:
+    """Yield title of the level, name of the curve, scores, class, and predictions.
+
+    For two classes there is one curve per split, else one per class on the main split.
+    """
+    positive = judged.positive
+    ranks = {level: rank for rank, (level, _) in enumerate(_LEVELS)}
+    for level, title in _LEVELS:
+        for side in judged.predictions if positive is not None else [judged.main[0]]:
+            patches = judged.predictions[side]
+            if ranks[level] < ranks[patches.level]:
+                continue
+            scores = scores_of(
+                patches, level, "mean", top_k=judged.judging.top_k, positive=positive or 0
+            )
+            for i, name in enumerate(judged.classes):
+                if positive in (None, i) and len(scores.label):
+                    yield title, side if positive is not None else name, scores, i, patches
+
+
+def _roc_charts(judged: Judged) -> Iterator[str]:
+    found: dict[str, dict[str, Roc]] = {}
+    for title, name, scores, i, patches in _scores(judged):
+        roc = roc_of(scores, i, patients=len(patches.patients), seed=judged.judging.seed)
+        if roc is not None:
+            found.setdefault(title, {})[name] = roc
+    for title, rocs in found.items():
+        yield charts.roc_chart(f"ROC, {title}", rocs)
+
+
+def _precision_charts(judged: Judged) -> Iterator[str]:
+    found: dict[str, dict[str, charts.Curve]] = {}
+    for title, name, scores, i, _ in _scores(judged):
+        curve = precision_recall_of(scores, i)
+        if curve is not None:
+            found.setdefault(title, {})[name] = curve
+    for title, own in found.items():
+        yield charts.precision_chart(f"Precision and recall, {title}", own)
+
+
+def confusions(judged: Judged) -> Iterator[Block]:
+    """Yield the confusion matrices of the main split."""
+    side, evaluation = judged.main
+    for level, metrics in shown_levels(evaluation):
+        if not isinstance(metrics, Metrics):
+            continue
+        rows = [(name, metrics.confusion[i]) for i, name in enumerate(judged.classes)]
+        threshold = "" if metrics.threshold is None else f", threshold {metrics.threshold:.3f}"
+        yield Confusion(f"{side}: {level.replace('_', ', ')}{threshold}", judged.classes, rows)
+
+
+def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
+    """Yield a table of metrics by subgroup: of the quality of slides, or of all other columns."""
+    shown = [it for it in judged.breakdown.subgroups if (it.column in QUALITY) == quality]
+    if shown:
+        what = "Performance and quality of slides" if quality else "Performance by subgroup"
+        yield _subgroup_table(what, shown, judged.task)
+
+
+def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> Table:
+    names = [it for it in _SUBGROUP_FIGURES[task] if it in shown[0].groups[0].figures]
+    titles = {**_TITLES, "r2": "R²", "mae": "MAE", "c_index": "C-index"}
+    main = names[0]
+    columns = (
+        Column("column"), Column("group"), Column("level"), Column("n", True), Column("patients", True),
+        *(Column(titles[name], True) for name in names), Column(f"{titles[main]} minus the rest", True),
+        Column("notes"),
+    )  # fmt: skip
+    rows = []
+    for own in shown:
+        for group in own.groups:
+            difference = group.differences.get(main, Difference(None, None))
+            rows.append(Row([
+                Cell(own.column), Cell(group.name), Cell(own.level), number(group.count), number(group.patients),
+                *(_figure(group.figures.get(name), group.intervals.get(name)) for name in names),
+                _figure(difference.value, difference.interval, signed=True), Cell(group.note, tone="why"),
+            ]))  # fmt: skip
+    return Table(title, columns, rows)
+
+
+def _figure(value: float | None, ends: tuple[float, float] | None, *, signed: bool = False) -> Cell:
+    return (
+        number(None)
+        if value is None
+        else Cell(table.with_ends(value, ends, signed=signed), value, "n")
+    )
+
+
+def shortcut_blocks(judged: Judged) -> Iterator[Block]:
+    """Yield how well the origin of slides predicts their labels, and a warning if it does so nearly as well as the model."""
+    found = judged.breakdown.shortcut
+    if found is None:
+        return
+    if found.warning:
+        yield Text(f"Warning: {found}", "bad")
+    rows = [
+        Row([Cell(name), number(value, 3)])
+        for name, value in sorted(found.auc.items(), key=lambda it: -it[1])
+    ]
+    model = "" if found.model_auc is None else f"; AUC of the model: {found.model_auc:.3f}"
+    yield Table(
+        f"Labels predicted from the origin of slides ({', '.join(ORIGIN)}), of {found.patients} patients, cross-validated: "
+        f"p = {found.p:.3f}{model}",
+        (Column("column"), Column("AUC", True)), rows,
+    )  # fmt: skip

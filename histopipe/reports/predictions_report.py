@@ -1,0 +1,183 @@
+"""Report of a folder of predictions: slides, heatmaps, and where labels are known, the evaluation."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
+from histopipe.evaluation.evaluate import JudgeSettings
+from histopipe.evaluation.predictions import PatchScores, joined_scores
+from histopipe.inference.external_evaluation import ExternalEvaluation, read_evaluation
+from histopipe.inference.predictions_folder import (
+    SETTINGS,
+    SLIDES,
+    PredictionsFolder,
+    labelled_patches,
+)
+from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_sources import SlideImages, open_values
+from histopipe.reports.html_page import (
+    Card,
+    Cards,
+    Cell,
+    Column,
+    Facts,
+    Gallery,
+    Notes,
+    Page,
+    Picture,
+    Row,
+    Table,
+    Text,
+    heatmap_image,
+)
+from histopipe.reports.judged import (
+    Judged,
+    confusions,
+    curves,
+    metric_cards,
+    metrics_table,
+    shortcut_blocks,
+    subgroup_tables,
+)
+from histopipe.reports.run_targets import target_rows
+from histopipe.store.store import Store
+from histopipe.system.files import read_json
+
+_MAX_HEATMAPS = 24
+
+
+def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True) -> Page:
+    """Return the page of a folder of `histopipe predict`.
+
+    Raises:
+        DamagedStore: the folder cannot be read.
+    """
+    try:
+        settings: Mapping[str, Any] = read_json(folder / SETTINGS)
+        classes = tuple(map(str, settings.get("classes", ())))
+        with (folder / SLIDES).open(newline="", encoding="utf-8") as file:
+            slides = list(csv.DictReader(file))
+    except (OSError, ValueError, AttributeError) as error:
+        raise DamagedStore(
+            f"{folder} cannot be read", found=str(error)[:200], todo="run `histopipe predict` again"
+        ) from error
+    page = Page(
+        f"Predictions {folder.resolve().name}", f"{len(slides):,} slides, by {settings.get('run')}"
+    )
+    found = read_evaluation(folder)
+    if found is None:
+        page.add("Summary", _counts(slides), Text("No labels are known, so there are no metrics."))
+    else:
+        _add_evaluation(page, folder, found, classes)
+    page.add("Slides", _table(slides))
+    if pictures:
+        with ExitStack() as stack:
+            page.add("Heatmaps", _heatmaps(folder, stores, stack))
+    facts = [(name, str(value)) for name, value in settings.items()]
+    page.add("Settings", Facts("Settings of the predictions", facts, open=True))
+    page.add("Limitations", Notes(list(_limitations(found))))
+    return page
+
+
+def _counts(slides: Sequence[Mapping[str, str]]) -> Cards:
+    cards = [Card("slides", f"{len(slides):,}")]
+    if slides and "decided" in slides[0]:
+        decided = Counter(row["decided"] or "no patches" for row in slides)
+        cards += [Card(f"decided {name}", f"{count:,}") for name, count in sorted(decided.items())]
+    return Cards(cards)
+
+
+def _add_evaluation(
+    page: Page, folder: Path, found: ExternalEvaluation, classes: tuple[str, ...]
+) -> None:
+    """Add the sections of an evaluation."""
+    task = found.task
+    patches: dict[Any, PatchScores] = {}
+    source = PredictionsFolder(folder)
+    if task == "classification":
+        parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
+        known = labelled_patches(parts)
+        patches = {"test": joined_scores(known)} if known else {}
+    judged = Judged(
+        {"test": found.evaluation}, patches, {}, classes, task,
+        JudgeSettings(positive=found.positive), found.breakdown, found.flow,
+    )  # fmt: skip
+    page.add(
+        "Summary",
+        Text("Slides with known labels. Brackets show 95 % confidence intervals, with patients as units.", "soft"),
+        Cards(metric_cards(judged)),
+    )  # fmt: skip
+    if task == "classification":
+        page.add("Metrics", metrics_table(judged))
+        page.add("ROC and calibration", *curves(judged))
+        page.add("Confusion", *confusions(judged))
+    else:
+        page.add("Metrics", *target_rows(judged.evaluations))
+    page.add("Subgroups", *subgroup_tables(judged, quality=False))
+    page.add("Failure analysis", *subgroup_tables(judged, quality=True), *shortcut_blocks(judged))
+    page.add("Participant flow", *flow_blocks(judged.flow))
+
+
+def _table(slides: Sequence[Mapping[str, str]]) -> Table | None:
+    if not slides:
+        return None
+    columns = [Column(name, _is_number(slides[0][name])) for name in slides[0]]
+    rows = []
+    for row in slides:
+        cells = []
+        for column in columns:
+            text = row[column.name]
+            value = float(text) if column.number and _is_number(text) else None
+            shown = f"{value:.4g}" if value is not None else text
+            cells.append(Cell(shown, value, "n" if column.number else ""))
+        if row.get("label") and row.get("decided"):
+            at = list(row).index("decided")
+            good = row["label"] == row["decided"]
+            cells[at] = Cell(row["decided"], tone="good" if good else "bad")
+        rows.append(Row(cells))
+    return Table("All slides", columns, rows)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _heatmaps(folder: Path, stores: Sequence[Path], stack: ExitStack) -> Gallery | None:
+    opened: list[Store] = []
+    for path in stores:
+        opened.append(stack.enter_context(Store(path)))
+    images = SlideImages({}, opened)
+    made = list(islice(_pictures(folder, opened, images), _MAX_HEATMAPS))
+    return Gallery("Dark purple is 0, yellow is 1.", made) if made else None
+
+
+def _pictures(folder: Path, stores: Sequence[Store], images: SlideImages) -> Iterator[Picture]:
+    try:
+        slides, read_values = open_values(folder, stores, None)
+    except HistopipeError:
+        return  # a slide model without attention
+    for number, slide in enumerate(slides):
+        with suppress(NothingToDo, DamagedStore, UsageError):
+            values = read_values(slide)
+            if values is not None:
+                image = heatmap_image(values, images.of(slide))
+                yield Picture.of(f"heat-{number}", f"{slide}: {values.name}", image)
+
+
+def _limitations(found: ExternalEvaluation | None) -> Iterator[str]:
+    if found is not None:
+        notes = {note for _, metrics in found.evaluation.named() for note in metrics.notes}
+        yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
+        yield "Thresholds are those of the training. They were not adapted to these slides."
+    yield "Slides of the training among these slides make metrics too good: `histopipe predict` warns of them."
