@@ -47,7 +47,7 @@ def _metrics(result: CompareResult) -> Table:
                     Cell(with_interval(metrics, name), metrics.figures.get(name), "n")
                     for name in figures
                 ]
-                rows.append(Row([Cell(name_of(level, how).replace("_", ", ")), Cell(str(run.folder)), number(metrics.count), *cells]))  # fmt: skip
+                rows.append(Row([Cell(name_of(level, how).replace("_", ", ", 1)), Cell(str(run.folder)), number(metrics.count), *cells]))  # fmt: skip
     columns = (
         Column("level"),
         Column("run"),
@@ -67,7 +67,7 @@ def _differences(result: CompareResult, first: str) -> Iterator[Table | Notes]:
     for run, levels, notes in zip(result.runs[1:], result.differences, result.notes, strict=True):
         rows = [
             Row([
-                Cell(level.replace("_", ", ")),
+                Cell(level.replace("_", ", ", 1)),
                 *(_difference(metrics.get(name, Difference(None, None))) for name in figures),
             ])
             for level, metrics in levels.items()

@@ -119,7 +119,7 @@ def _folds(summary: Mapping[str, Any], judged: Judged) -> Iterator[Table]:
     level = next(name for name, _ in judged.evaluations["test"].named())
     columns = (
         Column("fold"), Column("status"), Column("epochs", True), Column("seconds", True),
-        *(Column(f"{level.replace('_', ', ')}: {shown_figures(judged.task)[0][name]}", True) for name in names),
+        *(Column(f"{level.replace('_', ', ', 1)}: {shown_figures(judged.task)[0][name]}", True) for name in names),
         Column("reason"),
     )  # fmt: skip
     rows = []

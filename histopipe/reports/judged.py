@@ -112,7 +112,7 @@ def metrics_table(judged: Judged) -> Table:
     )
     rows = [
         Row([
-            Cell(side), Cell(level.replace("_", ", ")), number(metrics.count),
+            Cell(side), Cell(level.replace("_", ", ", 1)), number(metrics.count),
             *(_with_interval(metrics, figure) for figure, _ in _FIGURES), number(metrics.threshold, 3),
             Cell("; ".join(metrics.notes), tone="why"),
         ])
@@ -157,7 +157,7 @@ def _temperature_table(judged: Judged, calibration: Calibration) -> Table:
                 Cell(f"{table.number(levels[level].get(name))} → {table.number(metrics.figures.get(name))}", tone="n")
                 for name in names
             ]  # fmt: skip
-            rows.append(Row([Cell(side), Cell(level.replace("_", ", ")), *cells]))
+            rows.append(Row([Cell(side), Cell(level.replace("_", ", ", 1)), *cells]))
     columns = (Column("split"), Column("level"), *(Column(_TITLES[name], True) for name in names))
     return Table("Metrics before and after the temperature", columns, rows)
 
@@ -215,7 +215,7 @@ def confusions(judged: Judged) -> Iterator[Block]:
             continue
         rows = [(name, metrics.confusion[i]) for i, name in enumerate(judged.classes)]
         threshold = "" if metrics.threshold is None else f", threshold {metrics.threshold:.3f}"
-        yield Confusion(f"{side}: {level.replace('_', ', ')}{threshold}", judged.classes, rows)
+        yield Confusion(f"{side}: {level.replace('_', ', ', 1)}{threshold}", judged.classes, rows)
 
 
 def subgroup_tables(judged: Judged, *, quality: bool) -> Iterator[Block]:
