@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,15 +10,27 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_store import RECORD, SPEC, columns_of
 
 from histopipe.dataset.flow import flow_from_json, flow_of, flow_to_json
-from histopipe.dataset.participants import Participant, read_participants, write_participants
+from histopipe.dataset.labelling import Labelling, PatchFilter
+from histopipe.dataset.participants import (
+    Participant,
+    participants,
+    read_participants,
+    write_participants,
+)
+from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import check_subgroup, groups_of, subgroups
+from histopipe.slides.tables import SlideLabel
+from histopipe.store.record import FailureKind
+from histopipe.store.store import Store
+from histopipe.store.writer import StoreWriter
 
 CLASSES = ("n", "t")
 
@@ -180,7 +193,7 @@ def test_a_planted_confounder_is_reported() -> None:
 
 
 def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
-    """One in four patients is at the site of the other label."""
+    """One in four patients has the site of the other label."""
     rng = np.random.default_rng(1)
     slides = [
         Participant(
@@ -197,7 +210,7 @@ def test_a_model_that_is_clearly_better_is_not_warned_of() -> None:
 
 
 def test_false_alarms_are_rare() -> None:
-    """At most 5 % of 60 random data sets with three columns; tools/bench_subgroups.py tries 200."""
+    """At most 5 % of 60 random data sets with three columns; `tools/bench_metrics.py` tries 200."""
     alarms = 0
     for seed in range(60):
         rng = np.random.default_rng(seed)
@@ -242,3 +255,57 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
     assert flow_of(read, {"train": 1}) == found
     assert read[-1].cells == {"sex": "f"}
     assert read_participants(tmp_path / "none.csv") == []
+
+
+def write_messy_store(path: Path) -> None:
+    """Write slides a to h with five patches and one that is unreadable; b is a copy of a. Others have no patches."""
+    values: list[bytes | None] = [None, *([b"value"] * 5)]
+    with StoreWriter(path, SPEC) as writer:
+        records = {
+            name: dataclasses.replace(RECORD, id=name, quickhash="ab" if name in "ab" else name)
+            for name in "abcdefghijk"
+        }
+        numbers = writer.register(list(records.values()))
+        for name in "abcdefgh":
+            crc = writer.put_patches(numbers[name], range(6), values)
+            columns = columns_of(crc, np.array([len(it or b"") for it in values]))
+            columns["focus"] = np.array([np.nan, 0, 10, 20, 30, 40])
+            done = dataclasses.replace(
+                records[name], planned=6, stored=5, unreadable=1, stored_bytes=25
+            )
+            writer.complete(numbers[name], done, columns, {})
+        writer.fail(numbers["i"], records["i"], "broken", FailureKind.FILE)
+        writer.complete(numbers["j"], records["j"], columns_of(np.zeros(0), np.zeros(0)), {})
+
+
+def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
+    """Failed and pending slides, slides without patches or label, a copy, unreadable patches, and a quality filter."""
+    write_messy_store(tmp_path / "s.lmdb")
+    labels = {
+        name: SlideLabel(label, patient)
+        for name, label, patient in (
+            ("a", "n", "p1"), ("b", "n", "p2"), ("c", "n", "p3"), ("d", "t", "p4"), ("e", None, "p4"),
+            ("f", "n", "p5"), ("g", "t", "p6"), ("h", "n", "p7"),
+        )
+    }  # fmt: skip
+    labelling = Labelling(labels=labels, patch_filter=PatchFilter(min_focus=20.0))
+    with Store(tmp_path / "s.lmdb") as store:
+        splits = make_splits(
+            [store], split_by="patient", seed=1, labelling=labelling, fractions=(0.5, 0.5, 0.0)
+        )
+        slides = participants([store], splits, labelling, given_splits=False)
+    flow = flow_of(slides)
+    assert all(level.adds_up for level in flow.values())
+    assert flow["slides"].found == 11
+    assert flow["slides"].excluded == {
+        "no label": 1, "ingest failed": 1, "not ingested": 1, "no patches": 1,
+    }  # fmt: skip
+    assert flow["patients"].found == 10
+    assert sum(flow["patients"].used.values()) == 7
+    assert flow["patches"].found == 48
+    assert flow["patches"].excluded == {
+        "unreadable": 8, "filtered out": 14, "slide excluded: no label": 5,
+    }  # fmt: skip
+    used = sum(flow["patches"].used.values())
+    assert used == 21 == sum(int((slide.sides >= 0).sum()) for slide in splits.slides)
+    assert {it.slide: it.copy_of for it in slides if it.copy_of} == {"b": "a"}

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 
+from histopipe.dataset.participants import Participant
 from histopipe.evaluation.metrics import Metrics, decide, metrics_of
 from histopipe.evaluation.predictions import Scores
+from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.statistics import Statistics, bootstrap_draws
 
 FIGURES = (
@@ -66,6 +68,23 @@ def coverage(patients: int, apart: float, samples: int, patches: int) -> dict[st
     return {name: count / samples for name, count in hits.items()}
 
 
+def false_alarms(data_sets: int) -> float:
+    """Return the share of random data sets, without a confounder, in which a shortcut is reported."""
+    alarms = 0
+    for seed in range(data_sets):
+        rng = np.random.default_rng(seed)
+        slides = [
+            Participant(
+                slide=f"s{i}", patient=f"p{i}", label="nt"[rng.integers(2)], status="train",
+                site=str(rng.integers(4)), route=str(rng.integers(2)), vendor=str(rng.integers(3)),
+            )
+            for i in range(80)
+        ]  # fmt: skip
+        found = find_shortcut(slides, model_auc=0.5, seed=seed)
+        alarms += found is not None and found.warning
+    return alarms / data_sets
+
+
 def seconds(task: Callable[[], object]) -> float:
     """Return the duration of a call."""
     began = time.perf_counter()
@@ -108,6 +127,7 @@ def main() -> None:
                 truth = norm.cdf(apart / math.sqrt(2))
                 cells = " | ".join(f"{share:.3f}" for share in shares.values())
                 print(f"| {patches} | {patients} | {truth:.2f} | {cells} |", flush=True)
+    print(f"false alarms of shortcuts: {false_alarms(200):.3f} of 200 data sets", flush=True)
     print("| patches | all metrics, ms per resample | scikit-learn, AUC only, ms |")
     for patients in (100, 1_000, 10_000, 100_000):
         ours, theirs = cost(patients, 5)

@@ -69,7 +69,7 @@ def predict(
         labels: CSV file with the columns slide, label, and optionally patient, and with the targets and covariates of
             the model; by default the labels in stores or features.
         allow_extra_rows: ignore rows of `labels` and `mpp_csv` that name no slide.
-        subgroup: columns of `labels` by which metrics are reported, besides those of the training.
+        subgroup: columns of `labels` by which metrics are reported, in addition to those of the training.
         on_error: "skip" leaves out damaged patches of stores; with "raise" their slides fail.
         overlap, tissue, tissue_threshold: tiling of slide files, if it differs from the training's.
         mpp_csv, default_mpp: scale of slide files that have none: CSV file slide,mpp, and µm per pixel.

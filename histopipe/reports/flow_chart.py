@@ -52,13 +52,13 @@ def flow_chart(flow: Flow) -> str:
     middle, top = max(left, last_row) / 2 + 1, 1.0
     boxes.append(_box(middle - left / 2, top, left, found))
     branch = top + _height(found) + _GAP / 2
-    beside = middle + left / 2 + _GAP
+    right = middle + left / 2 + _GAP
     width = max(last_row + 2, middle + left / 2 + 1)
     if len(excluded) > 1:
         top_excluded = max(1.0, branch - _height(excluded) / 2)
-        boxes.append(_box(beside, top_excluded, _width(excluded), excluded))
-        lines.append(f"M{middle:g} {branch:g}H{beside:g}")
-        width = max(width, beside + _width(excluded) + 1)
+        boxes.append(_box(right, top_excluded, _width(excluded), excluded))
+        lines.append(f"M{middle:g} {branch:g}H{right:g}")
+        width = max(width, right + _width(excluded) + 1)
         below = max(branch + _GAP / 2, top_excluded + _height(excluded) - _height(used))
     else:
         below = branch + _GAP / 2
