@@ -1,0 +1,109 @@
+"""Numbers in the reports of runs, predictions, cross-validations and comparisons equal those in the files."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import succeed
+
+from histopipe.errors import NothingToDo, UsageError
+from histopipe.inference.predict import predict
+from histopipe.reports.report import report
+
+SECTIONS = ("metrics", "subgroups", "failure-analysis", "participant-flow")
+CELL = re.compile(r'data-v="([^"]+)">([^<]*)<')
+
+
+def numbers_in(value: Any) -> Iterator[float]:
+    """Yield all numbers of a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from numbers_in(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def check_page(page: Path, *files: Path) -> str:
+    """Check that each number in the tables of the evaluation is in one of the JSON files. Return the text of the page."""
+    text = page.read_text(encoding="utf-8")
+    numbers = [it for file in files for it in numbers_in(json.loads(file.read_text()))]
+    known = {round(it, 9) for it in numbers}
+    shown = {f"{it:.3f}" for it in numbers} | {f"{it:+.3f}" for it in numbers}
+    found = 0
+    for section in re.findall(r'<section id="([^"]+)">(.*?)</section>', text, re.DOTALL):
+        for value, cell in CELL.findall(section[1]) if section[0] in SECTIONS else ():
+            assert round(float(value), 9) in known, f"{section[0]}: {cell}"
+            for end in re.findall(r"[-+]?\d+\.\d{3}", cell):
+                assert end in shown, f"{section[0]}: {cell}"
+            found += 1
+    assert found > 20
+    return html.unescape(text)
+
+
+def test_numbers_of_a_run(trained: Path, tmp_path: Path) -> None:
+    page = report(trained, out=tmp_path / "run.html", pictures=False).file
+    text = check_page(page, trained / "metrics.json")
+    for title in (
+        "Decision curve, patches",
+        "Precision and recall, patches",
+        "Metrics before and after",
+    ):
+        assert title in text
+    flow = json.loads((trained / "metrics.json").read_text())["flow"]
+    for level in flow.values():
+        assert level["found"] == sum(level["excluded"].values()) + sum(level["used"].values())
+    assert f"{flow['patches']['found']:,} patches" in text
+
+
+def test_numbers_of_predictions(
+    trained: Path, made: Path, made_store: Path, tmp_path: Path
+) -> None:
+    lines = (made / "labels.csv").read_text().splitlines()
+    more = ["scanner", *("ab"[i % 2] for i in range(len(lines) - 1))]
+    table = tmp_path / "labels.csv"
+    table.write_text("\n".join(f"{line},{cell}" for line, cell in zip(lines, more, strict=True)))
+    out = tmp_path / "p"
+    predict(trained, made_store, out=out, labels=table, subgroup=["scanner"])
+    text = check_page(report(out).file, out / "evaluation.json")
+    found = json.loads((out / "evaluation.json").read_text())
+    assert "scanner" in {it["column"] for it in found["breakdown"]["subgroups"]}
+    assert found["flow"]["slides"]["used"] == {"test": 12}
+    assert "Performance by subgroup" in text
+    with pytest.raises(UsageError, match="--subgroup: found stage, but no --labels"):
+        predict(trained, made_store, out=out, subgroup=["stage"])
+    predict(
+        trained, made_store, out=tmp_path / "none", labels=write(tmp_path / "few.csv", lines[:2])
+    )
+    assert not (tmp_path / "none" / "evaluation.json").exists()
+    assert "No labels are known" in report(tmp_path / "none").file.read_text()
+
+
+def write(path: Path, lines: list[str]) -> Path:
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> None:
+    for seed in (1, 2):
+        succeed(
+            "train", small_store, "--folds", 2, "--epochs", 1, "--resamples", 50, "--seed", seed,
+            "--out", tmp_path / f"cv{seed}",
+        )  # fmt: skip
+    page = report(tmp_path / "cv1").file
+    text = check_page(page, tmp_path / "cv1" / "summary.json")
+    assert "Test set of each fold" in text
+    runs = [tmp_path / "cv1", tmp_path / "cv2"]
+    page = report(runs, out=tmp_path / "both.html").file
+    assert "Settings that differ" in page.read_text()
+    with pytest.raises(UsageError, match="--out is missing"):
+        report(runs)
+    with pytest.raises(NothingToDo, match="neither a store, a run nor predictions"):
+        report(tmp_path)
