@@ -197,6 +197,9 @@ def test_other_store_and_wrong_targets_are_refused(
         push(tmp_path / "none", url, progress=QUIET)
     with pytest.raises(NothingToDo, match="no store"):
         pull(f"file://{tmp_path}/none", tmp_path / "pulled", progress=QUIET)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot create or write to"):
+        pull(url, tmp_path / "file" / "pulled", progress=QUIET)
     with pytest.raises(UsageError, match="exists"):
         pull(url, golden, progress=QUIET)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from histopipe.errors import DamagedStore, ExitCode, MachineShort, UsageError
+from histopipe.errors import DamagedStore, ExitCode, MachineShort, RemoteError, UsageError
 from histopipe.maintenance.manifest import Manifest, block_url, check_target, read_manifest
 from histopipe.maintenance.verify import verify
 from histopipe.store.catalog import parts_of
@@ -68,7 +68,7 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
         The size of the store and of what was received, and what `verify` has found.
 
     Raises:
-        UsageError: `out` exists, or another process pulls into it.
+        UsageError: `out` exists or cannot be written, or another process pulls into it.
         NothingToDo: there is no store at the URL.
         DamagedStore: a block does not match its checksum.
         RemoteRefused, RemoteError: the URL cannot be read.
@@ -90,9 +90,11 @@ def pull(url: str, out: str | Path, *, progress: Progress | None = None) -> Pull
                 raise UsageError(f"another process pulls into {target}", todo="wait until it ends")
             received = _receive_all(manifest, url, part, shown)
             part.rename(target)
+    except RemoteError:
+        raise
     except OSError as error:
         if not is_full_disk(error):
-            raise
+            raise UsageError(f"cannot create or write to {target}", found=str(error)) from error
         raise MachineShort(
             f"the disk of {target} is full", found=f"{free_bytes(part) / 1e6:,.0f} MB free",
             expected=f"{manifest.size_bytes / 1e6:,.0f} MB in all",

@@ -78,7 +78,8 @@ class TiffReader(Slide):
             self._file = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "_cached"):
+        # When the interpreter ends, the module `os` may be gone; the system closes the file.
+        if hasattr(self, "_cached") and os is not None:
             self.close()
 
     def _part(

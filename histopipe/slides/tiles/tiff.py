@@ -18,6 +18,7 @@ from histopipe.slides.tiles.native import NativeLevel, NotNative, with_frame
 
 _JPEG = 7
 _COMPRESSIONS = {
+    1: "not compressed",
     6: "old-style JPEG (TIFF compression 6), which stores its tables separately",
     **dict.fromkeys((33003, 33005, 34712), "JPEG 2000"),
 }
@@ -64,7 +65,9 @@ def _size(page: tifffile.TiffPage) -> Size:
 def _native(path: Path, page: tifffile.TiffPage, x: int, y: int) -> NativeLevel:
     compression = int(page.compression)
     if compression != _JPEG:
-        raise NotNative(f"its tiles are {_COMPRESSIONS.get(compression, page.compression)!s}")
+        name = getattr(page.compression, "name", str(compression)).lower().replace("_", " ")
+        known = _COMPRESSIONS.get(compression, f"compressed by {name}")
+        raise NotNative(f"its tiles are {known}")
     colour = _COLOURS.get(int(page.photometric))
     if colour is None or page.bitspersample != 8 or page.samplesperpixel not in (1, 3):
         raise NotNative(
