@@ -68,6 +68,7 @@ HOMES = {
     "uvicorn": {"viewer"},
     "fsspec": {"system"},
     "aiohttp": {"system"},
+    "docx": {"reports"},
 }
 
 

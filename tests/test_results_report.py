@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import json
 import re
@@ -14,6 +15,7 @@ from conftest import succeed
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.predict import predict
+from histopipe.reports.checklist import EMPTY
 from histopipe.reports.report import report
 
 SECTIONS = ("metrics", "subgroups", "failure-analysis", "participant-flow")
@@ -107,3 +109,72 @@ def test_numbers_of_folds_and_comparisons(small_store: Path, tmp_path: Path) -> 
         report(runs)
     with pytest.raises(NothingToDo, match="neither a store, a run nor predictions"):
         report(tmp_path)
+
+
+CLAIM_FOR_AUTHORS = {"2", "3", "4", "5", "6", "11", "15", "17", "18", "21", "33", "34", "41", "44"}
+TRIPOD_FOR_AUTHORS = {
+    "2", "3a", "3b", "3c", "4", "5b", "6c", "8c", "9c", "10", "16", "17", "18a", "18b", "18c", "18d", "18e",
+    "19", "20c", "25", "27b", "27c",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "authors"),
+    [("claim", 44, CLAIM_FOR_AUTHORS), ("tripod-ai", 52, TRIPOD_FOR_AUTHORS)],
+)
+def test_checklist_holds_only_what_the_run_knows(
+    trained: Path, tmp_path: Path, name: str, count: int, authors: set[str]
+) -> None:
+    """Items such as ethics stay empty. Numbers from metrics.json are in that file."""
+    text = report(trained, checklist=name, out=tmp_path / "c.md").file.read_text(encoding="utf-8")
+    items = re.findall(r"^\*\*(\w+)\*\* .*? \*([a-z ]+)\*\n\n((?:- .*\n)+)", text, re.MULTILINE)
+    assert len(items) == count
+    found = {number for number, status, _ in items if status == "for the authors"}
+    assert authors <= found
+    for number, status, answer in items:
+        assert (EMPTY in answer) == (status != "filled from the run"), number
+        assert (answer == f"- {EMPTY}\n") == (status == "for the authors"), number
+    metrics = list(numbers_in(json.loads((trained / "metrics.json").read_text())))
+    shown = {f"{it:.3f}" for it in metrics}
+    quoted = [it for it in re.findall(r"- (.*) \[metrics.json\]", text) if "µm" not in it]
+    decimals = [it for line in quoted for it in re.findall(r"(?<![\d.])\d+\.\d{3}(?![\d.])", line)]
+    assert len(decimals) >= 5
+    assert set(decimals) <= shown
+    assert "histopipe" in text.partition("## Methods")[2]
+    assert text.count("@article{") >= 4
+
+
+def test_checklist_files_agree(trained: Path, tmp_path: Path) -> None:
+    docx = pytest.importorskip("docx")
+    texts = []
+    for suffix in ("md", "html", "docx"):
+        file = report(trained, checklist="claim", out=tmp_path / f"c.{suffix}").file
+        if suffix == "docx":
+            (table,) = docx.Document(str(file)).tables
+            assert len(table.rows) == 45
+            texts.append("\n".join(cell.text for row in table.rows for cell in row.cells))
+        else:
+            texts.append(html.unescape(file.read_text(encoding="utf-8")))
+    for answer in re.findall(r"- (.* \[[\w., -]+\])\n", texts[0]):
+        assert all(answer in text for text in texts)
+    with pytest.raises(
+        UsageError,
+        match=r"--out: found .*c\.pdf, expected a file ending in \.html or \.md or \.docx",
+    ):
+        report(trained, checklist="claim", out=tmp_path / "c.pdf")
+    with pytest.raises(UsageError, match="--checklist: found 'stard', expected tripod-ai or claim"):
+        report(trained, checklist="stard", out=tmp_path / "c.md")
+
+
+def test_completed_model_card_is_kept(trained: Path, tmp_path: Path) -> None:
+    card = report(trained, out=tmp_path / "r.html", pictures=False).model_card
+    assert card is not None
+    text = card.read_text(encoding="utf-8")
+    for title in ("Intended use", "Data", "Metrics", "Subgroups", "Limits", "Licence and contact"):
+        assert f"## {title}" in text
+    assert f"## Intended use\n\n- For the author: {EMPTY}" in text
+    digest = hashlib.sha256((trained / "model.keras").read_bytes()).hexdigest()
+    assert digest in text
+    card.write_text("completed", encoding="utf-8")
+    report(trained, out=tmp_path / "r.html", pictures=False)
+    assert card.read_text(encoding="utf-8") == "completed"

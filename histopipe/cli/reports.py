@@ -82,6 +82,11 @@ def heatmap(predictions: Path, as_json: bool, **options: Any) -> int:
 @click.option("--out", type=PATH, help="HTML file.  [default: PATH/report.html]")
 @store_option("Store of a run, if it was moved; repeatable.")
 @click.option("--no-pictures", is_flag=True, help="Write only tables and charts.")
+@click.option(
+    "--checklist",
+    type=click.Choice(["tripod-ai", "claim"]),
+    help="Write a reporting checklist, filled with what the run knows, into --out: .html, .md or .docx.",
+)
 @untrusted_option("paths", "stores", passed=True)
 def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     """Write a report of a store, a run, a cross-validation or predictions as one HTML file; of several runs, compare them.
@@ -93,6 +98,7 @@ def report(paths: tuple[Path, ...], no_pictures: bool, **options: Any) -> None:
     \b
     Example: histopipe report runs/first
     Compare: histopipe report runs/first runs/second --out comparison.html
+    Submit:  histopipe report runs/first --checklist tripod-ai --out tripod.docx
     """
     from histopipe.maintenance.info import store_info
     from histopipe.reports.report import report

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from histopipe.errors import NothingToDo, UsageError
 from histopipe.inference.predictions_folder import SETTINGS
+from histopipe.reports.checklist import fill
+from histopipe.reports.checklist_files import write_checklist
 from histopipe.reports.comparison_report import comparison_page
 from histopipe.reports.cross_validation_report import cross_validation_page
+from histopipe.reports.html_page import Page
+from histopipe.reports.model_card import MODEL_CARD, write_model_card
 from histopipe.reports.predictions_report import predictions_page
+from histopipe.reports.run_data import read_run
+from histopipe.reports.run_facts import facts_of
 from histopipe.reports.run_report import run_page
 from histopipe.reports.store_report import store_page
 from histopipe.runs import folder as run_folder
@@ -27,13 +35,16 @@ class ReportResult(Result):
     Attributes:
         file: the HTML file.
         size_bytes: size of the file.
+        model_card: Markdown file with the model card; None unless the report is of a run.
     """
 
     file: Path
     size_bytes: int
+    model_card: Path | None = None
 
     def __str__(self) -> str:
-        return f"{self.file}  ({self.size_bytes / 1e6:,.1f} MB)"
+        card = "" if self.model_card is None else f"\n{self.model_card}"
+        return f"{self.file}  ({self.size_bytes / 1e6:,.1f} MB){card}"
 
 
 def report(
@@ -42,10 +53,13 @@ def report(
     out: str | Path | None = None,
     stores: Sequence[str | Path] = (),
     pictures: bool = True,
+    checklist: str | None = None,
     untrusted: bool = False,
     progress: Progress | None = None,
 ) -> ReportResult:
-    """Write a report as one HTML file without external resources.
+    """Write a report as one HTML file without external resources; of a run also a model card, or a filled checklist.
+
+    A model card that exists is kept, because its author may have completed it.
 
     Args:
         path: a store, or the folder of a finished run, a cross-validation, or predictions; or several runs, which are
@@ -53,6 +67,7 @@ def report(
         out: the HTML file; `report.html` in that folder if None. A comparison has no default.
         stores: stores of a run, if they have been moved.
         pictures: include pictures of slides and patches.
+        checklist: write this checklist of a run instead: "tripod-ai" or "claim". `out` may end in .html, .md or .docx.
         untrusted: do not open stores at the paths in the run's config.toml.
         progress: shows the progress; `default_progress()` if None.
 
@@ -71,29 +86,13 @@ def report(
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(it) for it in path]
     folder = paths[0]
-    given = [Path(it) for it in stores]
-    if len(paths) > 1:
-        if out is None:
-            raise UsageError("--out is missing", expected="an HTML file for the comparison")
-        page = comparison_page(paths)
-    elif (folder / SETTINGS).is_file():
-        page = predictions_page(folder, stores=given, pictures=pictures)
-    elif run_folder.is_cross_validation(folder):
-        page = cross_validation_page(folder)
-    elif (folder / run_folder.CONFIG).exists():
-        page = run_page(folder, stores=given, pictures=pictures, follow=not untrusted)
-    elif (folder / "data.mdb").exists():
-        if stores:
-            raise UsageError(
-                "--store", found=f"a report of the store {folder}", expected="a report of a run"
-            )
-        page = store_page(folder, pictures=pictures, progress=progress or default_progress())
-    else:
-        raise NothingToDo(
-            f"{folder} is neither a store, a run nor predictions",
-            expected="a folder with data.mdb, config.toml or predict.json",
-        )
+    if checklist is not None:
+        return _checklist(paths, checklist, None if out is None else Path(out))
+    if len(paths) > 1 and out is None:
+        raise UsageError("--out is missing", expected="an HTML file for the comparison")
     file = Path(out) if out is not None else folder / REPORT
+    options = _Options([Path(it) for it in stores], pictures, untrusted, progress)
+    page = comparison_page(paths) if len(paths) > 1 else _page(folder, options)
     if file.is_dir():
         raise UsageError(
             "--out", found=f"{file}, a folder", expected=f"a file, such as {file / REPORT}"
@@ -101,4 +100,65 @@ def report(
     with run_folder.roomy(file.parent), run_folder.writable(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
         page.write(file)
+        more = _model_card(folder, file.parent) if _is_run(folder) and len(paths) == 1 else None
+    return ReportResult(file, file.stat().st_size, more)
+
+
+class _Options(NamedTuple):
+    """Options of `report` that concern the contents of the page."""
+
+    stores: Sequence[Path]
+    pictures: bool
+    untrusted: bool
+    progress: Progress | None
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / run_folder.CONFIG).exists() and not run_folder.is_cross_validation(folder)
+
+
+def _page(folder: Path, options: _Options) -> Page:
+    stores, pictures, untrusted, progress = options
+    if (folder / SETTINGS).is_file():
+        return predictions_page(folder, stores=stores, pictures=pictures)
+    if run_folder.is_cross_validation(folder):
+        return cross_validation_page(folder)
+    if _is_run(folder):
+        return run_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
+    if (folder / "data.mdb").exists():
+        if stores:
+            raise UsageError(
+                "--store", found=f"a report of the store {folder}", expected="a report of a run"
+            )
+        return store_page(folder, pictures=pictures, progress=progress or default_progress())
+    raise NothingToDo(
+        f"{folder} is neither a store, a run nor predictions",
+        expected="a folder with data.mdb, config.toml or predict.json",
+    )
+
+
+def _checklist(paths: Sequence[Path], name: str, out: Path | None) -> ReportResult:
+    """Write a filled checklist of a run."""
+    if len(paths) > 1 or not _is_run(paths[0]):
+        raise UsageError(
+            "--checklist",
+            found=", ".join(map(str, paths)),
+            expected="the folder of one finished run",
+        )
+    with ExitStack() as stack:
+        filled = fill(name, facts_of(read_run(paths[0], (), stack, follow=False)))
+    file = paths[0] / f"{name}.html" if out is None else out
+    with run_folder.roomy(file.parent), run_folder.writable(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_checklist(filled, file, title=paths[0].resolve().name)
     return ReportResult(file, file.stat().st_size)
+
+
+def _model_card(folder: Path, target: Path) -> Path:
+    """Write the model card of a run, unless there is one, which the author may have completed."""
+    path = target / MODEL_CARD
+    if not path.exists():
+        with ExitStack() as stack:
+            facts = facts_of(read_run(folder, (), stack, follow=False))
+        write_model_card(path, facts, name=folder.resolve().name)
+    return path

@@ -1,0 +1,113 @@
+"""Write a filled checklist as HTML, Markdown or DOCX, with empty fields for the authors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from histopipe.errors import MachineShort, UsageError
+from histopipe.reports.checklist import EMPTY, Checklist, Item
+from histopipe.reports.html_page import Cell, Column, Page, Row, Table, Text
+from histopipe.system.files import appearing
+
+_TONES = {"filled from the run": "good", "partly": "", "for the authors": "bad"}
+_WIDTHS_CM = (1.2, 6.0, 2.3, 7.5)
+
+
+def write_checklist(checklist: Checklist, path: Path, *, title: str) -> None:
+    """Write a checklist by one rename; the suffix of the path is .html, .md or .docx.
+
+    Raises:
+        UsageError: the path has another suffix.
+        MachineShort: python-docx is not installed.
+    """
+    write = _WRITERS.get(path.suffix.lower())
+    if write is None:
+        raise UsageError(
+            "--out", found=str(path), expected=f"a file ending in {' or '.join(_WRITERS)}"
+        )
+    write(checklist, path, title)
+
+
+def _answer(item: Item) -> list[str]:
+    """Return the lines of the answer to an item, with an empty field for what the run cannot know."""
+    lines = [f"{fact.text} [{fact.source}]" for fact in item.facts]
+    return lines if item.status == "filled from the run" else [*lines, EMPTY]
+
+
+def _write_html(checklist: Checklist, path: Path, title: str) -> None:
+    page = Page(f"{checklist.name}: {title}", checklist.title)
+    page.add("Summary", Text(f"{checklist.summary}. Check every answer before you submit it."))
+    rows = [
+        Row([
+            Cell(it.number), Cell(it.section), Cell(it.text, tone="why"), Cell(it.status, tone=_TONES[it.status]),
+            Cell("; ".join(_answer(it)), tone="why"),
+        ])
+        for it in checklist.items
+    ]  # fmt: skip
+    columns = ("item", "section", "what to report", "status", "answer [file]")
+    page.add("Items", Table("All items, in our own words", [Column(it) for it in columns], rows))
+    page.add("Methods", Text(checklist.methods))
+    page.add("References", *(Text(entry) for entry in checklist.references.split("\n\n")))
+    page.write(path)
+
+
+def _write_markdown(checklist: Checklist, path: Path, title: str) -> None:
+    lines = [f"# {checklist.name}: {title}", "", checklist.title, "", f"{checklist.summary}.", ""]
+    section = ""
+    for it in checklist.items:
+        if it.section != section:
+            section = it.section
+            lines += [f"## {section}", ""]
+        lines += [f"**{it.number}** {it.text} *{it.status}*", ""]
+        lines += [*(f"- {text}" for text in _answer(it)), ""]
+    lines += ["## Methods", "", checklist.methods, "", "## References", ""]
+    lines += ["```bibtex", checklist.references, "```", ""]
+    with appearing(path) as part:
+        part.write_text("\n".join(lines), encoding="utf-8")
+
+
+def _write_docx(checklist: Checklist, path: Path, title: str) -> None:
+    try:
+        import docx
+        from docx.shared import Cm, Pt
+    except ImportError as error:
+        raise MachineShort(
+            f"DOCX files need {error.name}",
+            todo="pip install 'histopipe[docx]', or choose .html or .md",
+        ) from error
+    document = docx.Document()
+    document.styles["Normal"].font.size = Pt(9)
+    for section in document.sections:
+        section.left_margin = section.right_margin = Cm(2)
+    document.add_heading(f"{checklist.name}: {title}", 1)
+    document.add_paragraph(
+        f"{checklist.title}. {checklist.summary}. Check every answer before you submit it."
+    )
+    table = document.add_table(rows=1, cols=4, style="Table Grid")
+    table.autofit = False
+    for cell, text in zip(
+        table.rows[0].cells, ("Item", "What to report", "Status", "Answer [file]"), strict=True
+    ):
+        cell.paragraphs[0].add_run(text).bold = True
+    for it in checklist.items:
+        cells = table.add_row().cells
+        for cell, text in zip(
+            cells, (it.number, it.text, it.status, "\n".join(_answer(it))), strict=True
+        ):
+            cell.text = text
+    for row in table.rows:
+        for cell, width in zip(row.cells, _WIDTHS_CM, strict=True):
+            cell.width = Cm(width)
+    document.add_heading("Methods", 2)
+    document.add_paragraph(checklist.methods)
+    document.add_heading("References (BibTeX)", 2)
+    for entry in checklist.references.split("\n\n"):
+        document.add_paragraph(entry)
+    with appearing(path) as part:
+        document.save(str(part))
+
+
+_WRITERS: Mapping[str, Callable[[Checklist, Path, str], None]] = {
+    ".html": _write_html, ".md": _write_markdown, ".docx": _write_docx,
+}  # fmt: skip
