@@ -193,7 +193,7 @@ def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path
     names = [a.text for a in browser.find_elements(By.CSS_SELECTOR, "nav a")]
     assert names == [
         "Summary", "Metrics", "Curves", "ROC and calibration", "Confusion", "Slides", "Patches", "Heatmaps",
-        "Splits", "Configuration", "Environment", "Limitations",
+        "Participant flow", "Splits", "Configuration", "Environment", "Limitations",
     ]  # fmt: skip
     metrics = json.loads((trained / "metrics.json").read_text())
     text = browser.find_element(By.TAG_NAME, "main").text
@@ -247,7 +247,7 @@ def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
         done = run("report", *arguments)
         assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
-    refused(4, "is neither a store nor a run", tmp_path)
+    refused(4, "is neither a store, a run nor predictions", tmp_path)
     refused(2, "--out: found .", trained, "--out", ".")
     folder = shutil.copytree(trained, tmp_path / "run")
     (folder / "history.csv").write_text("epoch\nx\n")
@@ -255,7 +255,7 @@ def test_errors_of_report(trained: Path, tmp_path: Path, run: Run) -> None:
     (folder / "metrics.json").unlink()
     refused(2, "no finished run in", folder)
     (folder / "splits").mkdir()
-    refused(2, "is a cross-validation", folder)
+    refused(2, "has no finished fold", folder)
     assert not list(tmp_path.rglob("report.html"))
 
 
