@@ -20,6 +20,7 @@ from histopipe.dataset.participants import (
     read_participants,
     write_participants,
 )
+from histopipe.dataset.splits import write_splits
 from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down
@@ -27,6 +28,8 @@ from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.subgroups import check_subgroup, groups_of, subgroups
+from histopipe.runs.splits import find_participants, new_splits, opened_sources
+from histopipe.runs.task_config import make_config
 from histopipe.slides.tables import SlideLabel
 from histopipe.store.record import FailureKind
 from histopipe.store.store import Store
@@ -309,3 +312,28 @@ def test_flow_of_a_messy_store_adds_up(tmp_path: Path) -> None:
     used = sum(flow["patches"].used.values())
     assert used == 21 == sum(int((slide.sides >= 0).sum()) for slide in splits.slides)
     assert {it.slide: it.copy_of for it in slides if it.copy_of} == {"b": "a"}
+
+
+def test_existing_split_needs_no_labels_file(tmp_path: Path) -> None:
+    """A fold of a cross-validation that is resumed after its labels file was removed."""
+    write_messy_store(tmp_path / "s.lmdb")
+    table = tmp_path / "labels.csv"
+    table.write_text(
+        "slide,label,stage\n"
+        + "".join(f"{it},{'nt'[i % 2]},{i}\n" for i, it in enumerate("abcdefgh"))
+    )
+    config = make_config({
+        "stores": [str(tmp_path / "s.lmdb")], "labels": str(table), "subgroup": ("stage",), "fractions": (0.5, 0.5, 0.0),
+    })  # fmt: skip
+    with opened_sources(config) as sources:
+        splits = new_splits(config, sources)
+        before = find_participants(config, sources, splits)
+        write_splits(splits, tmp_path / "splits.json")
+        given = dataclasses.replace(config, splits=str(tmp_path / "splits.json"))
+        assert find_participants(given, sources, splits) == before
+        assert {it.cells["stage"] for it in before if it.label} == set("01234567")
+        table.unlink()
+        after = find_participants(given, sources, splits)
+    assert [(it.slide, it.status, it.label) for it in after] == [
+        (it.slide, it.status, it.label) for it in before
+    ]

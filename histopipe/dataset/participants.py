@@ -138,7 +138,9 @@ def _of_slide(
     record, own = source.records[number], found_slide(source, number, labelling.labels)
     unreadable = record.planned - record.stored
     if split is None:
-        return replace(own, unreadable=unreadable, reason=exclusion_of(record) or missing)
+        unlabelled = not own.label and missing != "no target"
+        reason = exclusion_of(record) or ("no label" if unlabelled else missing)
+        return replace(own, unreadable=unreadable, reason=reason)
     counts: dict[str, Any] = _patch_counts(
         source, number, split, labelling, unreadable=unreadable > 0
     )

@@ -19,9 +19,11 @@ from histopipe.errors import UsageError
 from histopipe.features.bag_participants import bag_participants
 from histopipe.features.bags import BagSet
 from histopipe.geometry import Micrometres
+from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
 from histopipe.store.store import StoreSet
+from histopipe.system.progress import message
 
 
 @contextmanager
@@ -103,12 +105,19 @@ def _check_given(splits: Splits, config: PatchTrainConfig, sources: Sequence[Sam
 def find_participants(
     config: TrainConfig, sources: Sequence[SampleSource], splits: Splits
 ) -> list[Participant]:
-    """Return all slides of the sources, each with its side or the reason of its exclusion."""
+    """Return all slides of the sources, each with its side or the reason of its exclusion.
+
+    An existing split has the labels of its slides, so a labels file that is missing is only reported.
+    """
     given = config.splits is not None
     first = sources[0]
     if isinstance(first, BagSet):
         return bag_participants(first, splits, given_splits=given)
-    labelling = split_options(config, sources)["labelling"]
+    try:
+        labelling = split_options(config, sources)["labelling"]
+    except UsageError as error:
+        message(f"warning: {run_folder.SLIDES} has no further columns of the labels file: {error}")
+        labelling = config.labelling if isinstance(config, PatchTrainConfig) else Labelling()
     return participants(sources, splits, labelling, given_splits=given)
 
 
