@@ -3,6 +3,7 @@ scikit-learn."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -258,12 +259,26 @@ def test_each_label_has_its_own_temperature() -> None:
     assert tempered(given, [2.0, 0.5]) == pytest.approx(1 / (1 + np.exp(-odds)), abs=1e-6)
 
 
+@given(st.integers(0, 10_000), st.integers(2, 30), st.integers(1, 5))
+def test_temperature_never_increases_the_log_loss(seed: int, patients: int, items: int) -> None:
+    probability, event, patient = sample(seed, patients, items)
+    both = np.stack([1 - probability, probability], axis=1)
+    scores = dataclasses.replace(of_patches(both, event.astype(np.int32)), patient=patient)
+    found = tempered(scores.probability, fit_temperature(scores))[:, 1]
+    before, after = (
+        sk.log_loss(event, it, labels=[False, True]) for it in (scores.probability[:, 1], found)
+    )
+    assert after <= before + 1e-7
+
+
 def test_right_predictions_are_not_made_certain() -> None:
-    """With 20 patients of each class, a right decision has a probability of 21 of 22."""
-    label = np.arange(40, dtype=np.int32) % 2
-    given = np.where(label[:, None] == [0, 1], 0.8, 0.2)
-    found = tempered(given, fit_temperature(of_patches(given, label)))
-    assert found.max(axis=1) == pytest.approx(21 / 22, abs=1e-3)
+    """The fewer patients, the less the temperature changes probabilities."""
+    found = []
+    for patients in (4, 40, 400):
+        label = np.arange(patients, dtype=np.int32) % 2
+        given = np.where(label[:, None] == [0, 1], 0.8, 0.2)
+        found.append(tempered(given, fit_temperature(of_patches(given, label))).max())
+    assert 0.8 < found[0] < 0.9 < found[1] < 0.99 < found[2] < 0.999
 
 
 def test_extreme_probabilities_stay_finite() -> None:

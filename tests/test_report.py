@@ -210,7 +210,7 @@ def test_report_of_a_run_is_complete(browser: webdriver.Chrome, run_report: Path
         assert f"[{low:.3f}, {high:.3f}]" in text
     for part in (
         "split by patient", "Performance on slides from another hospital", metrics["tensorflow"],
-        "confidence intervals are unreliable: only", "correct predictions with the highest certainty",
+        "confidence intervals are unreliable: only", "correct decisions with the highest certainty",
     ):  # fmt: skip
         assert part.lower() in text.lower(), part
     confusion = browser.find_element(By.CSS_SELECTOR, "table.confusion").text

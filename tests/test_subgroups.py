@@ -148,6 +148,11 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
         (["41", "49", "50", ""], 10, ["40 to 50", "50 to 60", "missing"]),
         (["10", "9", "9"], None, ["9", "10"]),
         (["b", "a", ""], None, ["a", "b", "missing"]),
+        (
+            ["656.8", "697.8", "1950.9", "2023"],
+            None,
+            ["656.8 to 697.8", "697.8 to 1951", "1951 to 2023"],
+        ),
         ([str(i) for i in range(31)], None, ["0 to 10", "10 to 20", "20 to 30"]),
     ],
 )
@@ -245,7 +250,7 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
         "no label": 2, "ingest failed": 1, "no patches": 1, "all patches filtered out": 1,
     }  # fmt: skip
     assert found["patients"].excluded == {
-        "several reasons": 1, "all patches filtered out": 1, "no label": 1,
+        "no patches": 1, "all patches filtered out": 1, "no label": 1,
     }  # fmt: skip
     assert found["patients"].used == {"train": 1, "train and test": 1}
     assert found["patches"].used == {"train": 10, "test": 3}

@@ -56,9 +56,24 @@ def test_read_labels(table: Path) -> None:
     }
 
 
+def test_labels_file_may_have_other_columns(table: Path) -> None:
+    """One file of a study serves all commands; --subgroup and --target name the columns that are used."""
+    table.write_text("slide,label,patient,case_id,age,os_time\na,tumour,p1,7,61,12\n")
+    assert read_labels(table, NAMES) == {"a": SlideLabel("tumour", "p1")}
+    assert read_labels(table, NAMES, columns=["age"])["a"].cells == {"age": "61"}
+
+
+@pytest.mark.parametrize("name", ["patient_id", "Patients", "case", "Subject ID", "PatientID"])
+def test_other_names_of_patients_are_refused(table: Path, name: str) -> None:
+    table.write_text(f"slide,label,{name}\na,tumour,p1\n")
+    with pytest.raises(UsageError, match=f"rename the column '{name.lower()}' to 'patient'"):
+        read_labels(table, NAMES)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("slide,label,label\na,x,y\n", "give each column a different name"),
         ("", "wrong header: found an empty file, expected slide,label"),
         ("slide\na\n", "wrong header: found slide, expected slide,label"),
         ("name,label\na,1\n", "wrong header"),

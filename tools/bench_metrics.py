@@ -11,17 +11,20 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import norm
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import log_loss, roc_auc_score
 
 from histopipe.dataset.participants import Participant
+from histopipe.evaluation import temperature
 from histopipe.evaluation.metrics import Metrics, decide, metrics_of
-from histopipe.evaluation.predictions import Scores
+from histopipe.evaluation.predictions import PatchScores, Scores
 from histopipe.evaluation.shortcuts import find_shortcut
 from histopipe.evaluation.statistics import Statistics, bootstrap_draws
+from histopipe.evaluation.temperature import fit_temperature, tempered
 
 FIGURES = (
     "auc", "average_precision", "balanced_accuracy", "sensitivity", "specificity", "f1", "brier",
@@ -85,6 +88,38 @@ def false_alarms(data_sets: int) -> float:
     return alarms / data_sets
 
 
+def temperature_losses(patients: int, samples: int) -> tuple[float, float, float]:
+    """Return the mean log loss of new patients: without temperature, with one, and with one that has no prior.
+
+    The logits of a good model (AUC 0.97) are multiplied by a random factor, whose logarithm has a standard deviation of 0.5.
+    """
+    rng = np.random.default_rng(patients)
+    losses = []
+    for _ in range(samples):
+        factor = math.exp(rng.normal() / 2)
+        drawn, new = (_logits(rng, count, factor) for count in (patients, 4000))
+        found = [1.0, fit_temperature(drawn)[0]]
+        with mock.patch.object(temperature, "_PRIOR", 1e9):
+            found.append(fit_temperature(drawn)[0])
+        losses.append([
+            log_loss(new.label, tempered(new.probability, (it,)), labels=[0, 1]) for it in found
+        ])  # fmt: skip
+    none, ours, plain = np.mean(losses, axis=0)
+    return float(none), float(ours), float(plain)
+
+
+def _logits(rng: np.random.Generator, patients: int, factor: float) -> PatchScores:
+    true = 4 * rng.normal(size=patients)
+    ill = (rng.random(patients) < 1 / (1 + np.exp(-true))).astype(np.int32)
+    p = 1 / (1 + np.exp(-true * factor))
+    each, zeros = np.arange(patients, dtype=np.int32), np.zeros(patients, np.int64)
+    names = tuple(map(str, range(patients)))
+    return PatchScores(
+        ("well", "ill"), names, names, each, each, zeros, zeros, ill,
+        np.stack([1 - p, p], axis=1).astype(np.float32), "slide",
+    )  # fmt: skip
+
+
 def seconds(task: Callable[[], object]) -> float:
     """Return the duration of a call."""
     began = time.perf_counter()
@@ -128,6 +163,10 @@ def main() -> None:
                 cells = " | ".join(f"{share:.3f}" for share in shares.values())
                 print(f"| {patches} | {patients} | {truth:.2f} | {cells} |", flush=True)
     print(f"false alarms of shortcuts: {false_alarms(200):.3f} of 200 data sets", flush=True)
+    print("| validation patients | no temperature | temperature | without prior |")
+    for patients in (4, 10, 20, 50, 200):
+        cells = " | ".join(f"{it:.3f}" for it in temperature_losses(patients, samples))
+        print(f"| {patients} | {cells} |", flush=True)
     print("| patches | all metrics, ms per resample | scikit-learn, AUC only, ms |")
     for patients in (100, 1_000, 10_000, 100_000):
         ours, theirs = cost(patients, 5)

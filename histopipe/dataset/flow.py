@@ -14,6 +14,21 @@ from histopipe.dataset.participants import COUNTS, EXCLUDED, Participant
 from histopipe.dataset.sample_table import unpack_keys
 from histopipe.dataset.splits import Splits
 
+READ, LABELLED, SELECTED = range(3)
+"""Steps at which slides and patches are excluded: no pixels, no label, not selected."""
+_OF_READING = {
+    "ingest failed", "prediction failed", "not ingested", "no patches", "no readable patch", "unreadable",
+}  # fmt: skip
+_OF_LABELS = {"no label", "no target", "no class", "no patch with a class"}
+_EXCLUDED_SLIDE = "slide excluded: "
+_SIDES: Sequence[str] = SIDES
+
+
+def step_of(reason: str) -> int:
+    """Return the step of a reason of exclusion: `READ`, `LABELLED` or `SELECTED`."""
+    bare = reason.removeprefix(_EXCLUDED_SLIDE)
+    return READ if bare in _OF_READING else LABELLED if bare in _OF_LABELS else SELECTED
+
 
 @dataclass(frozen=True, slots=True)
 class FlowLevel:
@@ -28,6 +43,10 @@ class FlowLevel:
         """Whether all that were found are used or excluded."""
         return self.found == sum(self.excluded.values()) + sum(self.used.values())
 
+    def excluded_at(self, step: int) -> dict[str, int]:
+        """Return the exclusions of a step, by reason."""
+        return {reason: n for reason, n in self.excluded.items() if step_of(reason) == step}
+
 
 Flow = Mapping[str, FlowLevel]
 """Levels "slides", "patients" and "patches"."""
@@ -36,7 +55,8 @@ Flow = Mapping[str, FlowLevel]
 def flow_of(slides: Sequence[Participant], skipped: Mapping[str, int] | None = None) -> Flow:
     """Count slides, patients and patches. `skipped`: patches by side that were damaged when they were read.
 
-    A patient is used on the sides of its slides, and excluded if all its slides are.
+    A patient is used on the sides of its slides, and excluded if all its slides are, for the reason of the slide that
+    came furthest.
     """
     by_patient: dict[str, list[Participant]] = defaultdict(list)
     for it in slides:
@@ -52,7 +72,7 @@ def flow_of(slides: Sequence[Participant], skipped: Mapping[str, int] | None = N
         for side in SIDES:
             patches[side, ""] += getattr(it, side)
         if it.status == EXCLUDED and not sum(getattr(it, name) for name in COUNTS[2:]):
-            patches[EXCLUDED, f"slide excluded: {it.reason}"] += it.planned - it.unreadable
+            patches[EXCLUDED, f"{_EXCLUDED_SLIDE}{it.reason}"] += it.planned - it.unreadable
     for skipped_side, count in (skipped or {}).items():
         patches[skipped_side, ""] -= count
         patches[EXCLUDED, "damaged"] += count
@@ -79,23 +99,17 @@ def _common_status(slides: Sequence[Participant]) -> tuple[str, str]:
     sides = {side for it in slides if it.status != EXCLUDED for side in it.status.split(" and ")}
     if sides:
         return " and ".join(side for side in SIDES if side in sides), ""
-    reasons = {it.reason for it in slides}
-    return EXCLUDED, reasons.pop() if len(reasons) == 1 else "several reasons"
+    return EXCLUDED, max((it.reason for it in slides), key=lambda it: (step_of(it), it))
 
 
 def _level(found: int, counts: Mapping[tuple[str, str], int]) -> FlowLevel:
-    order: dict[str, int] = {side: number for number, side in enumerate(SIDES)}
-    known = {
-        key: counts[key]
-        for key in sorted(
-            counts, key=lambda it: [order.get(side, 0) for side in it[0].split(" and ")]
-        )
-        if counts[key]
-    }
+    excluded = {why: n for (status, why), n in counts.items() if status == EXCLUDED and n}
+    used = {status: n for (status, _), n in counts.items() if status != EXCLUDED and n}
     return FlowLevel(
-        found, {reason: count for (status, reason), count in known.items() if status == EXCLUDED},
-        {status: count for (status, _), count in known.items() if status != EXCLUDED},
-    )  # fmt: skip
+        found,
+        dict(sorted(excluded.items(), key=lambda it: step_of(it[0]))),
+        dict(sorted(used.items(), key=lambda it: list(map(_SIDES.index, it[0].split(" and "))))),
+    )
 
 
 def flow_to_json(flow: Flow) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from histopipe.evaluation.statistics import area_under_roc
 ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
 """Columns of `slides.csv` that no diagnosis depends on."""
 _ALL = "all together"
-_FOLDS, _PERMUTATIONS, _LEVEL = 5, 199, 0.05
+_FOLDS, _PERMUTATIONS, _LEVEL = 5, 199, 0.02
 _MARGIN = 0.05
 """A model whose AUC is higher by less is not clearly better than the origin."""
 _FEWEST = 10
@@ -35,7 +35,7 @@ class Shortcut:
         p: share of random permutations of the labels with a highest AUC that is as high.
         model_auc: AUC of the model; None if it is undefined.
         patients: number of patients with one label.
-        warning: whether the origin predicts labels (p at most 0.05) nearly as well as the model.
+        warning: whether the origin predicts labels (p at most 0.02) nearly as well as the model.
     """
 
     auc: Mapping[str, float]

@@ -40,8 +40,8 @@ from histopipe.system.result import counted
 FEWEST_PATIENTS = 10
 """Smaller groups have no intervals."""
 _PATCH_RESAMPLES = 200
-_MOST_VALUES = 8
-"""Numbers with more values are divided into thirds."""
+_MOST_VALUES, _LARGEST_SHARE = 8, 0.67
+"""Numbers with more different values, or fractions with a larger share of different values, are divided into thirds."""
 _SPEC = re.compile(r"(?P<column>[^:,]+?)(:(?P<width>\d+(\.\d+)?))?")
 MISSING = "missing"
 
@@ -130,7 +130,8 @@ def labels_columns(wanted: Sequence[str]) -> tuple[str, ...]:
 def groups_of(values: Sequence[str], width: float | None = None) -> tuple[list[str], list[int]]:
     """Return the names of the groups in order, and the (N,) group of each value; empty values are missing.
 
-    Numbers are in bins of `width`. Without it, more than eight of them are divided into thirds.
+    Numbers are in bins of `width`. Without it, they are divided into thirds if there are more than eight different ones,
+    or if they are fractions and few of them are equal.
     """
     numbers = np.array([_number(value) for value in values])
     known = np.array([value != "" for value in values], np.bool_)
@@ -138,7 +139,9 @@ def groups_of(values: Sequence[str], width: float | None = None) -> tuple[list[s
     names = list(values)
     order: dict[str, float] = {}
     distinct = len(set(numbers[known].tolist()))
-    if numeric and (width or distinct > _MOST_VALUES):
+    whole = bool((numbers[known] % 1 == 0).all())
+    many = distinct > min(_MOST_VALUES, math.inf if whole else _LARGEST_SHARE * known.sum())
+    if numeric and (width or many):
         if width:
             low = np.floor(numbers / width) * width
             ends = [(it, it + width) for it in low.tolist()]

@@ -21,6 +21,8 @@ from histopipe.evaluation.predictions import PatchScores
 Values = NDArray[np.float64]
 _SMALLEST = 1e-30
 _RANGE = (0.05, 20.0)
+_PRIOR = 0.5
+"""Standard deviation of the logarithm of temperatures: two thirds are between 0.6 and 1.6. See docs/design/evaluation.md."""
 _CHANGED = (
     "log_loss", "brier", "calibration_error", "calibration_intercept", "calibration_slope",
 )  # fmt: skip
@@ -68,11 +70,8 @@ def calibrated(
 def fit_temperature(scores: AnyScores) -> tuple[float, ...]:
     """Return the temperature that minimises the log loss of predictions, or one for each of several labels.
 
-    Predictions that are all right would be made certain. So the true class has a probability below 1, which depends on
-    the number of its patients, as in Platt's method.
-
-    Source:
-        J. Platt, Probabilistic outputs for support vector machines, Advances in Large Margin Classifiers (1999).
+    A few patients say little: without a prior, right predictions alone would be made certain. The logarithm of the
+    temperature has a normal prior with mean 0, and each patient counts once. So the log loss never increases.
     """
     if isinstance(scores, PatchScores):
         return (_fitted(scores.probability, scores.label, scores.patient),)
@@ -89,18 +88,18 @@ def _fitted(
 ) -> float:
     from scipy.optimize import minimize_scalar
 
-    classes = probability.shape[1]
-    of_class = np.array([len(np.unique(patient[label == number])) for number in range(classes)])
-    certain = ((of_class + 1) / (of_class + 2))[label]
-    target = np.repeat(((1 - certain) / (classes - 1))[:, None], classes, axis=1)
-    target[np.arange(len(label)), label] = certain
+    if not len(label):
+        return 1.0
+    rows, patients = np.arange(len(label)), len(np.unique(patient))
 
     def loss(logarithm: float) -> float:
-        found = tempered(probability, (math.exp(logarithm),))
-        return float(-(target * np.log(np.maximum(found, _SMALLEST))).sum(axis=1).mean())
+        found = tempered(probability, (math.exp(logarithm),))[rows, label]
+        likelihood = patients * float(np.log(np.maximum(found, _SMALLEST)).mean())
+        return (logarithm / _PRIOR) ** 2 / 2 - likelihood
 
     bounds = tuple(map(math.log, _RANGE))
-    return math.exp(float(minimize_scalar(loss, bounds=bounds, method="bounded").x))
+    best = float(minimize_scalar(loss, bounds=bounds, method="bounded").x)
+    return math.exp(best) if loss(best) < loss(0) else 1.0
 
 
 def tempered(probability: NDArray[np.floating], temperature: Sequence[float]) -> Values:

@@ -9,10 +9,11 @@ from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_from_json, flow_of, flow_to_json
 from histopipe.dataset.options import TaskName
-from histopipe.dataset.participants import Participant
+from histopipe.dataset.participants import Participant, write_participants
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part
+from histopipe.evaluation.predictions import write_predictions
 from histopipe.evaluation.table import task_of
 from histopipe.inference.predictions_folder import PredictedSlide
 from histopipe.runs import folder as run_folder
@@ -21,6 +22,10 @@ from histopipe.system.files import read_json
 from histopipe.system.progress import message
 
 EVALUATION = "evaluation.json"
+PARTICIPANTS = "participants.csv"
+"""Slides of the evaluation, in the form of a run's `slides.csv`."""
+EVALUATED = "evaluated.csv"
+"""Evaluated predictions of a slide model, in the form of a run's `predictions.csv`. Those of patches are in `patches/`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +111,20 @@ def write_evaluation(
     wanted: Sequence[str],
     settings: JudgeSettings,
 ) -> ExternalEvaluation | None:
-    """Write `evaluation.json`, or remove an old one if there is no evaluation.
+    """Write `evaluation.json` and its tables, or remove old ones if there is no evaluation.
 
     `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For the other
     arguments see `break_down`.
     """
     path = folder / EVALUATION
-    path.unlink(missing_ok=True)
+    for name in (EVALUATION, PARTICIPANTS, EVALUATED):
+        (folder / name).unlink(missing_ok=True)
     if judged is None:
         return None
     part, evaluation = judged
+    write_participants(folder / PARTICIPANTS, slides)
+    if part[0].level != "patch":
+        write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
     breakdown = break_down([part], evaluation, slides, wanted, settings)
     found = ExternalEvaluation(evaluation, breakdown, flow_of(slides), settings.positive)
     run_folder.write_json(path, found.to_json())

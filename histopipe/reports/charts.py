@@ -106,7 +106,7 @@ def precision_chart(title: str, curves: Mapping[str, Curve]) -> str:
 
 def decision_chart(title: str, curve: DecisionCurve) -> str:
     """Draw the net benefit of the model, of treating all, and of treating none."""
-    with _chart(title) as (figure, axes):
+    with _chart(title, square=True) as (figure, axes):
         for name, values in (("model", curve.model), ("treat all", curve.treat_all)):
             axes.plot(curve.probability, values, linewidth=1.6, label=name)
         axes.axhline(0, color=_INK, linewidth=0.8, linestyle=":", label="treat none")
@@ -114,7 +114,7 @@ def decision_chart(title: str, curve: DecisionCurve) -> str:
         axes.set(
             xlabel="threshold probability", ylabel="net benefit", ylim=(-highest / 2, highest * 1.1)
         )
-        axes.legend(loc="upper right")
+        axes.legend(loc="best")
         return _svg(figure, f"{title}: model, treat all, treat none")
 
 

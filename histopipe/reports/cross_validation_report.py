@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ from histopipe.dataset.flow import flow_from_json
 from histopipe.errors import DamagedStore, UsageError
 from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.evaluate import Evaluation
-from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.evaluation.predictions import PatchScores, joined_scores
 from histopipe.evaluation.table import main_figure, shown_figures
 from histopipe.evaluation.target_scores import TargetScores
+from histopipe.reports.failures import failure_blocks
 from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
     Cards,
     Cell,
@@ -31,23 +34,28 @@ from histopipe.reports.judged import (
     confusions,
     curves,
     metric_cards,
-    metrics_table,
+    metrics_blocks,
     shortcut_blocks,
     subgroup_tables,
 )
-from histopipe.reports.run_targets import target_rows
+from histopipe.reports.run_data import open_stores
+from histopipe.reports.run_targets import target_charts, target_rows
 from histopipe.runs import folder as run_folder
 from histopipe.runs.config import TrainConfig
+from histopipe.runs.result import TrainResult, read_result
 from histopipe.runs.settings import read_settings
 from histopipe.runs.task_config import CONFIGS, make_config
+from histopipe.studies.cross_validation_result import read_parts, tested_slides
 from histopipe.studies.settings import FoldSettings
 from histopipe.system.files import read_json
 
 SUMMARY = "summary.json"
 
 
-def cross_validation_page(folder: Path) -> Page:
-    """Return the page of a cross-validation with at least one finished fold.
+def cross_validation_page(
+    folder: Path, *, stores: Sequence[Path] = (), pictures: bool = True, follow: bool = True
+) -> Page:
+    """Return the page of a cross-validation with at least one finished fold. For the arguments see `read_run`.
 
     Raises:
         UsageError: no fold is finished.
@@ -58,7 +66,12 @@ def cross_validation_page(folder: Path) -> Page:
     config = make_config({k: v for k, v in settings.items() if k not in of_folds})
     try:
         summary: Mapping[str, Any] = read_json(folder / SUMMARY)
-        judged = _judged(folder, summary, config)
+        results = [
+            read_result(folder / f"fold-{it['fold']}")
+            for it in summary["folds"]
+            if it["status"] == "done"
+        ]
+        judged = _judged(summary, config, results)
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} has no finished fold", todo="continue it with `histopipe train --resume`"
@@ -82,35 +95,46 @@ def cross_validation_page(folder: Path) -> Page:
     )  # fmt: skip
     page.add("Folds", *_folds(summary, judged))
     if judged.task == "classification":
-        page.add("Metrics", metrics_table(judged))
+        page.add("Metrics", *metrics_blocks(judged))
         page.add("ROC and calibration", *curves(judged))
         page.add("Confusion", *confusions(judged))
     else:
         page.add("Metrics", *target_rows(judged.evaluations))
+        page.add("Predictions", *target_charts(judged))
     page.add("Subgroups", *subgroup_tables(judged, quality=False))
-    page.add("Failure analysis", *subgroup_tables(judged, quality=True), *shortcut_blocks(judged))
+    with ExitStack() as stack:
+        opened, missing = open_stores(config, stores, stack, follow=follow)
+        page.add(
+            "Failure analysis",
+            *subgroup_tables(judged, quality=True),
+            *failure_blocks(
+                judged,
+                tested_slides(results),
+                SlideImages({}, opened) if pictures else None,
+                opened,
+            ),
+            *shortcut_blocks(judged),
+        )
     page.add("Participant flow", *flow_blocks(judged.flow))
     facts = [(name, str(value)) for name, value in settings.items() if value is not None]
     page.add("Configuration", Facts("All settings, as in config.toml", facts))
-    page.add("Limitations", Notes(list(_limitations(judged, summary))))
+    page.add("Limitations", Notes([*_limitations(judged, summary), *missing]))
     return page
 
 
-def _judged(folder: Path, summary: Mapping[str, Any], config: TrainConfig) -> Judged | None:
+def _judged(
+    summary: Mapping[str, Any], config: TrainConfig, results: Sequence[TrainResult]
+) -> Judged | None:
     if summary["pooled"] is None:
         return None
-    evaluation = Evaluation.from_json(summary["pooled"])
-    fold_folders = [
-        folder / f"fold-{it['fold']}" for it in summary["folds"] if it["status"] == "done"
-    ]
-    found = [read_predictions(it / run_folder.PREDICTIONS)["test"] for it in fold_folders]
-    parts = [it for it in found if isinstance(it, PatchScores)]
-    targets = [it for it in found if isinstance(it, TargetScores)]
+    parts = read_parts(results)
+    classes = [it for it, _ in parts if isinstance(it, PatchScores)]
+    targets = [it for it, _ in parts if isinstance(it, TargetScores)]
     return Judged(
-        {"test": evaluation}, {"test": joined_scores(parts)} if parts else {},
-        {"test": targets[0]} if len(targets) == 1 else {}, parts[0].classes if parts else (), config.task,
+        {"test": Evaluation.from_json(summary["pooled"])}, {"test": joined_scores(classes)} if classes else {},
+        {"test": joined_scores(targets)} if targets else {}, classes[0].classes if classes else (), config.task,
         config.judging, Breakdown.from_json(summary["breakdown"]) if "breakdown" in summary else Breakdown(),
-        flow_from_json(summary.get("flow", {})),
+        flow_from_json(summary.get("flow", {})), parts=parts,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from histopipe.dataset.flow import Flow
+from histopipe.dataset.flow import LABELLED, READ, SELECTED, Flow
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
 
 _CHARACTER, _LINE, _PAD = 6.6, 17, 10
@@ -14,10 +14,13 @@ _GAP = 34
 _NOUNS = {"slides": "slide", "patients": "patient", "patches": "patch"}
 
 
-def flow_blocks(flow: Flow) -> Iterator[Block]:
-    """Yield the figure and the table; nothing for runs of earlier versions, which have no flow."""
+def flow_blocks(flow: Flow, read: str = "Ingested") -> Iterator[Block]:
+    """Yield the figure and the table; nothing for runs of earlier versions, which have no flow.
+
+    `read` is the title of what could be read.
+    """
     if flow:
-        yield Charts([flow_chart(flow)])
+        yield Charts([flow_chart(flow, read)])
         yield flow_table(flow)
 
 
@@ -34,50 +37,59 @@ def flow_table(flow: Flow) -> Table:
     return Table("Participant flow", columns, rows)
 
 
-def flow_chart(flow: Flow) -> str:
+def flow_chart(flow: Flow, read: str = "Ingested") -> str:
     """Draw the flow as an SVG element, in the manner of the figures of STARD and CONSORT."""
-    found = ["Found", *(_counted(level, own.found) for level, own in flow.items())]
-    excluded = ["Excluded"]
-    for level, own in flow.items():
-        excluded += [f"{_counted(level, count)}: {why}" for why, count in own.excluded.items()]
-    used = ["Used", *(_counted(level, sum(own.used.values())) for level, own in flow.items())]
+    stages, exclusions = _stages(flow, read)
     sides = list(dict.fromkeys(side for own in flow.values() for side in own.used))
     ends = [
         [side.capitalize(), *(_counted(level, own.used[side]) for level, own in flow.items() if side in own.used)]
         for side in sides
     ]  # fmt: skip
-    left = max(_width(found), _width(used))
-    last_row = sum(_width(end) for end in ends) + _GAP * max(len(ends) - 1, 0)
+    width = max(map(_width, stages))
+    last_row = sum(map(_width, ends)) + _GAP * max(len(ends) - 1, 0)
+    middle = max(width, last_row) / 2 + 1
+    right, top = middle + width / 2 + _GAP, 1.0
     boxes, lines = [], []
-    middle, top = max(left, last_row) / 2 + 1, 1.0
-    boxes.append(_box(middle - left / 2, top, left, found))
-    branch = top + _height(found) + _GAP / 2
-    right = middle + left / 2 + _GAP
-    width = max(last_row + 2, middle + left / 2 + 1)
-    if len(excluded) > 1:
-        top_excluded = max(1.0, branch - _height(excluded) / 2)
-        boxes.append(_box(right, top_excluded, _width(excluded), excluded))
-        lines.append(f"M{middle:g} {branch:g}H{right:g}")
-        width = max(width, right + _width(excluded) + 1)
-        below = max(branch + _GAP / 2, top_excluded + _height(excluded) - _height(used))
-    else:
-        below = branch + _GAP / 2
-    lines.append(f"M{middle:g} {top + _height(found):g}V{below:g}")
-    boxes.append(_box(middle - left / 2, below, left, used))
-    bottom = below + _height(used)
+    for stage, excluded in zip(stages, exclusions, strict=True):
+        boxes.append(_box(middle - width / 2, top, width, stage))
+        bottom = top + _height(stage)
+        top = bottom + _GAP
+        if len(excluded) > 1:
+            top = bottom + max(_GAP, _height(excluded) + _PAD)
+            branch = (bottom + top) / 2
+            boxes.append(_box(right, branch - _height(excluded) / 2, _width(excluded), excluded))
+            lines.append(f"M{middle:g} {branch:g}H{right:g}")
+        lines.append(f"M{middle:g} {bottom:g}V{top:g}")
     x = middle - last_row / 2
     for end in ends:
         center = x + _width(end) / 2
-        lines.append(f"M{middle:g} {bottom:g}V{bottom + _GAP / 2:g}H{center:g}V{bottom + _GAP:g}")
-        boxes.append(_box(x, bottom + _GAP, _width(end), end))
+        lines.append(f"M{middle:g} {top:g}H{center:g}V{top + _GAP / 2:g}")
+        boxes.append(_box(x, top + _GAP / 2, _width(end), end))
         x += _width(end) + _GAP
-    height = bottom + _GAP + max(map(_height, ends), default=0) + 1
-    label = "; ".join(", ".join(box) for box in (found, excluded, used, *ends))
+    height = top + _GAP / 2 + max(map(_height, ends), default=0) + 1
+    drawn = [right + _width(it) for it in exclusions if len(it) > 1]
+    full = max([middle + max(width, last_row) / 2, *drawn]) + 1
+    label = "; ".join(", ".join(box) for box in (*stages, *exclusions, *ends) if len(box) > 1)
     return (
-        f'<svg class="chart flow" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {width:g} {height:g}" '
-        f'style="max-width: {width:.0f}px" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg class="chart flow" role="img" aria-label="{html.escape(label)}" viewBox="0 0 {full:g} {height:g}" '
+        f'style="max-width: {full:.0f}px" xmlns="http://www.w3.org/2000/svg">'
         f'<path d="{"".join(lines)}" fill="none" stroke="var(--soft)"/>{"".join(boxes)}</svg>'
     )
+
+
+def _stages(flow: Flow, read: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the texts of the boxes before each step, and of what the step excludes."""
+    left = {level: own.found for level, own in flow.items()}
+    stages, exclusions = [], []
+    for title, step in (("Found", READ), (read, LABELLED), ("Labelled", SELECTED)):
+        stages.append([title, *(_counted(level, count) for level, count in left.items())])
+        excluded = ["Excluded"]
+        for level, own in flow.items():
+            for reason, count in own.excluded_at(step).items():
+                excluded.append(f"{_counted(level, count)}: {reason}")
+                left[level] -= count
+        exclusions.append(excluded)
+    return stages, exclusions
 
 
 def _counted(level: str, count: int) -> str:

@@ -10,7 +10,13 @@ from histopipe.dataset.options import Side, TaskName
 from histopipe.evaluation import table
 from histopipe.evaluation.breakdown import QUALITY, Breakdown
 from histopipe.evaluation.calibration import Bin
-from histopipe.evaluation.evaluate import AnyMetrics, Evaluation, JudgeSettings, positive_class
+from histopipe.evaluation.evaluate import (
+    AnyMetrics,
+    Evaluation,
+    JudgeSettings,
+    Part,
+    positive_class,
+)
 from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import Metrics
@@ -28,6 +34,7 @@ from histopipe.reports.html_page import (
     Charts,
     Column,
     Confusion,
+    Notes,
     Row,
     Table,
     Text,
@@ -47,6 +54,10 @@ _LEVELS: tuple[tuple[Level, str], ...] = (
     ("patient", "patients"),
 )
 LEVEL_NAMES: dict[str, str] = dict(_LEVELS)
+_COLUMN_TITLES = {
+    "planned": "patches", "dark": "folds and black", "jpeg_generations": "JPEG generations", "mpp": "µm per pixel",
+    "label_source": "source of the label",
+}  # fmt: skip
 _SUBGROUP_FIGURES: Mapping[TaskName, tuple[str, ...]] = {
     "classification": ("auc", "average_precision", "sensitivity", "specificity", "calibration_error"),
     "multilabel": ("auc", "average_precision", "calibration_error"),
@@ -68,6 +79,8 @@ class Judged:
     breakdown: Breakdown = field(default_factory=Breakdown)
     flow: Flow = field(default_factory=dict)
     calibration: Calibration | None = None
+    parts: Sequence[Part] = ()
+    """Predictions of several models on the main split, each with its thresholds; empty for one model."""
 
     @property
     def main(self) -> tuple[Side, Evaluation]:
@@ -100,27 +113,30 @@ def shown_levels(evaluation: Evaluation) -> Iterator[tuple[str, AnyMetrics]]:
             yield name, metrics
 
 
-def metrics_table(judged: Judged) -> Table:
-    """Return the metrics of classes at all levels."""
+def metrics_blocks(judged: Judged) -> Iterator[Block]:
+    """Yield the metrics of classes at all levels, and remarks on them."""
     columns = (
         Column("split"),
         Column("level"),
         Column("n", True),
         *(Column(name, True) for _, name in _FIGURES),
         Column("threshold", True),
-        Column("notes"),
     )
-    rows = [
-        Row([
-            Cell(side), Cell(level.replace("_", ", ", 1)), number(metrics.count),
-            *(_with_interval(metrics, figure) for figure, _ in _FIGURES), number(metrics.threshold, 3),
-            Cell("; ".join(metrics.notes), tone="why"),
-        ])
-        for side, evaluation in judged.evaluations.items()
-        for level, metrics in evaluation.named()
-        if isinstance(metrics, Metrics)
-    ]  # fmt: skip
-    return Table("Metrics at all levels", columns, rows)
+    rows = []
+    notes: dict[str, list[str]] = {}
+    for side, evaluation in judged.evaluations.items():
+        for level, metrics in evaluation.named():
+            if isinstance(metrics, Metrics):
+                shown = level.replace("_", ", ", 1)
+                rows.append(Row([
+                    Cell(side), Cell(shown), number(metrics.count),
+                    *(_with_interval(metrics, figure) for figure, _ in _FIGURES), number(metrics.threshold, 3),
+                ]))  # fmt: skip
+                for note in metrics.notes:
+                    notes.setdefault(f"{side}: {note}", []).append(shown)
+    yield Table("Metrics at all levels", columns, rows)
+    if notes:
+        yield Notes([f"{note} ({'; '.join(levels)})." for note, levels in notes.items()])
 
 
 def _with_interval(metrics: Metrics, figure: str) -> Cell:
@@ -231,7 +247,7 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
     titles = {**_TITLES, "r2": "R²", "mae": "MAE", "c_index": "C-index"}
     main = names[0]
     columns = (
-        Column("column"), Column("group"), Column("level"), Column("n", True), Column("patients", True),
+        Column("column"), Column("group"), Column("n", True), Column("patients", True),
         *(Column(titles[name], True) for name in names), Column(f"{titles[main]} minus the rest", True),
         Column("notes"),
     )  # fmt: skip
@@ -240,7 +256,7 @@ def _subgroup_table(title: str, shown: Sequence[Subgroups], task: TaskName) -> T
         for group in own.groups:
             difference = group.differences.get(main, Difference(None, None))
             rows.append(Row([
-                Cell(own.column), Cell(group.name), Cell(own.level), number(group.count), number(group.patients),
+                Cell(f"{_COLUMN_TITLES.get(own.column, own.column)}, by {own.level}"), Cell(group.name), number(group.count), number(group.patients),
                 *(_figure(group.figures.get(name), group.intervals.get(name)) for name in names),
                 _figure(difference.value, difference.interval, signed=True), Cell(group.note, tone="why"),
             ]))  # fmt: skip

@@ -10,16 +10,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from histopipe.dataset.options import Side
+from histopipe.dataset.participants import read_participants
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings
-from histopipe.evaluation.predictions import PatchScores, joined_scores
-from histopipe.inference.external_evaluation import ExternalEvaluation, read_evaluation
+from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
+from histopipe.evaluation.target_scores import TargetScores
+from histopipe.inference.external_evaluation import (
+    EVALUATED,
+    PARTICIPANTS,
+    ExternalEvaluation,
+    read_evaluation,
+)
 from histopipe.inference.predictions_folder import (
     SETTINGS,
     SLIDES,
     PredictionsFolder,
     labelled_patches,
 )
+from histopipe.reports.failures import failure_blocks
 from histopipe.reports.flow_chart import flow_blocks
 from histopipe.reports.heatmap_sources import SlideImages, open_values
 from histopipe.reports.html_page import (
@@ -42,11 +51,11 @@ from histopipe.reports.judged import (
     confusions,
     curves,
     metric_cards,
-    metrics_table,
+    metrics_blocks,
     shortcut_blocks,
     subgroup_tables,
 )
-from histopipe.reports.run_targets import target_rows
+from histopipe.reports.run_targets import target_charts, target_rows
 from histopipe.store.store import Store
 from histopipe.system.files import read_json
 
@@ -72,14 +81,18 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
         f"Predictions {folder.resolve().name}", f"{len(slides):,} slides, by {settings.get('run')}"
     )
     found = read_evaluation(folder)
-    if found is None:
-        page.add("Summary", _counts(slides), Text("No labels are known, so there are no metrics."))
-    else:
-        _add_evaluation(page, folder, found, classes)
-    page.add("Slides", _table(slides))
-    if pictures:
-        with ExitStack() as stack:
-            page.add("Heatmaps", _heatmaps(folder, stores, stack))
+    with ExitStack() as stack:
+        opened = [stack.enter_context(Store(path)) for path in stores]
+        if found is None:
+            page.add(
+                "Summary", _counts(slides), Text("No labels are known, so there are no metrics.")
+            )
+        else:
+            images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
+            _add_evaluation(page, _judged(folder, found, classes), folder, images, opened)
+        page.add("Slides", _table(slides))
+        if pictures:
+            page.add("Heatmaps", _heatmaps(folder, opened))
     facts = [(name, str(value)) for name, value in settings.items()]
     page.add("Settings", Facts("Settings of the predictions", facts, open=True))
     page.add("Limitations", Notes(list(_limitations(found))))
@@ -94,35 +107,50 @@ def _counts(slides: Sequence[Mapping[str, str]]) -> Cards:
     return Cards(cards)
 
 
-def _add_evaluation(
-    page: Page, folder: Path, found: ExternalEvaluation, classes: tuple[str, ...]
-) -> None:
-    """Add the sections of an evaluation."""
-    task = found.task
-    patches: dict[Any, PatchScores] = {}
+def _judged(folder: Path, found: ExternalEvaluation, classes: tuple[str, ...]) -> Judged:
+    """Return the evaluation with the predictions that it evaluates."""
+    classified: dict[Side, PatchScores] = {}
+    targets: dict[Side, TargetScores] = {}
     source = PredictionsFolder(folder)
-    if task == "classification":
+    if (folder / EVALUATED).exists():
+        scores = read_predictions(folder / EVALUATED)["test"]
+        if isinstance(scores, PatchScores):
+            classified["test"] = scores
+        else:
+            targets["test"] = scores
+    else:
         parts = [source.read(slide) for slide in source.slides() if source.csv(slide).exists()]
-        known = labelled_patches(parts)
-        patches = {"test": joined_scores(known)} if known else {}
-    judged = Judged(
-        {"test": found.evaluation}, patches, {}, classes, task,
+        classified = {"test": joined_scores(labelled_patches(parts))}
+    return Judged(
+        {"test": found.evaluation}, classified, targets, classes, found.task,
         JudgeSettings(positive=found.positive), found.breakdown, found.flow,
     )  # fmt: skip
+
+
+def _add_evaluation(
+    page: Page, judged: Judged, folder: Path, images: SlideImages | None, stores: Sequence[Store]
+) -> None:
+    """Add the sections of an evaluation."""
     page.add(
         "Summary",
         Text("Slides with known labels. Brackets show 95 % confidence intervals, with patients as units.", "soft"),
         Cards(metric_cards(judged)),
     )  # fmt: skip
-    if task == "classification":
-        page.add("Metrics", metrics_table(judged))
+    if judged.task == "classification":
+        page.add("Metrics", *metrics_blocks(judged))
         page.add("ROC and calibration", *curves(judged))
         page.add("Confusion", *confusions(judged))
     else:
         page.add("Metrics", *target_rows(judged.evaluations))
+        page.add("Predictions", *target_charts(judged))
     page.add("Subgroups", *subgroup_tables(judged, quality=False))
-    page.add("Failure analysis", *subgroup_tables(judged, quality=True), *shortcut_blocks(judged))
-    page.add("Participant flow", *flow_blocks(judged.flow))
+    page.add(
+        "Failure analysis",
+        *subgroup_tables(judged, quality=True),
+        *failure_blocks(judged, read_participants(folder / PARTICIPANTS), images, stores),
+        *shortcut_blocks(judged),
+    )
+    page.add("Participant flow", *flow_blocks(judged.flow, "Predicted"))
 
 
 def _table(slides: Sequence[Mapping[str, str]]) -> Table | None:
@@ -153,12 +181,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _heatmaps(folder: Path, stores: Sequence[Path], stack: ExitStack) -> Gallery | None:
-    opened: list[Store] = []
-    for path in stores:
-        opened.append(stack.enter_context(Store(path)))
-    images = SlideImages({}, opened)
-    made = list(islice(_pictures(folder, opened, images), _MAX_HEATMAPS))
+def _heatmaps(folder: Path, stores: Sequence[Store]) -> Gallery | None:
+    images = SlideImages({}, stores, PredictionsFolder(folder))
+    made = list(islice(_pictures(folder, stores, images), _MAX_HEATMAPS))
     return Gallery("Dark purple is 0, yellow is 1.", made) if made else None
 
 

@@ -122,7 +122,7 @@ def _page(folder: Path, options: _Options) -> Page:
     if (folder / SETTINGS).is_file():
         return predictions_page(folder, stores=stores, pictures=pictures)
     if run_folder.is_cross_validation(folder):
-        return cross_validation_page(folder)
+        return cross_validation_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
     if _is_run(folder):
         return run_page(folder, stores=stores, pictures=pictures, follow=not untrusted)
     if (folder / "data.mdb").exists():

@@ -71,7 +71,23 @@ def read_run(
     run_folder.check_one_run(folder)
     result = read_result(folder)
     config = load_config(folder / run_folder.CONFIG)
-    opened, missing = [], []
+    opened, missing = open_stores(config, stores, stack, follow=follow)
+    read = read_predictions(folder / run_folder.PREDICTIONS).items()
+    return RunData(
+        folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
+        _history(folder / run_folder.HISTORY),
+        {side: scores for side, scores in read if isinstance(scores, PatchScores)},
+        {side: scores for side, scores in read if isinstance(scores, TargetScores)},
+        opened, missing, read_participants(folder / run_folder.SLIDES),
+    )  # fmt: skip
+
+
+def open_stores(
+    config: TrainConfig, stores: Sequence[Path], stack: ExitStack, *, follow: bool
+) -> tuple[list[Store], list[str]]:
+    """Open `stores`, or else with `follow` those of the configuration. Return them, and what is missing for pictures."""
+    opened: list[Store] = []
+    missing = []
     named = map(Path, config.stores) if isinstance(config, PatchTrainConfig) else None
     for path in stores or (named if follow else None) or ():
         try:
@@ -82,14 +98,7 @@ def read_run(
         missing.append("No pictures of patches and slides: use --store to name the stores.")
     elif named is None and not opened:
         missing.append("No heatmaps of attention: use --store to name the store of the patches.")
-    read = read_predictions(folder / run_folder.PREDICTIONS).items()
-    return RunData(
-        folder, config, result, _json(folder / METRICS), _json(folder / run_folder.SPLITS),
-        _history(folder / run_folder.HISTORY),
-        {side: scores for side, scores in read if isinstance(scores, PatchScores)},
-        {side: scores for side, scores in read if isinstance(scores, TargetScores)},
-        opened, missing, read_participants(folder / run_folder.SLIDES),
-    )  # fmt: skip
+    return opened, missing
 
 
 @contextmanager

@@ -10,7 +10,9 @@ from pathlib import Path
 from histopipe.dataset.options import SIDES
 from histopipe.evaluation import table
 from histopipe.reports import charts
+from histopipe.reports.failures import certain_patches, failure_blocks
 from histopipe.reports.flow_chart import flow_blocks
+from histopipe.reports.heatmap_sources import SlideImages
 from histopipe.reports.html_page import (
     Block,
     Cards,
@@ -29,12 +31,12 @@ from histopipe.reports.judged import (
     confusions,
     curves,
     metric_cards,
-    metrics_table,
+    metrics_blocks,
     shortcut_blocks,
     subgroup_tables,
 )
 from histopipe.reports.run_data import RunData, read_run
-from histopipe.reports.run_slides import certain_patches, error_table, heatmaps, slide_table
+from histopipe.reports.run_slides import heatmaps, slide_table
 from histopipe.reports.run_targets import target_charts, target_rows, target_table
 from histopipe.runs.config import TrainConfig
 from histopipe.runs.task_config import BagTrainConfig, PatchTrainConfig
@@ -55,24 +57,29 @@ def run_page(
         page.add("Summary", *_summary(run))
         page.add(
             "Metrics",
-            *(target_rows(run.result.metrics) if run.targets else [metrics_table(judged)]),
+            *(target_rows(run.result.metrics) if run.targets else metrics_blocks(judged)),
         )
         page.add("Curves", _curves(run))
         if run.targets:
-            page.add("Predictions", *target_charts(run))
+            page.add("Predictions", *target_charts(judged))
             page.add("Slides", target_table(run))
         else:
             page.add("ROC and calibration", *curves(judged))
             page.add("Confusion", *confusions(judged))
             page.add("Slides", slide_table(run))
         if pictures:
-            page.add("Patches", *certain_patches(run))
+            page.add("Patches", *certain_patches(judged, run.stores))
             page.add("Heatmaps", heatmaps(run))
         page.add("Subgroups", *subgroup_tables(judged, quality=False))
         page.add(
             "Failure analysis",
             *subgroup_tables(judged, quality=True),
-            error_table(run, pictures=pictures),
+            *failure_blocks(
+                judged,
+                run.participants,
+                SlideImages({}, run.stores) if pictures else None,
+                run.stores,
+            ),
             *shortcut_blocks(judged),
         )
         page.add("Participant flow", *flow_blocks(judged.flow))

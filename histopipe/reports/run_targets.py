@@ -17,6 +17,7 @@ from histopipe.evaluation.target_metrics import RiskGroup, TargetMetrics
 from histopipe.evaluation.target_scores import TargetScores, grouped
 from histopipe.reports import charts
 from histopipe.reports.html_page import Block, Cell, Charts, Column, Row, Table, number
+from histopipe.reports.judged import Judged
 from histopipe.reports.run_data import RunData
 
 _MOST_ROWS = 5000
@@ -69,19 +70,19 @@ def _figure(metrics: TargetMetrics, name: str) -> Cell:
     return number(None) if value is None else Cell(table.with_interval(metrics, name), value, "n")
 
 
-def target_charts(run: RunData) -> Iterator[Block]:
+def target_charts(judged: Judged) -> Iterator[Block]:
     """Yield charts: survival of the risk groups, true against predicted values, or ROC curves and calibration."""
-    yield Charts(list(_charts(run)))
-    for side, evaluation in run.result.metrics.items():
+    yield Charts(list(_charts(judged)))
+    for side, evaluation in judged.evaluations.items():
         groups = getattr(evaluation.finest, "groups", ())
         if groups:
             yield _at_risk(side, groups)
 
 
-def _charts(run: RunData) -> Iterator[str]:
-    for side, scores in run.targets.items():
+def _charts(judged: Judged) -> Iterator[str]:
+    for side, scores in judged.targets.items():
         if scores.task == "survival":
-            metrics = run.result.metrics[side].finest
+            metrics = judged.evaluations[side].finest
             if isinstance(metrics, TargetMetrics) and metrics.groups:
                 p = "" if metrics.log_rank is None else f", log-rank p {metrics.log_rank:.2g}"
                 yield charts.survival_chart(f"Survival, {side}{p}", metrics.groups)
@@ -92,16 +93,16 @@ def _charts(run: RunData) -> Iterator[str]:
                     f"{name}, {side}", scores.target[known, i], scores.output[known, i]
                 )
         else:
-            yield from _label_charts(run, side, scores)
+            yield from _label_charts(judged, side, scores)
 
 
-def _label_charts(run: RunData, side: Side, scores: TargetScores) -> Iterator[str]:
+def _label_charts(judged: Judged, side: Side, scores: TargetScores) -> Iterator[str]:
     rows = grouped(scores, scores.level)
     curves: dict[str, Roc] = {}
     for i, name in enumerate(scores.columns):
         known = np.isfinite(rows.target[:, i])
         own = label_scores(rows.target[known, i], rows.output[known, i], rows.patient[known])
-        seed = run.config.judging.seed
+        seed = judged.judging.seed
         roc = roc_of(own, 1, patients=len(scores.patients), seed=seed) if known.any() else None
         if roc is not None:
             curves[name] = roc

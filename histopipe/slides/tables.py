@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,10 @@ _LABEL_COLUMNS = ("slide", "label", "patient", "site")
 _SURVIVAL_WORDS = {
     "time", "event", "survival", "os", "os_time", "os_event", "days", "status", "censor",
 }  # fmt: skip
+_LIKE_PATIENT = re.compile(
+    r"(patient|case|subject|participant|donor)s?[ _-]?(id|name|number|no|code)?s?"
+)
+"""Columns that are probably meant as `patient`. To ignore them would put a patient on several sides of the split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +99,13 @@ def read_labels(
 ) -> dict[str, SlideLabel]:
     """Return labels by slide id, from a CSV file with the columns slide, label, and optionally patient and site.
 
-    With `columns`, the file must have these too, and may have others. Without `with_label`, it needs no label.
+    The file must have `columns` too, and may have others. Without `with_label`, it needs no label.
 
     Raises:
         UsageError: the file, its header or a row is invalid, or a row matches no slide (unless `allow_extra`).
     """
     required = ("slide", *(["label"] if with_label else []), *(name.lower() for name in columns))
-    rows = _rows(path, required=required, allowed=None if columns else _LABEL_COLUMNS)
+    rows = _rows(path, required=required, optional=("patient", "site"))
     labels = {}
     for name, row in _matched(path, rows, names, allow_extra=allow_extra).items():
         label, patient, site = (row.others.get(column) or None for column in _LABEL_COLUMNS[1:])
@@ -126,7 +131,7 @@ def read_mpps(path: Path, names: SlideNames, *, allow_extra: bool = False) -> di
     Raises:
         UsageError: the file is invalid, or a value is not between 0.05 and 50.
     """
-    rows = _rows(path, required=("slide", "mpp"), allowed=("slide", "mpp"))
+    rows = _rows(path, required=("slide", "mpp"), others=False)
     matched = _matched(path, rows, names, allow_extra=allow_extra)
     return {name: _mpp(path, row) for name, row in matched.items()}
 
@@ -137,7 +142,7 @@ def read_slide_list(path: Path, names: SlideNames, *, allow_extra: bool = False)
     Raises:
         UsageError: the file is invalid.
     """
-    rows = _rows(path, required=("slide",), allowed=None)
+    rows = _rows(path, required=("slide",))
     named = [row for row in rows if not is_url(row.slide)]
     return set(_matched(path, named, names, allow_extra=allow_extra))
 
@@ -148,7 +153,7 @@ def urls_in_list(path: Path) -> list[str]:
     Raises:
         UsageError: the file is invalid.
     """
-    rows = _rows(path, required=("slide",), allowed=None)
+    rows = _rows(path, required=("slide",))
     return list(dict.fromkeys(row.slide for row in rows if is_url(row.slide)))
 
 
@@ -166,9 +171,12 @@ def _lines(path: Path) -> tuple[list[str], list[list[str]]]:
     return [cell.strip().lower() for cell in lines[0]] if lines else [], lines
 
 
-def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None) -> list[_Row]:
+def _rows(
+    path: Path, *, required: Sequence[str], optional: Sequence[str] = (), others: bool = True
+) -> list[_Row]:
+    """Return the rows of a file with `required` and `optional` columns, and with other ones if `others`."""
     header, lines = _lines(path)
-    _check_header(path, header, required=required, allowed=allowed)
+    _check_header(path, header, required=required, optional=optional, others=others)
     rows = []
     for number, cells in enumerate(lines[1:], start=2):
         if not any(cell.strip() for cell in cells):
@@ -186,18 +194,25 @@ def _rows(path: Path, *, required: Sequence[str], allowed: Sequence[str] | None)
 
 
 def _check_header(
-    path: Path, header: list[str], *, required: Sequence[str], allowed: Sequence[str] | None
+    path: Path, header: list[str], *, required: Sequence[str], optional: Sequence[str], others: bool
 ) -> None:
-    missing = [name for name in required if name not in header]
-    unknown = [name for name in header if allowed is not None and name not in allowed]
-    if not missing and not unknown and len(set(header)) == len(header):
-        return
-    expected = ",".join(required) + "".join(f"[,{n}]" for n in allowed or () if n not in required)
+    unknown = [name for name in header if name not in (*required, *optional)]
     hint = "use these column names, separated by commas"
-    if _SURVIVAL_WORDS & set(unknown):
+    if "patient" in optional and "patient" not in header:
+        alike = [name for name in unknown if _LIKE_PATIENT.fullmatch(name)]
+        if alike:
+            hint = f"rename the column {alike[0]!r} to 'patient', so that a patient stays on one side of the split"
+            unknown, others = alike, False
+    missing = [name for name in required if name not in header]
+    if not missing and (others or not unknown) and len(set(header)) == len(header):
+        return
+    if missing and _SURVIVAL_WORDS & set(unknown):
         hint = "this looks like a survival table: pass --task survival --time COLUMN --event COLUMN"
-    elif sum(name.startswith("label") for name in header) > 1:
+    elif missing and sum(name.startswith("label") for name in header) > 1:
         hint = "for several labels pass --task multilabel --target COLUMN,COLUMN"
+    elif not missing and len(set(header)) < len(header):
+        hint = "give each column a different name"
+    expected = ",".join(required) + "".join(f"[,{n}]" for n in optional if n not in required)
     found = ",".join(header) or "an empty file"
     raise UsageError(f"{path}: wrong header", found=found, expected=expected, todo=hint)
 

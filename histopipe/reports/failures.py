@@ -1,0 +1,293 @@
+"""Failure analysis: wrong decisions with the highest certainty and largest errors, with their slides and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from histopipe.dataset.options import Side
+from histopipe.dataset.participants import Participant
+from histopipe.errors import DamagedStore, UsageError
+from histopipe.evaluation.evaluate import (
+    ClassPart,
+    class_parts,
+    target_parts,
+    thresholds_of,
+)
+from histopipe.evaluation.levels import Level, name_of
+from histopipe.evaluation.metrics import decide
+from histopipe.evaluation.predictions import PatchScores, scores_of
+from histopipe.evaluation.target_scores import TargetScores, grouped
+from histopipe.reports.heatmap_sources import SlideImages, find_slide
+from histopipe.reports.html_page import (
+    Block,
+    Cell,
+    Column,
+    Gallery,
+    Picture,
+    Row,
+    Table,
+    Text,
+    fitted,
+    number,
+)
+from histopipe.reports.judged import Judged
+from histopipe.store.store import Store
+
+_MOST = 20
+_PATCHES = 8
+_PATCH_SIDE = 112
+_FACTS = ("site", "vendor", "route", "jpeg_generations", "tissue", "focus", "pen")
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The decision on a slide, or on a patient if the model takes bags of patients."""
+
+    name: str
+    patient: str
+    patches: int
+    labels: tuple[str, ...]
+    decision: str
+    probability: Sequence[float]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the decision differs from its one label."""
+        return len(self.labels) == 1 and self.labels[0] != self.decision
+
+
+def failure_blocks(
+    judged: Judged,
+    slides: Sequence[Participant],
+    images: SlideImages | None,
+    stores: Sequence[Store] = (),
+) -> Iterator[Block]:
+    """Yield tables of the errors with the highest certainty: of slides and patches, or of numbers.
+
+    Args:
+        judged: the evaluation with its predictions.
+        slides: facts of the slides.
+        images: thumbnails; None for no pictures.
+        stores: patches; without them, the table of patches has positions only.
+    """
+    if judged.task != "classification":
+        yield from _target_errors(judged)
+        return
+    side, _ = judged.main
+    wrong = [it for it in decisions(judged, side) if it.wrong]
+    if wrong:
+        yield _slide_errors(judged, wrong, slides, images)
+    yield from _patch_errors(judged, () if images is None else stores)
+
+
+def _parts(judged: Judged, side: Side) -> list[ClassPart]:
+    """Return the predictions of a side, each with the thresholds of its model."""
+    if judged.parts and side == judged.main[0]:
+        return class_parts(judged.parts)
+    if side not in judged.predictions:
+        return []
+    return class_parts([(judged.predictions[side], thresholds_of(judged.evaluations[side]))])
+
+
+def decisions(judged: Judged, side: Side) -> Iterator[Decided]:
+    """Yield the decision on each slide, or patient, of a side."""
+    for patches, thresholds in _parts(judged, side):
+        level: Level = "patient" if patches.level == "patient" else "slide"
+        # Without labels, so that patches with different labels are aggregated too.
+        blank = replace(patches, label=np.full(len(patches.label), -1, np.int32))
+        scores = scores_of(
+            blank, level, "mean", top_k=judged.judging.top_k, positive=judged.positive or 0
+        )
+        threshold, _ = thresholds.get(name_of(level, "mean"), (None, None))
+        decided = decide(scores, judged.positive, threshold)
+        group = patches.slide if level == "slide" else patches.patient
+        names = patches.slides if level == "slide" else patches.patients
+        for i, item in enumerate(scores.item.tolist()):
+            members = np.flatnonzero(group == item)
+            labels = np.unique(patches.label[members]).tolist()
+            yield Decided(
+                names[item], patches.patients[patches.patient[members[0]]], len(members),
+                tuple(judged.classes[it] for it in labels), judged.classes[decided[i]],
+                scores.probability[i].tolist(),
+            )  # fmt: skip
+
+
+def _slide_errors(
+    judged: Judged,
+    wrong: list[Decided],
+    slides: Sequence[Participant],
+    images: SlideImages | None,
+) -> Table:
+    """Return the wrong decisions on slides with quality and thumbnails, the highest certainty first."""
+
+    def of_label(it: Decided) -> float:
+        return it.probability[judged.classes.index(it.labels[0])]
+
+    known = {it.slide: it for it in slides}
+    facts = [name for name in _FACTS if any(it.value(name) for it in slides)]
+    rows = []
+    for i, it in enumerate(sorted(wrong, key=of_label)[:_MOST]):
+        slide = known.get(it.name)
+        image = images.of(it.name) if images is not None else None
+        shown = [] if image is None else [Picture.of(f"error-{i}", it.name, fitted(image))]
+        rows.append(Row([
+            Cell(it.name, tone="id"), Cell(it.patient), Cell(it.labels[0]), Cell(it.decision),
+            number(of_label(it), 3), number(it.patches), *(Cell(slide.value(name) if slide else "") for name in facts),
+        ], shown))  # fmt: skip
+    columns = (
+        Column("slide"), Column("patient"), Column("label"), Column("decided"), Column("p of the label", True),
+        Column("patches", True), *(Column(name.replace("_", " ")) for name in facts),
+    )  # fmt: skip
+    side = judged.main[0].capitalize()
+    title = f"{side}: {len(wrong)} wrong decisions, those with the highest certainty first"
+    return Table(title, columns, rows)
+
+
+def _decided_patches(judged: Judged, part: ClassPart) -> NDArray[np.intp]:
+    """Return the (N,) decided classes of patches."""
+    patches, thresholds = part
+    scores = scores_of(
+        patches, "patch", "mean", top_k=judged.judging.top_k, positive=judged.positive or 0
+    )
+    threshold, _ = thresholds.get(name_of("patch", "mean"), (None, None))
+    return decide(scores, judged.positive, threshold)
+
+
+def _patch_errors(judged: Judged, stores: Sequence[Store]) -> Iterator[Table]:
+    """Yield the wrong decisions on patches with their positions, the highest certainty first."""
+    side, count = judged.main[0], 0
+    found: list[tuple[float, str, str, int, int, str, str]] = []
+    for part in _parts(judged, side):
+        patches = part[0]
+        if patches.level != "patch":
+            continue
+        decided = _decided_patches(judged, part)
+        wrong = np.flatnonzero(decided != patches.label)
+        of_label = patches.probability[wrong, patches.label[wrong]]
+        count += len(wrong)
+        for row, p in zip(
+            wrong[np.argsort(of_label, kind="stable")][:_MOST].tolist(),
+            np.sort(of_label),
+            strict=False,
+        ):
+            found.append((
+                float(p), patches.slides[patches.slide[row]], patches.patients[patches.patient[row]],
+                int(patches.x_l0[row]), int(patches.y_l0[row]),
+                judged.classes[patches.label[row]], judged.classes[decided[row]],
+            ))  # fmt: skip
+    rows = []
+    for i, (p, slide, patient, x, y, label, decision) in enumerate(sorted(found)[:_MOST]):
+        pixels = _pixels(stores, slide, x, y)
+        caption = f"{slide}, x {x}, y {y}"
+        shown = [] if pixels is None else [Picture.of(f"patch-error-{i}", caption, fitted(pixels, 2 * _PATCH_SIDE))]  # fmt: skip
+        rows.append(Row([
+            Cell(slide, tone="id"), Cell(patient), number(x), number(y), Cell(label), Cell(decision), number(p, 3),
+        ], shown))  # fmt: skip
+    if rows:
+        columns = (
+            Column("slide"), Column("patient"), Column("x", True), Column("y", True), Column("label"),
+            Column("decided"), Column("p of the label", True),
+        )  # fmt: skip
+        yield Table(
+            f"{side.capitalize()}: {count:,} wrong decisions on patches, those with the highest certainty first; x and y "
+            "are the top left corner in pixels of level 0",
+            columns, rows,
+        )  # fmt: skip
+
+
+def _target_errors(judged: Judged) -> Iterator[Table]:
+    """Yield the largest differences between predictions and targets; none for survival, where errors are not defined."""
+    side, _ = judged.main
+    parts = [scores for scores, _ in target_parts(judged.parts)]
+    if not parts and side in judged.targets:
+        parts = [judged.targets[side]]
+    if judged.task == "survival" or not parts:
+        return
+    found = [it for scores in parts for it in _differences(scores)]
+    found.sort(key=lambda it: -it[0])
+    rows = [
+        Row([
+            Cell(name, tone="id"), Cell(patient), Cell(column), *(Cell(f"{it:.4g}", it, "n") for it in values),
+        ])
+        for _, name, patient, column, *values in found[:_MOST]
+    ]  # fmt: skip
+    columns = (
+        Column(parts[0].level if parts[0].level == "patient" else "slide"), Column("patient"), Column("column"),
+        Column("true", True), Column("predicted", True), Column("difference", True),
+    )  # fmt: skip
+    yield Table(
+        f"{side.capitalize()}: largest errors first, in standard deviations of the column",
+        columns,
+        rows,
+    )
+
+
+def _differences(
+    scores: TargetScores,
+) -> Iterator[tuple[float, str, str, str, float, float, float]]:
+    """Yield size in standard deviations, slide or patient, patient, column, true and predicted value, and difference."""
+    level: Level = "patient" if scores.level == "patient" else "slide"
+    means, names = grouped(scores, level), scores.slides if level == "slide" else scores.patients
+    for i, column in enumerate(scores.columns):
+        true, predicted = means.target[:, i], means.output[:, i]
+        known = np.flatnonzero(np.isfinite(true))
+        deviation = float(true[known].std()) or 1.0 if len(known) else 1.0
+        for row in known.tolist():
+            difference = float(predicted[row] - true[row])
+            yield (
+                abs(difference) / deviation, names[int(means.item[row])], scores.patients[means.patient[row]], column,
+                float(true[row]), float(predicted[row]), difference,
+            )  # fmt: skip
+
+
+def certain_patches(judged: Judged, stores: Sequence[Store]) -> Iterator[Block]:
+    """Yield galleries of the correctly and wrongly classified patches of each class with the highest certainty."""
+    side = judged.main[0]
+    parts = [it for it in _parts(judged, side) if it[0].level == "patch"]
+    if not parts or not stores:
+        return
+    scores, _ = parts[0]
+    decided = _decided_patches(judged, parts[0])
+    yield Text(
+        f"{side.capitalize()} patches; p is the predicted probability of the true class.", "soft"
+    )
+    for code, name in enumerate(judged.classes):
+        of_class = np.flatnonzero(scores.label == code)
+        p_true = scores.probability[of_class, code]
+        correct = decided[of_class] == code
+        for outcome, chosen, order in (("correct", correct, -p_true), ("wrong", ~correct, p_true)):
+            rows = of_class[chosen][np.argsort(order[chosen], kind="stable")]
+            pictures = list(islice(_patches(stores, scores, rows, code), _PATCHES))
+            if pictures:
+                yield Gallery(f"{name}: {outcome} decisions with the highest certainty", pictures)
+
+
+def _patches(
+    stores: Sequence[Store], scores: PatchScores, rows: NDArray[np.intp], code: int
+) -> Iterator[Picture]:
+    """Yield pictures of the patches that can be read."""
+    for row in rows.tolist():
+        slide = scores.slides[scores.slide[row]]
+        x, y = int(scores.x_l0[row]), int(scores.y_l0[row])
+        pixels = _pixels(stores, slide, x, y)
+        if pixels is not None:
+            caption = f"{slide}, x {x}, y {y}, p = {scores.probability[row, code]:.3f}"
+            yield Picture.of(f"patch-{row}", caption, fitted(pixels, _PATCH_SIDE))
+
+
+def _pixels(stores: Sequence[Store], slide: str, x: int, y: int) -> NDArray[np.uint8] | None:
+    found = find_slide(stores, slide)
+    if found is None:
+        return None
+    store, slide_number = found
+    try:
+        index = store.index(slide_number)
+        rows = np.flatnonzero((index["x_l0"] == x) & (index["y_l0"] == y))
+        return store.read(store.records[slide_number].id, int(rows[0])) if len(rows) else None
+    except (DamagedStore, UsageError):
+        return None
