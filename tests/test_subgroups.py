@@ -18,6 +18,7 @@ from histopipe.dataset.participants import (
     Participant,
     participants,
     read_participants,
+    with_damaged,
     write_participants,
 )
 from histopipe.dataset.splits import write_splits
@@ -27,7 +28,7 @@ from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
-from histopipe.evaluation.subgroups import check_subgroup, groups_of, subgroups
+from histopipe.evaluation.subgroups import check_subgroup, groups_of, labels_columns, subgroups
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.task_config import make_config
 from histopipe.slides.tables import SlideLabel
@@ -151,7 +152,16 @@ def test_columns_that_vary_within_patients_are_compared_by_slide() -> None:
         (
             ["656.8", "697.8", "1950.9", "2023"],
             None,
-            ["656.8 to 697.8", "697.8 to 1951", "1951 to 2023"],
+            ["656.8 to 697.8", "697.8 to 1950.9", "1950.9 to 2023"],
+        ),
+        (["0.1", "0.3", "0.7"], 0.1, ["0.1 to 0.2", "0.3 to 0.4", "0.7 to 0.8"]),
+        (["20240101", "20240222"], 10, ["20240100 to 20240110", "20240220 to 20240230"]),
+        (["29", "NaN", "n/a", "31", "unknown"], 10, ["20 to 30", "30 to 40", "unknown", "missing"]),
+        (["-5", "-15"], 10, ["-20 to -10", "-10 to 0"]),
+        (
+            ["1"] * 50 + [str(it) for it in range(2, 12)],
+            None,
+            ["1 to 4.33333", "4.33333 to 7.66667", "7.66667 to 11"],
         ),
         ([str(i) for i in range(31)], None, ["0 to 10", "10 to 20", "20 to 30"]),
     ],
@@ -177,10 +187,35 @@ def test_every_value_is_in_one_group(values: list[str]) -> None:
     )
 
 
-@pytest.mark.parametrize("text", ["age:", "age:x", "age:0", "", "a:b:2"])
+def test_sites_with_numbers_are_not_divided() -> None:
+    part, slides = cohort()
+    numbered = [dataclasses.replace(it, site=str(i % 12)) for i, it in enumerate(slides)]
+    (found,) = subgroups([part], numbered, {"site": None}, JudgeSettings(resamples=0))
+    assert {it.name for it in found.groups} == {str(number) for number in range(12)}
+
+
+def test_column_with_one_value_is_shown() -> None:
+    part, slides = cohort()
+    same = [dataclasses.replace(it, cells={"stain": "H&E"}) for it in slides]
+    settings = JudgeSettings(resamples=20)
+    (found,) = subgroups([part], same, {"route": None, "stain": None}, settings)
+    (group,) = found.groups
+    assert (found.column, group.name, group.count) == ("stain", "H&E", 60)
+    assert group.note == "no difference: no other group"
+
+
+@pytest.mark.parametrize(
+    "text", ["age:", "age:x", "age:0", "", "a:b:2", "label", "Status", "route"]
+)
 def test_wrong_subgroups_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--subgroup"):
         check_subgroup(text)
+
+
+def test_column_given_twice_is_refused() -> None:
+    assert labels_columns(["site", "Age:10", "tissue:0.1"]) == ("Age",)
+    with pytest.raises(UsageError, match="found 'age' twice"):
+        labels_columns(["age", "Age:10"])
 
 
 def test_breakdown_survives_json() -> None:
@@ -242,26 +277,29 @@ def test_flow_adds_up_and_survives_json(tmp_path: Path) -> None:
         Participant(slide="d", patient="q", reason="no patches"),
         Participant(slide="e", patient="r", status="train and test", planned=9, left_out=2, train=4, test=3),
         Participant(slide="f", patient="s", reason="all patches filtered out", planned=4, filtered=4),
-        Participant(slide="g", patient="t", reason="no label", planned=3, cells={"sex": "f"}),
+        Participant(slide="g", patient="t", reason="no label", planned=3, cells={"sex": "f", "status": "1"}),
+        Participant(slide="h", patient="u", status="test", planned=5, test=5),
     ]  # fmt: skip
-    found = flow_of(slides, {"train": 1})
+    slides = with_damaged(slides, {"a": {"train": 1}, "e": {"test": 3}, "h": {"test": 5}})
+    found = flow_of(slides)
     assert all(level.adds_up for level in found.values())
     assert found["slides"].excluded == {
-        "no label": 2, "ingest failed": 1, "no patches": 1, "all patches filtered out": 1,
+        "no label": 2, "ingest failed": 1, "no patches": 1, "all patches filtered out": 1, "all patches damaged": 1,
     }  # fmt: skip
     assert found["patients"].excluded == {
-        "no patches": 1, "all patches filtered out": 1, "no label": 1,
+        "no patches": 1, "all patches filtered out": 1, "no label": 1, "all patches damaged": 1,
     }  # fmt: skip
-    assert found["patients"].used == {"train": 1, "train and test": 1}
-    assert found["patches"].used == {"train": 10, "test": 3}
+    assert found["patients"].used == {"train": 2}
+    assert found["patches"].used == {"train": 10}
     assert found["patches"].excluded == {
-        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide excluded: no label": 7, "damaged": 1,
+        "unreadable": 2, "filtered out": 6, "left out by the split": 2, "slide excluded: no label": 7, "damaged": 9,
     }  # fmt: skip
     assert flow_from_json(json.loads(json.dumps(flow_to_json(found)))) == found
     write_participants(tmp_path / "slides.csv", slides)
     read = read_participants(tmp_path / "slides.csv")
-    assert flow_of(read, {"train": 1}) == found
-    assert read[-1].cells == {"sex": "f"}
+    assert flow_of(read) == found
+    assert [it.cells for it in read if it.slide == "g"] == [{"sex": "f", "status": "1"}]
+    assert [it.status for it in read] == [it.status for it in slides]
     assert read_participants(tmp_path / "none.csv") == []
 
 

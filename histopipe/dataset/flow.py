@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from histopipe.dataset.options import SIDES
-from histopipe.dataset.participants import COUNTS, EXCLUDED, Participant
-from histopipe.dataset.sample_table import unpack_keys
-from histopipe.dataset.splits import Splits
+from histopipe.dataset.participants import COUNTS, EXCLUDED, UNUSED, Participant
 
 READ, LABELLED, SELECTED = range(3)
 """Steps at which slides and patches are excluded: no pixels, no label, not selected."""
@@ -21,6 +17,8 @@ _OF_READING = {
 }  # fmt: skip
 _OF_LABELS = {"no label", "no target", "no class", "no patch with a class"}
 _EXCLUDED_SLIDE = "slide excluded: "
+_PATCH_REASONS = ("unreadable", "no class", "filtered out", "left out by the split", "damaged")
+"""Reasons of patches, in the order of `UNUSED`."""
 _SIDES: Sequence[str] = SIDES
 
 
@@ -52,8 +50,8 @@ Flow = Mapping[str, FlowLevel]
 """Levels "slides", "patients" and "patches"."""
 
 
-def flow_of(slides: Sequence[Participant], skipped: Mapping[str, int] | None = None) -> Flow:
-    """Count slides, patients and patches. `skipped`: patches by side that were damaged when they were read.
+def flow_of(slides: Sequence[Participant]) -> Flow:
+    """Count slides, patients and patches.
 
     A patient is used on the sides of its slides, and excluded if all its slides are, for the reason of the slide that
     came furthest.
@@ -64,18 +62,12 @@ def flow_of(slides: Sequence[Participant], skipped: Mapping[str, int] | None = N
     patients = Counter(_common_status(own) for own in by_patient.values())
     patches: Counter[tuple[str, str]] = Counter()
     for it in slides:
-        for column, reason in (
-            ("unreadable", "unreadable"), ("no_class", "no class"), ("filtered", "filtered out"),
-            ("left_out", "left out by the split"),
-        ):  # fmt: skip
+        for column, reason in zip(UNUSED, _PATCH_REASONS, strict=True):
             patches[EXCLUDED, reason] += getattr(it, column)
         for side in SIDES:
             patches[side, ""] += getattr(it, side)
         if it.status == EXCLUDED and not sum(getattr(it, name) for name in COUNTS[2:]):
             patches[EXCLUDED, f"{_EXCLUDED_SLIDE}{it.reason}"] += it.planned - it.unreadable
-    for skipped_side, count in (skipped or {}).items():
-        patches[skipped_side, ""] -= count
-        patches[EXCLUDED, "damaged"] += count
     counted = {
         "slides": Counter((it.status, it.reason) for it in slides),
         "patients": patients,
@@ -85,14 +77,6 @@ def flow_of(slides: Sequence[Participant], skipped: Mapping[str, int] | None = N
         "slides": len(slides), "patients": len(by_patient), "patches": sum(it.planned for it in slides),
     }  # fmt: skip
     return {name: _level(totals[name], counts) for name, counts in counted.items()}
-
-
-def count_by_side(splits: Splits, keys: Iterable[int]) -> Counter[str]:
-    """Count patches by side, from their keys (see `unpack_keys`)."""
-    split = {(it.store, it.slide): it.sides for it in splits.slides}
-    stores, slides, rows = (it.tolist() for it in unpack_keys(np.fromiter(keys, np.int64)))
-    places = zip(stores, slides, rows, strict=True)
-    return Counter(SIDES[split[store, slide][row]] for store, slide, row in places)
 
 
 def _common_status(slides: Sequence[Participant]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.labelling import Labelling
-from histopipe.dataset.options import SIDES
+from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.sample_table import SampleGroup, SampleSource
 from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.errors import DamagedStore
@@ -39,8 +39,8 @@ class Participant:
         status: "train", "validation", "test", several of them ("train and test"), or "excluded".
         reason: why it is excluded.
         copy_of: earlier slide with the same content. Both are used, on one side.
-        planned: patches of its grid; unreadable, no_class, filtered, left_out: those not used, by the first reason;
-            train, validation, test: those on each side.
+        planned: patches of its grid; unreadable, no_class, filtered, left_out, damaged (found when they were read):
+            those not used, by the first reason; train, validation, test: those on each side.
         route, jpeg_generations, reader, vendor, mpp: how its patches were read; see the slide record.
             `jpeg_generations`: how often pixels were JPEG-encoded, including the slide itself.
         tissue, focus, pen, dark: medians over its patches; empty if not measured.
@@ -61,6 +61,7 @@ class Participant:
     no_class: int = 0
     filtered: int = 0
     left_out: int = 0
+    damaged: int = 0
     train: int = 0
     validation: int = 0
     test: int = 0
@@ -76,15 +77,16 @@ class Participant:
     cells: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, column: str) -> str:
-        """Return the text in a column of `slides.csv`, or of the labels file; empty if it is missing."""
-        if column in self.cells:
-            return self.cells[column]
-        return str(getattr(self, column)) if column in COLUMNS else ""
+        """Return the text in a column of `slides.csv`, or else of the labels file; empty if it is missing."""
+        return str(getattr(self, column)) if column in COLUMNS else self.cells.get(column, "")
 
 
 COLUMNS = tuple(it.name for it in fields(Participant) if it.name != "cells")
 """Columns of `slides.csv` that are not from the labels file."""
-COUNTS = ("planned", "unreadable", "no_class", "filtered", "left_out", *SIDES)
+UNUSED = ("unreadable", "no_class", "filtered", "left_out", "damaged")
+COUNTS = ("planned", *UNUSED, *SIDES)
+_OF_LABELS = "labels:"
+"""Prefix of columns of the labels file that are named like one of `COLUMNS`."""
 
 
 def participants(
@@ -95,12 +97,15 @@ def participants(
     missing = (
         "not in the given split" if given_splits else "no target" if splits.targets else "no label"
     )
+    # Names as in the predictions; two stores may each have a slide "1".
     names = Counter(record.id for source in sources for record in source.records.values())
+    names_in_split = Counter(it.id for it in splits.slides)
     found: list[Participant] = []
     for ordinal, source in enumerate(sources):
         for number, record in source.records.items():
             slide = in_split.get((ordinal, number))
-            name = record.id if names[record.id] == 1 else f"{record.id}@{source.uuid[:8]}"
+            once = (names if slide is None else names_in_split)[record.id] == 1
+            name = record.id if once else f"{record.id}@{source.uuid[:8]}"
             own = _of_slide(source, number, slide, labelling, missing)
             found.append(replace(own, slide=name))
     return _with_copies(found, sources)
@@ -147,16 +152,35 @@ def _of_slide(
     sides = [side for side in SIDES if counts[side]]
     reason = ""
     if not sides:
-        most = max(COUNTS[1:5], key=counts.__getitem__)
-        reason = {
-            "unreadable": "no readable patch", "no_class": "no patch with a class",
-            "filtered": "all patches filtered out", "left_out": "left out by the split",
-        }[most]  # fmt: skip
+        reason = _REASONS[max(UNUSED, key=counts.__getitem__)]
     source_of = "annotation" if split.labels is not None else own.label_source
     return replace(
         own, label=split.label, label_source=source_of, reason=reason,
         status=" and ".join(sides) or EXCLUDED, **counts,
     )  # fmt: skip
+
+
+_REASONS = {
+    "unreadable": "no readable patch", "no_class": "no patch with a class", "filtered": "all patches filtered out",
+    "left_out": "left out by the split", "damaged": "all patches damaged",
+}  # fmt: skip
+"""Reasons of slides without used patches."""
+
+
+def with_damaged(
+    slides: Sequence[Participant], damaged: Mapping[str, Mapping[Side, int]]
+) -> list[Participant]:
+    """Return the slides without patches that were damaged when they were read, given by slide and side."""
+    found = []
+    for it in slides:
+        lost = damaged.get(it.slide, {})
+        counts: dict[str, Any] = {side: getattr(it, side) - lost.get(side, 0) for side in SIDES}
+        sides = [side for side in SIDES if counts[side]]
+        if lost:
+            it = replace(it, damaged=sum(lost.values()), **counts)  # noqa: PLW2901 - the same slide
+            it = replace(it, status=" and ".join(sides)) if sides else replace(it, status=EXCLUDED, reason=_REASONS["damaged"])  # noqa: PLW2901  # fmt: skip
+        found.append(it)
+    return found
 
 
 def exclusion_of(record: SampleGroup) -> str:
@@ -230,8 +254,10 @@ def write_participants(path: Path, slides: Iterable[Participant]) -> None:
     more = list(dict.fromkeys(name for it in slides for name in it.cells))
     with appearing(path) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow([*COLUMNS, *more])
-        writer.writerows([it.value(name) for name in (*COLUMNS, *more)] for it in slides)
+        writer.writerow([*COLUMNS, *(f"{_OF_LABELS}{it}" if it in COLUMNS else it for it in more)])
+        for it in slides:
+            own = (it.cells.get(name, "") for name in more)
+            writer.writerow([*(getattr(it, name) for name in COLUMNS), *own])
 
 
 def read_participants(path: Path) -> list[Participant]:
@@ -253,4 +279,5 @@ def _rows(file: Iterable[str]) -> Iterator[Participant]:
     for row in csv.DictReader(file):
         known: dict[str, Any] = {name: row.pop(name) for name in COLUMNS}
         known |= {name: int(known[name]) for name in COUNTS}
-        yield Participant(**known, cells=row)
+        cells = {name.removeprefix(_OF_LABELS): cell for name, cell in row.items()}
+        yield Participant(**known, cells=cells)

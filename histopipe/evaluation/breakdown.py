@@ -17,14 +17,9 @@ from histopipe.evaluation.evaluate import (
 )
 from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.metrics import Metrics
-from histopipe.evaluation.shortcuts import ORIGIN, Shortcut, find_shortcut
-from histopipe.evaluation.subgroups import Subgroups, check_subgroup, subgroups
+from histopipe.evaluation.shortcuts import Shortcut, find_shortcut
+from histopipe.evaluation.subgroups import AUTOMATIC, Subgroups, check_subgroup, subgroups
 from histopipe.evaluation.table import aligned, main_of, with_ends
-
-QUALITY = ("tissue", "focus", "pen", "dark", "planned")
-"""Columns of `slides.csv` that describe the quality of slides."""
-AUTOMATIC = (*ORIGIN, "label_source", *QUALITY)
-"""Columns that always have subgroups."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from histopipe.dataset.participants import EXCLUDED, Participant
 from histopipe.evaluation.statistics import area_under_roc
+from histopipe.evaluation.subgroups import ORIGIN
 
-ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
-"""Columns of `slides.csv` that no diagnosis depends on."""
+_ORIGIN_CELLS = {
+    "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",
+}  # fmt: skip
+"""Columns of the labels file that no diagnosis depends on, either."""
 _ALL = "all together"
 _FOLDS, _PERMUTATIONS, _LEVEL = 5, 199, 0.02
 _MARGIN = 0.05
@@ -78,7 +81,8 @@ def find_shortcut(
     if len(groups) < _FEWEST or len(names) < 2:
         return None
     columns: dict[str, Codes] = {}
-    for column in ORIGIN:
+    cells = dict.fromkeys(name for own in groups for it in own for name in it.cells)
+    for column in (*ORIGIN, *(name for name in cells if name.lower() in _ORIGIN_CELLS)):
         values = [" and ".join(sorted({it.value(column) for it in own})) for own in groups]
         found, codes = np.unique(values, return_inverse=True)
         if len(found) > 1:

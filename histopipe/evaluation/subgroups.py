@@ -37,13 +37,23 @@ from histopipe.evaluation.target_metrics import joined_targets, target_statistic
 from histopipe.evaluation.target_scores import GroupedScores, TargetScores
 from histopipe.system.result import counted
 
+ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
+"""Columns of `slides.csv` that no diagnosis depends on."""
+QUALITY = ("tissue", "focus", "pen", "dark", "planned")
+"""Columns of `slides.csv` that describe the quality of slides."""
+AUTOMATIC = (*ORIGIN, "label_source", *QUALITY)
+"""Columns that always have subgroups."""
+CATEGORIES = {*ORIGIN, "label_source"} - {"mpp"}
+"""Columns whose values are names, also if they look like numbers."""
 FEWEST_PATIENTS = 10
 """Smaller groups have no intervals."""
 _PATCH_RESAMPLES = 200
 _MOST_VALUES, _LARGEST_SHARE = 8, 0.67
 """Numbers with more different values, or fractions with a larger share of different values, are divided into thirds."""
 _SPEC = re.compile(r"(?P<column>[^:,]+?)(:(?P<width>\d+(\.\d+)?))?")
+_THIRDS = (0, 1 / 3, 2 / 3, 1)
 MISSING = "missing"
+_MISSING_CELLS = {"", "na", "n/a", "nan", "null", "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,47 +128,86 @@ def check_subgroup(text: str) -> tuple[str, float | None]:
             found=repr(text),
             expected="columns of --labels, such as sex,age:10 (age in steps of 10)",
         )
-    return match["column"], float(match["width"]) if match["width"] else None
+    column = match["column"]
+    if column.lower() in COLUMNS:
+        column = column.lower()
+        if column not in ("site", *QUALITY):
+            raise UsageError(
+                "--subgroup", found=f"{column!r}, a column of slides.csv", expected="a column of --labels",
+                todo="give the column of the labels file another name",
+            )  # fmt: skip
+    return column, float(match["width"]) if match["width"] else None
 
 
 def labels_columns(wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of values of `--subgroup` that only the labels file can have. Raise as `check_subgroup`."""
-    names = (check_subgroup(text)[0] for text in wanted)
+    """Return the columns of values of `--subgroup` that only the labels file can have.
+
+    Raises:
+        UsageError: a value is wrong, or a column is given twice.
+    """
+    names = [check_subgroup(text)[0] for text in wanted]
+    lower = [name.lower() for name in names]
+    for number, name in enumerate(lower):
+        if name in lower[:number]:
+            raise UsageError("--subgroup", found=f"{name!r} twice", expected="each column once")
     return tuple(name for name in names if name not in COLUMNS)
 
 
-def groups_of(values: Sequence[str], width: float | None = None) -> tuple[list[str], list[int]]:
-    """Return the names of the groups in order, and the (N,) group of each value; empty values are missing.
+def groups_of(
+    values: Sequence[str], width: float | None = None, *, categories: bool = False
+) -> tuple[list[str], list[int]]:
+    """Return the names of the groups in order, and the (N,) group of each value; empty values and "NA" are missing.
 
-    Numbers are in bins of `width`. Without it, they are divided into thirds if there are more than eight different ones,
-    or if they are fractions and few of them are equal.
+    Numbers are in bins of `width`; other values are groups of their own. Without `width`, numbers are divided into thirds
+    if there are more than eight different ones, or if they are fractions and few of them are equal. With `categories`,
+    each value is a group.
     """
-    numbers = np.array([_number(value) for value in values])
-    known = np.array([value != "" for value in values], np.bool_)
-    numeric = bool(known.any()) and bool(np.isfinite(numbers[known]).all())
-    names = list(values)
-    order: dict[str, float] = {}
-    distinct = len(set(numbers[known].tolist()))
-    whole = bool((numbers[known] % 1 == 0).all())
-    many = distinct > min(_MOST_VALUES, math.inf if whole else _LARGEST_SHARE * known.sum())
-    if numeric and (width or many):
-        if width:
-            low = np.floor(numbers / width) * width
-            ends = [(it, it + width) for it in low.tolist()]
+    known = [value.strip().lower() not in _MISSING_CELLS for value in values]
+    numbers = np.array(
+        [_number(it) if own else math.nan for it, own in zip(values, known, strict=True)]
+    )
+    finite = np.isfinite(numbers) & (not categories)
+    numeric = bool(finite.any()) and bool((finite == known).all())
+    places: Sequence[float] = numbers.tolist()
+    ranges: dict[float, str] = {}
+    if width:
+        # Rounded, because 0.3 / 0.1 is below 3.
+        places = np.floor(np.round(numbers / width, 9)).tolist()
+        ranges = {it: _range(it * width, (it + 1) * width) for it in places}
+    elif numeric and _is_divided(numbers[finite]):
+        edges = np.unique(np.quantile(numbers[finite], _THIRDS)).tolist()
+        if len(edges) < 3:  # most values are equal
+            edges = np.quantile(np.unique(numbers[finite]), _THIRDS).tolist()
+        places = np.clip(np.searchsorted(edges, numbers, side="right"), 1, len(edges) - 1).tolist()
+        ranges = {it: _range(*edges[int(it) - 1 : int(it) + 1]) for it in places}
+    keys: list[tuple[float, float, str]] = []
+    for value, place, own, in_range in zip(values, places, known, finite.tolist(), strict=True):
+        if not own:
+            keys.append((math.inf, 0, MISSING))
+        elif in_range:
+            keys.append((0, place, ranges.get(place, value)))
         else:
-            edges = np.unique(np.quantile(numbers[known], [0, 1 / 3, 2 / 3, 1]))
-            place = np.clip(
-                np.searchsorted(edges, numbers, side="right") - 1, 0, max(len(edges) - 2, 0)
-            )
-            ends = [(float(edges[i]), float(edges[min(i + 1, len(edges) - 1)])) for i in place]
-        names = [f"{low:.4g} to {high:.4g}" for low, high in ends]
-        order = {name: low for name, (low, _) in zip(names, ends, strict=True)}
-    elif numeric:
-        order = dict(zip(names, numbers.tolist(), strict=True))
-    names = [name if own else MISSING for name, own in zip(names, known, strict=True)]
-    found = sorted(set(names), key=lambda it: (it == MISSING, order.get(it, 0.0), it))
-    number_of = {name: number for number, name in enumerate(found)}
-    return found, [number_of[name] for name in names]
+            keys.append((1, 0, value))
+    found = sorted(set(keys))
+    number_of = {key: number for number, key in enumerate(found)}
+    return [name for _, _, name in found], [number_of[key] for key in keys]
+
+
+def _is_divided(numbers: NDArray[np.float64]) -> bool:
+    """Return whether numbers are divided into thirds."""
+    whole = bool((numbers % 1 == 0).all())
+    most = min(_MOST_VALUES, math.inf if whole else _LARGEST_SHARE * len(numbers))
+    return len(np.unique(numbers)) > max(most, 1)
+
+
+def _range(low: float, high: float) -> str:
+    return f"{_text(low)} to {_text(high)}"
+
+
+def _text(value: float) -> str:
+    """Return a number without exponent."""
+    text = f"{value:.6g}"
+    return f"{value:.0f}" if "e+" in text else text
 
 
 def _number(text: str) -> float:
@@ -183,12 +232,13 @@ def subgroups(
         settings: of the evaluation.
 
     Returns:
-        One for each column of which the predicted slides have at least two values.
+        One for each column of which the predicted slides have at least two values, or one value of the labels file.
     """
     draws = bootstrap_draws(len(parts[0][0].patients), settings.resamples, settings.seed)
     items = _levels(parts, settings)
     found = []
     for column, width in columns.items():
+        categories = column in CATEGORIES
         of_slide = {it.slide: it.value(column) for it in slides}
         of_patient: dict[str, set[str]] = {}
         for it in slides:
@@ -203,8 +253,8 @@ def subgroups(
                 break
         else:
             continue
-        names, numbers = groups_of(values, width)
-        if len(names) > 1:
+        names, numbers = groups_of(values, width, categories=categories)
+        if len(names) > 1 or (column not in AUTOMATIC and names != [MISSING]):
             used = draws[:_PATCH_RESAMPLES] if level == "patch" else draws
             group = np.array(numbers)
             each = tuple(_group(name, group == i, own, used) for i, name in enumerate(names))
@@ -281,6 +331,9 @@ def _group(
         return GroupMetrics(name, len(rows), patients[0], figures, {}, {}, note)
     intervals, _ = intervals_of(statistics, draws[:, : statistics.patients], patients[0])
     known = {key: it for key, it in intervals.items() if figures.get(key) is not None}
+    if not patients[1]:
+        note = "no difference: no other group"
+        return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)
     if patients[1] < FEWEST_PATIENTS:
         note = f"no difference: only {counted(patients[1], 'patient')} in other groups"
         return GroupMetrics(name, len(rows), patients[0], figures, known, {}, note)

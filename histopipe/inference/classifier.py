@@ -111,8 +111,10 @@ class PredictOptions:
         columns = set(COLUMNS)
         if self.labels is not None:
             columns.update(table_columns(Path(self.labels)))
-        present = [it for it in config.subgroup if check_subgroup(it)[0].lower() in columns]
-        return replace(self, subgroup=tuple(dict.fromkeys((*self.subgroup, *present))))
+        names = {it: check_subgroup(it)[0].lower() for it in (*config.subgroup, *self.subgroup)}
+        own = {names[it] for it in self.subgroup}
+        present = (it for it in config.subgroup if names[it] in columns and names[it] not in own)
+        return replace(self, subgroup=(*self.subgroup, *present))
 
 
 def load_classifier(folders: Sequence[Path], *, devices: str, batch_size: int) -> Classifier:

@@ -196,6 +196,7 @@ class FileSource(Closing):
             self._mpps = read_mpps(
                 Path(options.mpp_csv), SlideNames(ids), allow_extra=options.allow_extra_rows
             )
+        self._ids = frozenset(ids)
         self._labels = options.read_labels(ids) or {}
         self.stage: Stage | None = None
         parent = stage_folder(options.stage, self._files)
@@ -215,7 +216,9 @@ class FileSource(Closing):
         """Return a predicted slide with its current label and patient."""
         found = self._labels.get(slide.slide)
         if found is None:
-            return slide
+            # A label that was removed from the file does not apply any more.
+            named = self.options.labels is not None and slide.slide in self._ids
+            return replace(slide, label=None) if named else slide
         return replace(slide, label=found.label, patient=found.patient or slide.patient)
 
     def participants(self, predicted: Iterable[PredictedSlide]) -> list[Participant]:

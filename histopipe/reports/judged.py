@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from histopipe.dataset.flow import Flow
 from histopipe.dataset.options import Side, TaskName
 from histopipe.evaluation import table
-from histopipe.evaluation.breakdown import QUALITY, Breakdown
+from histopipe.evaluation.breakdown import Breakdown
 from histopipe.evaluation.calibration import Bin
 from histopipe.evaluation.evaluate import (
     AnyMetrics,
@@ -21,9 +21,8 @@ from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
-from histopipe.evaluation.shortcuts import ORIGIN
 from histopipe.evaluation.statistics import Roc, precision_recall_of, roc_of
-from histopipe.evaluation.subgroups import Subgroups
+from histopipe.evaluation.subgroups import QUALITY, Subgroups
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.evaluation.temperature import Calibration
 from histopipe.reports import charts
@@ -284,7 +283,7 @@ def shortcut_blocks(judged: Judged) -> Iterator[Block]:
     ]
     model = "" if found.model_auc is None else f"; AUC of the model: {found.model_auc:.3f}"
     yield Table(
-        f"Labels predicted from the origin of slides ({', '.join(ORIGIN)}), of {found.patients} patients, cross-validated: "
+        f"Labels predicted from the origin of slides, of {found.patients} patients, cross-validated: "
         f"p = {found.p:.3f}{model}",
         (Column("column"), Column("AUC", True)), rows,
     )  # fmt: skip

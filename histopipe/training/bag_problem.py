@@ -11,7 +11,7 @@ import tensorflow as tf
 from histopipe.dataset.covariates import Covariates
 from histopipe.dataset.options import Side
 from histopipe.dataset.sample_table import SampleSource, SlideValues, unpack_keys
-from histopipe.dataset.splits import Splits
+from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.target_scores import TargetScores, prediction_names
 from histopipe.features.bag_batches import BagBatches
@@ -65,6 +65,10 @@ class BagProblem(Problem):
                     message(
                         f"warning: slide {slide.id}, {text} is not in training: taken as missing"
                     )
+
+    def _patches_of(self, slide: SlideSplit) -> dict[str, int]:
+        bag = self._bags.bags[slide.slide]
+        return {name: part.rows for name, part in zip(bag.slides, bag.parts, strict=True)}
 
     @property
     def _by_slide(self) -> dict[str, SlideValues]:

@@ -14,10 +14,10 @@ import tensorflow as tf
 from histopipe.dataset.options import SIDES, Side
 from histopipe.dataset.participants import Participant
 from histopipe.dataset.patch_batches import PatchBatches
-from histopipe.dataset.sample_table import SampleSource, SampleTable, SlideValues
+from histopipe.dataset.sample_table import SampleSource, SampleTable, SlideValues, unpack_keys
 from histopipe.dataset.sampling import BatchSampler, Order, Sequential, make_order
 from histopipe.dataset.selection import select
-from histopipe.dataset.splits import Splits
+from histopipe.dataset.splits import SlideSplit, Splits
 from histopipe.dataset.stain_normalization import StainNormalizer
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.predictions import PatchScores
@@ -106,6 +106,22 @@ class Problem:
         return target_scores(
             predictions, self._sources, self.splits, level=self.level, output=output, grid=grid
         )
+
+    def damaged(self, keys: Sequence[int]) -> dict[str, Counter[Side]]:
+        """Return the number of damaged patches of each slide by side, from the keys of damaged samples."""
+        found: dict[str, Counter[Side]] = defaultdict(Counter)
+        in_split = {(it.store, it.slide): it for it in self.splits.slides}
+        places = (it.tolist() for it in unpack_keys(np.array(keys, np.int64)))
+        for store, number, row in zip(*places, strict=True):
+            slide = in_split[store, number]
+            for name, patches in self._patches_of(slide).items():
+                found[name][SIDES[slide.sides[row]]] += patches
+        return found
+
+    def _patches_of(self, slide: SlideSplit) -> dict[str, int]:
+        """Return the number of patches of a sample, by slide."""
+        once = sum(it.id == slide.id for it in self.splits.slides) == 1
+        return {slide.id if once else f"{slide.id}@{self.splits.uuids[slide.store][:8]}": 1}
 
     def finish(self, predict_train: Callable[[], Predictions]) -> None:
         """Compute what predictions need from those of the training, with the best model."""

@@ -61,6 +61,8 @@ def train_here(
         stack.enter_context(_explained(cluster, folder))
         recorded_slides = folder / run_folder.SLIDES
         problem.participants = read_participants(recorded_slides) if resume else []
+        if any(it.damaged for it in problem.participants):  # of a run that has finished before
+            problem.participants = []
         problem.participants = problem.participants or find_participants(config, sources, splits)
         trainer = Trainer(
             config, folder, problem=problem, cluster=cluster, report=report or (lambda *_: None)

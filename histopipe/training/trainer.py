@@ -14,8 +14,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from histopipe.dataset.flow import count_by_side, flow_of
+from histopipe.dataset.flow import flow_of
 from histopipe.dataset.options import Side
+from histopipe.dataset.participants import with_damaged, write_participants
 from histopipe.errors import DamagedStore, Interrupted, OutOfMemory, UsageError
 from histopipe.evaluation.breakdown import break_down_sides
 from histopipe.evaluation.evaluate import Evaluation, judge, positive_class
@@ -289,15 +290,16 @@ class Trainer:
         if self._config.calibrate:
             scores, calibration = calibrated(scores, self._config.judging)
         judged = judge(scores, self._config.judging)
-        splits, participants = self._problem.splits, self._problem.participants
+        splits = self._problem.splits
         skipped = sorted({*self._state.skipped, *self._loop.skipped})
+        participants = with_damaged(self._problem.participants, self._problem.damaged(skipped))
         host_bytes, gpu_bytes = peak_bytes()
         seconds = sum(row["seconds"] for row in self._state.history)
         result = TrainResult(
             self._folder, self._state.epoch, self._state.best_epoch,
             judged, seconds=seconds + time.monotonic() - began,
             host_bytes=host_bytes, gpu_bytes=gpu_bytes, covariates_only=self._covariates_only(),
-            calibration=calibration, flow=flow_of(participants, count_by_side(splits, skipped)),
+            calibration=calibration, flow=flow_of(participants),
             breakdown=break_down_sides(
                 scores, judged, participants, self._config.subgroup, self._config.judging
             ),
@@ -305,6 +307,7 @@ class Trainer:
         if self._cluster.chief:
             self._problem.write_more(self._folder, self._step, list(found.values()))
             if skipped:
+                write_participants(self._folder / run_folder.SLIDES, participants)
                 message(f"{len(skipped)} damaged {self._config.unit} were skipped")
             facts = {
                 "classes": splits.classes,
