@@ -26,9 +26,10 @@ from histopipe.dataset.splitting import make_splits
 from histopipe.errors import UsageError
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import JudgeSettings, Part, evaluate
+from histopipe.evaluation.groups import check_subgroup, groups_of, labels_columns
 from histopipe.evaluation.predictions import PatchScores
 from histopipe.evaluation.shortcuts import find_shortcut
-from histopipe.evaluation.subgroups import check_subgroup, groups_of, labels_columns, subgroups
+from histopipe.evaluation.subgroups import subgroups
 from histopipe.runs.splits import find_participants, new_splits, opened_sources
 from histopipe.runs.task_config import make_config
 from histopipe.slides.tables import SlideLabel

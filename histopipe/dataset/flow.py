@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from histopipe.dataset.options import SIDES
-from histopipe.dataset.participants import COUNTS, EXCLUDED, UNUSED, Participant
+from histopipe.dataset.participants import COUNTS, EXCLUDED, NOT_A_CLASS, UNUSED, Participant
 
 READ, LABELLED, SELECTED = range(3)
 """Steps at which slides and patches are excluded: no pixels, no label, not selected."""
 _OF_READING = {
     "ingest failed", "prediction failed", "not ingested", "no patches", "no readable patch", "unreadable",
 }  # fmt: skip
-_OF_LABELS = {"no label", "no target", "no class", "no patch with a class"}
+_OF_LABELS = {NOT_A_CLASS, "no label", "no target", "no class", "no patch with a class"}
 _EXCLUDED_SLIDE = "slide excluded: "
 _PATCH_REASONS = ("unreadable", "no class", "filtered out", "left out by the split", "damaged")
 """Reasons of patches, in the order of `UNUSED`."""

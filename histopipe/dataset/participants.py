@@ -27,6 +27,8 @@ from histopipe.system.files import appearing
 
 _MEASURES = ("tissue", "focus", "pen", "dark")
 EXCLUDED = "excluded"
+NOT_A_CLASS = "label is no class of the model"
+"""Reason of exclusion."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

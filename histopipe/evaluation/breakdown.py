@@ -15,10 +15,11 @@ from histopipe.evaluation.evaluate import (
     Part,
     thresholds_of,
 )
+from histopipe.evaluation.groups import AUTOMATIC, check_subgroup
 from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.shortcuts import Shortcut, find_shortcut
-from histopipe.evaluation.subgroups import AUTOMATIC, Subgroups, check_subgroup, subgroups
+from histopipe.evaluation.subgroups import Subgroups, subgroups
 from histopipe.evaluation.table import aligned, main_of, with_ends
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from histopipe.dataset.participants import EXCLUDED, Participant
+from histopipe.evaluation.groups import ORIGIN
 from histopipe.evaluation.statistics import area_under_roc
-from histopipe.evaluation.subgroups import ORIGIN
 
 _ORIGIN_CELLS = {
     "scanner", "hospital", "center", "centre", "institution", "laboratory", "lab", "batch",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from histopipe.dataset.participants import COLUMNS, Participant
-from histopipe.errors import UsageError
+from histopipe.dataset.participants import Participant
 from histopipe.evaluation.evaluate import (
     JudgeSettings,
     Part,
@@ -22,6 +20,7 @@ from histopipe.evaluation.evaluate import (
     positive_class,
     target_parts,
 )
+from histopipe.evaluation.groups import AUTOMATIC, CATEGORIES, MISSING, groups_of
 from histopipe.evaluation.intervals import (
     Difference,
     Interval,
@@ -37,23 +36,9 @@ from histopipe.evaluation.target_metrics import joined_targets, target_statistic
 from histopipe.evaluation.target_scores import GroupedScores, TargetScores
 from histopipe.system.result import counted
 
-ORIGIN = ("site", "vendor", "route", "jpeg_generations", "reader", "store", "mpp")
-"""Columns of `slides.csv` that no diagnosis depends on."""
-QUALITY = ("tissue", "focus", "pen", "dark", "planned")
-"""Columns of `slides.csv` that describe the quality of slides."""
-AUTOMATIC = (*ORIGIN, "label_source", *QUALITY)
-"""Columns that always have subgroups."""
-CATEGORIES = {*ORIGIN, "label_source"} - {"mpp"}
-"""Columns whose values are names, also if they look like numbers."""
 FEWEST_PATIENTS = 10
 """Smaller groups have no intervals."""
 _PATCH_RESAMPLES = 200
-_MOST_VALUES, _LARGEST_SHARE = 8, 0.67
-"""Numbers with more different values, or fractions with a larger share of different values, are divided into thirds."""
-_SPEC = re.compile(r"(?P<column>[^:,]+?)(:(?P<width>\d+(\.\d+)?))?")
-_THIRDS = (0, 1 / 3, 2 / 3, 1)
-MISSING = "missing"
-_MISSING_CELLS = {"", "na", "n/a", "nan", "null", "none"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,108 +98,6 @@ class Subgroups:
 
 def _ends(value: Sequence[float] | None) -> Interval | None:
     return None if value is None else (value[0], value[1])
-
-
-def check_subgroup(text: str) -> tuple[str, float | None]:
-    """Return the column and the width of its bins of a value of `--subgroup`, such as "site" or "age:10".
-
-    Raises:
-        UsageError: the text has another form.
-    """
-    match = _SPEC.fullmatch(text)
-    if match is None or (match["width"] and float(match["width"]) == 0):
-        raise UsageError(
-            "--subgroup",
-            found=repr(text),
-            expected="columns of --labels, such as sex,age:10 (age in steps of 10)",
-        )
-    column = match["column"]
-    if column.lower() in COLUMNS:
-        column = column.lower()
-        if column not in ("site", *QUALITY):
-            raise UsageError(
-                "--subgroup", found=f"{column!r}, a column of slides.csv", expected="a column of --labels",
-                todo="give the column of the labels file another name",
-            )  # fmt: skip
-    return column, float(match["width"]) if match["width"] else None
-
-
-def labels_columns(wanted: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of values of `--subgroup` that only the labels file can have.
-
-    Raises:
-        UsageError: a value is wrong, or a column is given twice.
-    """
-    names = [check_subgroup(text)[0] for text in wanted]
-    lower = [name.lower() for name in names]
-    for number, name in enumerate(lower):
-        if name in lower[:number]:
-            raise UsageError("--subgroup", found=f"{name!r} twice", expected="each column once")
-    return tuple(name for name in names if name not in COLUMNS)
-
-
-def groups_of(
-    values: Sequence[str], width: float | None = None, *, categories: bool = False
-) -> tuple[list[str], list[int]]:
-    """Return the names of the groups in order, and the (N,) group of each value; empty values and "NA" are missing.
-
-    Numbers are in bins of `width`; other values are groups of their own. Without `width`, numbers are divided into thirds
-    if there are more than eight different ones, or if they are fractions and few of them are equal. With `categories`,
-    each value is a group.
-    """
-    known = [value.strip().lower() not in _MISSING_CELLS for value in values]
-    numbers = np.array(
-        [_number(it) if own else math.nan for it, own in zip(values, known, strict=True)]
-    )
-    finite = np.isfinite(numbers) & (not categories)
-    numeric = bool(finite.any()) and bool((finite == known).all())
-    places: Sequence[float] = numbers.tolist()
-    ranges: dict[float, str] = {}
-    if width:
-        # Rounded, because 0.3 / 0.1 is below 3.
-        places = np.floor(np.round(numbers / width, 9)).tolist()
-        ranges = {it: _range(it * width, (it + 1) * width) for it in places}
-    elif numeric and _is_divided(numbers[finite]):
-        edges = np.unique(np.quantile(numbers[finite], _THIRDS)).tolist()
-        if len(edges) < 3:  # most values are equal
-            edges = np.quantile(np.unique(numbers[finite]), _THIRDS).tolist()
-        places = np.clip(np.searchsorted(edges, numbers, side="right"), 1, len(edges) - 1).tolist()
-        ranges = {it: _range(*edges[int(it) - 1 : int(it) + 1]) for it in places}
-    keys: list[tuple[float, float, str]] = []
-    for value, place, own, in_range in zip(values, places, known, finite.tolist(), strict=True):
-        if not own:
-            keys.append((math.inf, 0, MISSING))
-        elif in_range:
-            keys.append((0, place, ranges.get(place, value)))
-        else:
-            keys.append((1, 0, value))
-    found = sorted(set(keys))
-    number_of = {key: number for number, key in enumerate(found)}
-    return [name for _, _, name in found], [number_of[key] for key in keys]
-
-
-def _is_divided(numbers: NDArray[np.float64]) -> bool:
-    """Return whether numbers are divided into thirds."""
-    whole = bool((numbers % 1 == 0).all())
-    most = min(_MOST_VALUES, math.inf if whole else _LARGEST_SHARE * len(numbers))
-    return len(np.unique(numbers)) > max(most, 1)
-
-
-def _range(low: float, high: float) -> str:
-    return f"{_text(low)} to {_text(high)}"
-
-
-def _text(value: float) -> str:
-    """Return a number without exponent."""
-    text = f"{value:.6g}"
-    return f"{value:.0f}" if "e+" in text else text
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def subgroups(

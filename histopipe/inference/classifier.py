@@ -19,7 +19,7 @@ from histopipe.evaluation.evaluate import (
     mean_thresholds,
     thresholds_of,
 )
-from histopipe.evaluation.subgroups import check_subgroup, labels_columns
+from histopipe.evaluation.groups import check_subgroup, labels_columns
 from histopipe.evaluation.temperature import tempered
 from histopipe.inference.slide_run import Network
 from histopipe.inference.trained_patches import TrainedPatches

@@ -9,7 +9,7 @@ from typing import Any
 
 from histopipe.dataset.flow import Flow, flow_from_json, flow_of, flow_to_json
 from histopipe.dataset.options import TaskName
-from histopipe.dataset.participants import Participant, write_participants
+from histopipe.dataset.participants import NOT_A_CLASS, Participant, write_participants
 from histopipe.errors import DamagedStore
 from histopipe.evaluation.breakdown import Breakdown, break_down
 from histopipe.evaluation.evaluate import Evaluation, JudgeSettings, Part
@@ -37,6 +37,8 @@ class ExternalEvaluation:
     flow: Flow
     positive: str | None = None
     """Positive class, if it is not the last one."""
+    in_training: tuple[str, ...] = ()
+    """Slides, or patients, that were used in the training: they make metrics too good."""
 
     @property
     def task(self) -> TaskName:
@@ -48,6 +50,7 @@ class ExternalEvaluation:
         return {
             "test": self.evaluation.to_json(), "breakdown": self.breakdown.to_json(),
             "flow": flow_to_json(self.flow), "positive": self.positive,
+            "in_training": list(self.in_training),
         }  # fmt: skip
 
 
@@ -76,6 +79,7 @@ def evaluated_participants(
     predicted: Mapping[str, tuple[int, int]],
     labelled: Sequence[str],
     failed: Mapping[str, str],
+    classes: Sequence[str],
 ) -> list[Participant]:
     """Return the slides, each as evaluated ("test") or with the reason of its exclusion.
 
@@ -84,6 +88,7 @@ def evaluated_participants(
         predicted: number of predicted and of skipped patches, by slide.
         labelled: slides with a known label or target.
         failed: reasons by slide.
+        classes: of the model; empty for other tasks.
     """
     known = set(labelled)
     slides = []
@@ -99,7 +104,8 @@ def evaluated_participants(
             if it.slide in known:
                 slides.append(replace(own, status="test", test=patches, reason=""))
             else:
-                slides.append(replace(own, reason="no label"))
+                unknown = it.label and classes and it.label not in classes
+                slides.append(replace(own, reason=NOT_A_CLASS if unknown else "no label"))
     return slides
 
 
@@ -110,27 +116,32 @@ def write_evaluation(
     *,
     wanted: Sequence[str],
     settings: JudgeSettings,
+    in_training: Iterable[str],
 ) -> ExternalEvaluation | None:
     """Write `evaluation.json` and its tables, or remove old ones if there is no evaluation.
 
-    `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For the other
-    arguments see `break_down`.
+    `judged` are the evaluated predictions, with their evaluation; None if too few labels are known. For `in_training` see
+    `ExternalEvaluation`, for the other arguments `break_down`.
     """
+    unknown = sorted({it.label for it in slides if it.reason == NOT_A_CLASS})
+    if unknown:
+        message(f"warning: labels that are no class of the model are ignored: {', '.join(unknown)}")
     path = folder / EVALUATION
     for name in (EVALUATION, PARTICIPANTS, EVALUATED):
         (folder / name).unlink(missing_ok=True)
     if judged is None:
+        if any(it.label for it in slides):
+            message("no metrics: slides with labels of two classes of the model are needed")
         return None
     part, evaluation = judged
     write_participants(folder / PARTICIPANTS, slides)
     if part[0].level != "patch":
         write_predictions(folder / EVALUATED, [({"split": "test"}, part[0])])
     breakdown = break_down([part], evaluation, slides, wanted, settings)
-    found = ExternalEvaluation(evaluation, breakdown, flow_of(slides), settings.positive)
+    found = ExternalEvaluation(
+        evaluation, breakdown, flow_of(slides), settings.positive, tuple(sorted(in_training))
+    )
     run_folder.write_json(path, found.to_json())
-    shortcut = breakdown.shortcut
-    if shortcut is not None and shortcut.warning:
-        message(f"warning: {shortcut}")
     return found
 
 
@@ -145,7 +156,7 @@ def read_evaluation(folder: Path) -> ExternalEvaluation | None:
         value = read_json(path)
         return ExternalEvaluation(
             Evaluation.from_json(value["test"]), Breakdown.from_json(value["breakdown"]),
-            flow_from_json(value["flow"]), value["positive"],
+            flow_from_json(value["flow"]), value["positive"], tuple(value.get("in_training", ())),
         )  # fmt: skip
     except FileNotFoundError:
         return None

@@ -15,8 +15,8 @@ from histopipe._version import __version__
 from histopipe.dataset.splits import trained_on
 from histopipe.dataset.targets import Target, make_task
 from histopipe.errors import DamagedStore, OutOfMemory, UsageError
-from histopipe.evaluation.evaluate import Evaluation, evaluate
-from histopipe.evaluation.subgroups import labels_columns
+from histopipe.evaluation.evaluate import evaluate
+from histopipe.evaluation.groups import labels_columns
 from histopipe.evaluation.temperature import tempered
 from histopipe.features.bags import Bag, BagSet, read_bag, read_positions
 from histopipe.features.feature_file import (
@@ -26,7 +26,11 @@ from histopipe.features.patch_table import write_patch_table
 from histopipe.inference.bag_features import BagFeatures
 from histopipe.inference.bag_tables import BagPredictions
 from histopipe.inference.classifier import PredictOptions
-from histopipe.inference.external_evaluation import evaluated_participants, write_evaluation
+from histopipe.inference.external_evaluation import (
+    ExternalEvaluation,
+    evaluated_participants,
+    write_evaluation,
+)
 from histopipe.inference.feature_folder import described
 from histopipe.inference.predict_patches import PredictResult
 from histopipe.inference.predictions_folder import (
@@ -65,17 +69,17 @@ class BagsPrediction:
                 expected="a CSV file with the columns slide, " + ", ".join(first.config.covariates),
             )  # fmt: skip
         with run_folder.roomy(path):
-            features, began, metrics = self.features, time.monotonic(), None
+            features, began, evaluated = self.features, time.monotonic(), None
             folders = features.folders(self._record_settings)
             self.failed |= features.failed
             if features.kind == "features" or all(map(feature_files, folders)):
                 bags = self._bags(folders)
                 self._record_settings()
-                metrics = self._predict(bags)
+                evaluated = self._predict(bags)
         return PredictResult(
             folder=path, done=tuple(self.done), kept=(), failed=dict(self.failed),
             patches=features.patches, skipped=features.skipped, seconds=time.monotonic() - began,
-            input_wait=features.input_wait, metrics=metrics, unit=first.config.bag,
+            input_wait=features.input_wait, unit=first.config.bag, evaluated=evaluated,
         )  # fmt: skip
 
     def _record_settings(self) -> None:
@@ -122,7 +126,7 @@ class BagsPrediction:
         self.failed |= dict.fromkeys(bags.empty, "the slide has no patches")
         return bags
 
-    def _predict(self, bags: BagSet) -> Evaluation | None:
+    def _predict(self, bags: BagSet) -> ExternalEvaluation | None:
         """Predict all bags, and write what is known of each patch, bag and patient."""
         found: list[tuple[Bag, list[Any]]] = []
         # A wrong cell is reported before the work.
@@ -142,7 +146,7 @@ class BagsPrediction:
         self.done = [bag.id for bag, _ in found]
         if self.features.kind == "features":
             self.features.patches = sum(bag.rows for bag, _ in found)
-        self._warn_of_training_slides([bag for bag, _ in found])
+        seen = self._warn_of_training_slides([bag for bag, _ in found])
         predictions = BagPredictions(
             self.models, [bag for bag, _ in found], [targets[bag.id] for bag, _ in found],
             [np.stack([outputs[i] for _, outputs in found]) for i in range(len(self.models))],
@@ -155,13 +159,12 @@ class BagsPrediction:
         participants = evaluated_participants(
             bags.found_slides(),
             {slide: (of_it.rows, 0) for bag, _ in found for slide, of_it in zip(bag.slides, bag.parts, strict=True)},
-            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], self.failed,
+            [slide for bag, _ in found for slide in bag.slides if bag.id in labelled], self.failed, self._first.classes,
         )  # fmt: skip
         judged = None if part is None or metrics is None else (part, metrics)
-        write_evaluation(
-            path, judged, participants, wanted=self.options.subgroup, settings=self._first.judging
-        )
-        return metrics
+        return write_evaluation(
+            path, judged, participants, wanted=self.options.subgroup, settings=self._first.judging, in_training=seen,
+        )  # fmt: skip
 
     def _predict_bag(self, bag: Bag) -> list[Any]:
         """Return the output of each model, and write the means of attention and contributions."""
@@ -207,7 +210,7 @@ class BagsPrediction:
             return None
         return task.target(bag.cells, f"{self._first.config.bag} {bag.id}")
 
-    def _warn_of_training_slides(self, bags: Sequence[Bag]) -> None:
+    def _warn_of_training_slides(self, bags: Sequence[Bag]) -> list[str]:
         used = set.union(*(trained_on(it.folder / run_folder.SPLITS) for it in self.models))
         seen = sorted(used & {bag.id for bag in bags})
         if seen:
@@ -216,3 +219,4 @@ class BagsPrediction:
                 f"warning: {len(seen)} of these {self._first.config.bag}s were used in the training ({some}): "
                 "metrics on them are not valid for new slides"
             )
+        return seen

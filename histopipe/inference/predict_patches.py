@@ -11,12 +11,17 @@ from numpy.typing import NDArray
 
 from histopipe._version import __version__
 from histopipe.dataset.splits import trained_on
+from histopipe.evaluation.breakdown import breakdown_lines
 from histopipe.evaluation.evaluate import Evaluation, positive_class
 from histopipe.evaluation.levels import Aggregation, Level
 from histopipe.evaluation.predictions import PatchScores, scores_of
 from histopipe.evaluation.table import evaluation_lines
 from histopipe.inference.classifier import Classifier
-from histopipe.inference.external_evaluation import evaluated_participants, write_evaluation
+from histopipe.inference.external_evaluation import (
+    ExternalEvaluation,
+    evaluated_participants,
+    write_evaluation,
+)
 from histopipe.inference.predictions_folder import (
     PATIENTS,
     SLIDES,
@@ -37,21 +42,34 @@ class PredictResult(SlideRunResult):
     """Result of `predict`.
 
     Attributes:
-        metrics: evaluation of all predictions in the folder; None unless enough labels are known.
+        evaluated: metrics of all predictions in the folder, also by subgroup; None unless enough labels are known.
         unit: what was predicted: "slide", or "patient" if the model takes all slides of a patient together.
     """
 
-    metrics: Evaluation | None = field(default=None)
+    evaluated: ExternalEvaluation | None = field(default=None)
     unit: Level = "slide"
+
+    @property
+    def metrics(self) -> Evaluation | None:
+        """Metrics of all predictions in the folder; None unless enough labels are known."""
+        return None if self.evaluated is None else self.evaluated.evaluation
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-ready dict."""
         facts = SlideRunResult.to_json(self)
-        metrics = facts.pop("metrics")
-        return facts if metrics is None else {**facts, "metrics": metrics.to_json()}
+        del facts["evaluated"]
+        if self.evaluated is None:
+            return facts
+        found = self.evaluated
+        return {
+            **facts, "metrics": found.evaluation.to_json(), "breakdown": found.breakdown.to_json(),
+        }  # fmt: skip
 
     def __str__(self) -> str:
-        lines = [] if self.metrics is None else evaluation_lines("labelled", self.metrics)
+        lines = []
+        if self.evaluated is not None:
+            lines += evaluation_lines("labelled", self.evaluated.evaluation)
+            lines += breakdown_lines(self.evaluated.breakdown)
         return "\n".join([*lines, self.summary("predicted", "patches", self.unit)])
 
 
@@ -74,8 +92,8 @@ class PatchPrediction:
         with run_folder.roomy(self.folder.path):
             slides: Iterable[Any] = source.slides(run, self.folder)
             run.run(slides, self._write, stop=source.close)
-            metrics = self._write_tables(run)
-        return PredictResult(**run.result(self.folder.path), metrics=metrics)
+            evaluated = self._write_tables(run)
+        return PredictResult(**run.result(self.folder.path), evaluated=evaluated)
 
     def _record_settings(self) -> None:
         """Record the settings of the predictions, or compare them with the recorded ones."""
@@ -149,7 +167,7 @@ class PatchPrediction:
             self.folder.write(now, scores)
         return now, scores
 
-    def _write_tables(self, run: SlideRun) -> Evaluation | None:
+    def _write_tables(self, run: SlideRun) -> ExternalEvaluation | None:
         """Write `slides.csv`, `patients.csv` and, if labels are known, `evaluation.json`."""
         found = [
             self._current(slide)
@@ -174,9 +192,8 @@ class PatchPrediction:
         judged = evaluate_labelled(parts, classifier.judging, classifier.thresholds)
         participants = evaluated_participants(
             self.source.participants(slides), {it.slide: (it.patches, it.skipped) for it in slides},
-            [it.slides[0] for it in parts if (it.label >= 0).any()], run.failed,
+            [it.slides[0] for it in parts if (it.label >= 0).any()], run.failed, classifier.classes,
         )  # fmt: skip
-        write_evaluation(
-            path, judged, participants, wanted=self.subgroup, settings=classifier.judging
-        )
-        return None if judged is None else judged[1]
+        return write_evaluation(
+            path, judged, participants, wanted=self.subgroup, settings=classifier.judging, in_training=seen,
+        )  # fmt: skip

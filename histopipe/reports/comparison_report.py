@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from histopipe.evaluation.groups import QUALITY
 from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import LEVELS, name_of
-from histopipe.evaluation.subgroups import QUALITY
 from histopipe.evaluation.table import shown_figures, task_of, with_ends, with_interval
 from histopipe.reports.html_page import Cell, Column, Notes, Page, Row, Table, Text, number
 from histopipe.studies.compare import CompareResult, compare

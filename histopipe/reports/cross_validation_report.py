@@ -111,7 +111,6 @@ def cross_validation_page(
                 judged,
                 tested_slides(results),
                 SlideImages({}, opened) if pictures else None,
-                opened,
             ),
             *shortcut_blocks(judged),
         )

@@ -65,15 +65,13 @@ def failure_blocks(
     judged: Judged,
     slides: Sequence[Participant],
     images: SlideImages | None,
-    stores: Sequence[Store] = (),
 ) -> Iterator[Block]:
     """Yield tables of the errors with the highest certainty: of slides and patches, or of numbers.
 
     Args:
         judged: the evaluation with its predictions.
         slides: facts of the slides.
-        images: thumbnails; None for no pictures.
-        stores: patches; without them, the table of patches has positions only.
+        images: thumbnails of the slides, and stores of the patches; None for no pictures.
     """
     if judged.task != "classification":
         yield from _target_errors(judged)
@@ -82,7 +80,7 @@ def failure_blocks(
     wrong = [it for it in decisions(judged, side) if it.wrong]
     if wrong:
         yield _slide_errors(judged, wrong, slides, images)
-    yield from _patch_errors(judged, () if images is None else stores)
+    yield from _patch_errors(judged, () if images is None else images.stores)
 
 
 def _parts(judged: Judged, side: Side) -> list[ClassPart]:

@@ -17,12 +17,13 @@ from histopipe.evaluation.evaluate import (
     Part,
     positive_class,
 )
+from histopipe.evaluation.groups import QUALITY
 from histopipe.evaluation.intervals import Difference
 from histopipe.evaluation.levels import Level
 from histopipe.evaluation.metrics import Metrics
 from histopipe.evaluation.predictions import PatchScores, Scores, scores_of
 from histopipe.evaluation.statistics import Roc, precision_recall_of, roc_of
-from histopipe.evaluation.subgroups import QUALITY, Subgroups
+from histopipe.evaluation.subgroups import Subgroups
 from histopipe.evaluation.target_scores import TargetScores
 from histopipe.evaluation.temperature import Calibration
 from histopipe.reports import charts

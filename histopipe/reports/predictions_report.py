@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from histopipe.dataset.options import Side
-from histopipe.dataset.participants import read_participants
+from histopipe.dataset.participants import Participant, read_participants
 from histopipe.errors import DamagedStore, HistopipeError, NothingToDo, UsageError
 from histopipe.evaluation.evaluate import JudgeSettings
 from histopipe.evaluation.predictions import PatchScores, joined_scores, read_predictions
@@ -89,7 +89,9 @@ def predictions_page(folder: Path, *, stores: Sequence[Path] = (), pictures: boo
             )
         else:
             images = SlideImages({}, opened, PredictionsFolder(folder)) if pictures else None
-            _add_evaluation(page, _judged(folder, found, classes), folder, images, opened)
+            notes = list(_notes(found, settings))
+            slides_found = read_participants(folder / PARTICIPANTS)
+            _add_evaluation(page, _judged(folder, found, classes), notes, slides_found, images)
         page.add("Slides", _table(slides))
         if pictures:
             page.add("Heatmaps", _heatmaps(folder, opened))
@@ -127,14 +129,36 @@ def _judged(folder: Path, found: ExternalEvaluation, classes: tuple[str, ...]) -
     )  # fmt: skip
 
 
+def _notes(found: ExternalEvaluation, settings: Mapping[str, Any]) -> Iterator[Text]:
+    """Yield what a reader must know of the metrics."""
+    if found.in_training:
+        some = ", ".join(found.in_training[:10]) + (", …" if len(found.in_training) > 10 else "")
+        yield Text(
+            f"Warning: {len(found.in_training)} of these slides or patients were used in the training ({some}). "
+            "They make the metrics too good.", "bad",
+        )  # fmt: skip
+    temperatures = [value for it in settings.get("temperature", ()) for value in it]
+    if temperatures:
+        values = ", ".join(f"{it:.3f}" for it in temperatures)
+        yield Text(
+            f"Probabilities are divided by the temperature of the training ({values})."
+            if len(temperatures) == 1
+            else f"Probabilities are divided by the temperatures of the trainings ({values})."
+        )
+
+
 def _add_evaluation(
-    page: Page, judged: Judged, folder: Path, images: SlideImages | None, stores: Sequence[Store]
+    page: Page,
+    judged: Judged,
+    notes: Sequence[Text],
+    slides: Sequence[Participant],
+    images: SlideImages | None,
 ) -> None:
     """Add the sections of an evaluation."""
     page.add(
         "Summary",
         Text("Slides with known labels. Brackets show 95 % confidence intervals, with patients as units.", "soft"),
-        Cards(metric_cards(judged)),
+        Cards(metric_cards(judged)), *notes,
     )  # fmt: skip
     if judged.task == "classification":
         page.add("Metrics", *metrics_blocks(judged))
@@ -147,7 +171,7 @@ def _add_evaluation(
     page.add(
         "Failure analysis",
         *subgroup_tables(judged, quality=True),
-        *failure_blocks(judged, read_participants(folder / PARTICIPANTS), images, stores),
+        *failure_blocks(judged, slides, images),
         *shortcut_blocks(judged),
     )
     page.add("Participant flow", *flow_blocks(judged.flow, "Predicted"))
@@ -205,4 +229,4 @@ def _limitations(found: ExternalEvaluation | None) -> Iterator[str]:
         notes = {note for _, metrics in found.evaluation.named() for note in metrics.notes}
         yield from (f"{note[0].upper()}{note[1:]}." for note in sorted(notes))
         yield "Thresholds are those of the training. They were not adapted to these slides."
-    yield "Slides of the training among these slides make metrics too good: `histopipe predict` warns of them."
+    yield "Slides that were used in the training under another name are not found."

@@ -78,7 +78,6 @@ def run_page(
                 judged,
                 run.participants,
                 SlideImages({}, run.stores) if pictures else None,
-                run.stores,
             ),
             *shortcut_blocks(judged),
         )

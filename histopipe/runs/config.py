@@ -283,7 +283,7 @@ class TrainConfig:
     @property
     def subgroup_columns(self) -> tuple[str, ...]:
         """Columns of the labels file for subgroups; empty if all are known without it, such as the site."""
-        from histopipe.evaluation.subgroups import labels_columns
+        from histopipe.evaluation.groups import labels_columns
 
         return labels_columns(self.subgroup)
 
